@@ -1,0 +1,1 @@
+"""Errors, quantities and names that every layer shares. Imports no torch."""

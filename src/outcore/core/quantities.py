@@ -1,0 +1,53 @@
+"""Bytes as people write and read them: the only place that parses or formats them. 1 GiB = 2**30, 1 GB = 1e9 bytes."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from outcore.core.errors import ConfigError
+
+PAGE_BYTES = 4096  # extents, host buffers and O_DIRECT transfers are multiples of it (4 Ki-sector drives reject less)
+PARAM_ALIGN_BYTES = 256  # what torch's allocators align to at least, so kernels see a plain model's alignment
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_SIZE = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([a-zA-Z]*)\s*")
+
+
+def align_up(value: int, alignment: int) -> int:
+    """Round ``value`` up to a multiple of ``alignment``."""
+    return -(-value // alignment) * alignment
+
+
+def parse_bytes(value: int | str, *, what: str) -> int:
+    """Read a size such as ``20 * 2**30``, ``"20GiB"`` or ``"1.5 GB"``.
+
+    Args:
+        value: Bytes, or a number with one of B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (of 1024).
+        what: What the size is for; stands in the error.
+
+    Raises:
+        ConfigError: Not a size, negative, or an unknown unit.
+    """
+    expected = f"{what}: expected bytes as a non-negative integer or a string such as '20GiB'"
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ConfigError(f"{expected}, but got {value!r}")
+    if isinstance(value, int):
+        if value < 0:
+            raise ConfigError(f"{expected}, but got {value}")
+        return value
+    match = _SIZE.fullmatch(value)
+    if match is None or match.group(2).lower() not in _UNITS:
+        raise ConfigError(f"{expected}, but got {value!r}; units are B, KB, MB, GB, TB, KiB, MiB, GiB, TiB")
+    return int(Fraction(match.group(1)) * _UNITS[match.group(2).lower()])
+
+
+def format_bytes(nbytes: int) -> str:
+    """Write bytes for people, in powers of 1024: ``'1.50 GiB'``."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{nbytes} B" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"

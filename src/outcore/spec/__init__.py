@@ -1,0 +1,1 @@
+"""Values that describe a model and where its bytes live: frozen dataclasses that touch no device."""

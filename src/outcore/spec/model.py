@@ -1,0 +1,123 @@
+"""A model as the planner and the runtime see it: units of parameters, and where each parameter lies inside its unit.
+
+[Note: layouts] A unit owns up to four kinds of bytes, addressed by two layouts:
+
+* *weights layout*: every parameter in its compute dtype, trainable ones first (so that they are one flat piece), each
+  aligned to 256 bytes. ``trainable_bytes`` is where the frozen ones begin; it is a multiple of 4 KiB, so that the
+  trainable piece can be written to disk alone. ``weight_bytes`` is the whole. A *bucket* is the trainable piece
+  again, holding the gradients of one backward pass in the dtype in which autograd makes them.
+* *update layout*: trainable parameters only, in the dtype in which they are updated (fp32 masters for bf16 weights).
+  Accumulated gradients, master weights and every optimizer state use it, ``update_bytes`` each.
+
+Sizes are padded to 4 KiB, so any of them may rest on disk.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from outcore.core.quantities import PAGE_BYTES, PARAM_ALIGN_BYTES, align_up
+
+Precision = Literal["fp32", "bf16", "pure_bf16"]
+PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "pure_bf16")
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamSpec:
+    """One parameter. Tied parameters are one ParamSpec under their first name."""
+
+    name: str
+    """Fully qualified name in the model."""
+    shape: tuple[int, ...]
+    dtype: str
+    """Compute dtype, a key of DTYPE_BYTES."""
+    update_dtype: str
+    """Dtype of its accumulated gradient, master and states."""
+    requires_grad: bool
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes in the compute dtype, without padding."""
+        return self.numel * DTYPE_BYTES[self.dtype]
+
+    @property
+    def update_bytes(self) -> int:
+        """Bytes in the update dtype, without padding."""
+        return self.numel * DTYPE_BYTES[self.update_dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitSpec:
+    """The piece that moves as a whole. Unit "" is the root: what belongs to no other; its weights stay resident."""
+
+    name: str
+    """Fully qualified name of the module; "" for the root."""
+    params: tuple[ParamSpec, ...]
+    """Trainable parameters first, then frozen ones; module order within each."""
+    buffer_bytes: int = 0
+    """Module buffers; they live on the device and never move."""
+
+    def __post_init__(self) -> None:
+        flags = [p.requires_grad for p in self.params]
+        if flags != sorted(flags, reverse=True):
+            raise AssertionError(f"unit '{self.name}': trainable parameters must come first")
+
+    @cached_property
+    def trainable(self) -> tuple[ParamSpec, ...]:
+        """The parameters that are trained."""
+        return tuple(p for p in self.params if p.requires_grad)
+
+    @cached_property
+    def weight_offsets(self) -> tuple[int, ...]:
+        """Byte offset of every parameter in the weights layout."""
+        offsets, end = [], 0
+        for i, param in enumerate(self.params):
+            if i == len(self.trainable):
+                end = align_up(end, PAGE_BYTES)
+            offsets.append(end)
+            end += align_up(param.weight_bytes, PARAM_ALIGN_BYTES)
+        return tuple(offsets)
+
+    @cached_property
+    def update_offsets(self) -> tuple[int, ...]:
+        """Byte offset of every trainable parameter in the update layout."""
+        offsets, end = [], 0
+        for param in self.trainable:
+            offsets.append(end)
+            end += align_up(param.update_bytes, PARAM_ALIGN_BYTES)
+        return tuple(offsets)
+
+    @cached_property
+    def trainable_bytes(self) -> int:
+        """Size of the trainable piece of the weights layout, and of a bucket."""
+        return align_up(sum(align_up(p.weight_bytes, PARAM_ALIGN_BYTES) for p in self.trainable), PAGE_BYTES)
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Size of the weights layout."""
+        frozen = sum(align_up(p.weight_bytes, PARAM_ALIGN_BYTES) for p in self.params if not p.requires_grad)
+        return self.trainable_bytes + align_up(frozen, PAGE_BYTES)
+
+    @cached_property
+    def update_bytes(self) -> int:
+        """Size of the update layout: of accumulated gradients, and of each optimizer state."""
+        return align_up(sum(align_up(p.update_bytes, PARAM_ALIGN_BYTES) for p in self.trainable), PAGE_BYTES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """All units of a model in module order, the root first."""
+
+    units: tuple[UnitSpec, ...]
+    state_names: tuple[str, ...]
+    """Optimizer states per trainable element, torch's names, without master weights: ("exp_avg", "exp_avg_sq")."""
+    precision: Precision

@@ -1,0 +1,205 @@
+"""A plan: where every byte lives and how units run. Data, not behaviour: JSON that can be saved, edited and obeyed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from outcore.core.errors import ConfigError
+from outcore.core.quantities import PAGE_BYTES
+from outcore.spec.model import PRECISIONS, Precision
+
+Tier = Literal["device", "host", "disk"]
+TIERS: tuple[Tier, ...] = ("device", "host", "disk")
+Policy = Literal["keep", "recompute"]
+POLICIES: tuple[Policy, ...] = ("keep", "recompute")
+PoolKind = Literal["weights", "bucket", "scratch", "new_weights", "states", "gradients", "landing"]
+POOL_KINDS: tuple[PoolKind, ...] = ("weights", "bucket", "scratch", "new_weights", "states", "gradients", "landing")
+
+_KINDS_BY_TIER: dict[Tier, tuple[PoolKind, ...]] = {
+    "device": ("weights", "bucket", "scratch"),
+    "host": ("weights", "new_weights", "states", "gradients", "landing"),
+}
+MAX_SLOTS = 1024
+
+PLAN_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitPlan:
+    """Home tiers and activation policy of one unit.
+
+    Optimizer states on the device need weights and gradients there too: the update then runs on the device with no
+    transfer. Every other combination is legal.
+    """
+
+    name: str
+    weights: Tier
+    gradients: Tier
+    states: Tier
+    policy: Policy = "recompute"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise ConfigError(f"plan: expected a unit's name as a string, but got {self.name!r}")
+        where = f"plan, unit '{self.name}'"
+        for field in ("weights", "gradients", "states"):
+            _one_of(getattr(self, field), TIERS, f"{where}: {field}")
+        _one_of(self.policy, POLICIES, f"{where}: policy")
+        if self.states == "device" and not self.weights == self.gradients == "device":
+            raise ConfigError(
+                f"{where}: states on the device need weights and gradients on the device too, but got "
+                f"weights={self.weights}, gradients={self.gradients}; move the states to host or disk"
+            )
+        if self.name == "" and self.weights != "device":
+            raise ConfigError(
+                f"plan: the root unit's weights are always resident, expected 'device', but got '{self.weights}'"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pool:
+    """Equal slots on one tier that units take turns in.
+
+    Kinds: ``weights`` (a unit's weights layout, fetched), ``bucket`` (device; gradients of one backward pass),
+    ``scratch`` (device; blocks of an update there), ``new_weights`` (host; trainable weights after an update whose home
+    is elsewhere), ``states`` (host; states whose home is disk, all of a unit), ``gradients`` (host; accumulated
+    gradients whose home is elsewhere), ``landing`` (host; a bucket on its way to be accumulated).
+    """
+
+    tier: Tier
+    kind: PoolKind
+    slot_bytes: int
+    num_slots: int
+
+    def __post_init__(self) -> None:
+        _one_of(self.tier, tuple(_KINDS_BY_TIER), "plan, pools: tier")
+        _one_of(self.kind, _KINDS_BY_TIER[self.tier], f"plan, pools on {self.tier}: kind")
+        where = f"plan, pool '{self.kind}' on {self.tier}"
+        _whole_number(self.slot_bytes, 1, f"{where}: slot_bytes")
+        _whole_number(self.num_slots, 1, f"{where}: num_slots")
+        if self.slot_bytes % PAGE_BYTES:
+            raise ConfigError(f"{where}: expected slot_bytes in multiples of {PAGE_BYTES}, but got {self.slot_bytes}")
+        if self.num_slots > MAX_SLOTS:
+            raise ConfigError(f"{where}: expected num_slots <= {MAX_SLOTS}, but got {self.num_slots}")
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self.slot_bytes * self.num_slots
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Where bytes live and when they move. It never changes the result."""
+
+    precision: Precision
+    units: tuple[UnitPlan, ...]
+    """The root first, then in module order."""
+    pools: tuple[Pool, ...]
+    prefetch_depth: int
+    """Coming units whose weights are fetched ahead; 0 fetches on demand."""
+    accumulation_steps: int | None = None
+    """Micro-batches per step if promised, else None: any number."""
+    tier_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Tier -> bytes that this plan takes there. Informative; recomputed when the plan is used."""
+    version: int = PLAN_VERSION
+
+    def __post_init__(self) -> None:
+        if self.version != PLAN_VERSION:
+            raise ConfigError(
+                f"plan: expected version {PLAN_VERSION}, but got {self.version!r}; "
+                "make the plan again with this version of outcore"
+            )
+        _one_of(self.precision, PRECISIONS, "plan: precision")
+        _whole_number(self.prefetch_depth, 0, "plan: prefetch_depth")
+        if self.accumulation_steps is not None:
+            _whole_number(self.accumulation_steps, 1, "plan: accumulation_steps (null: any number)")
+        if not isinstance(self.tier_bytes, Mapping):
+            raise ConfigError(f"plan: expected tier_bytes as an object, but got {self.tier_bytes!r}")
+        names = [u.name for u in self.units]
+        if len(set(names)) != len(names):
+            raise ConfigError(f"plan: a unit is named twice: {sorted({n for n in names if names.count(n) > 1})}")
+
+    def to_json(self) -> str:
+        """The plan as JSON text, stable from run to run."""
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, where: str = "plan") -> Self:
+        """Read a plan from JSON text.
+
+        Raises:
+            ConfigError: Not JSON, a missing or unknown key, a wrong value.
+        """
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{where}: expected a plan as JSON, but it cannot be parsed: {error}") from error
+        data = _fields(cls, data, where)
+        data["units"] = tuple(UnitPlan(**_fields(UnitPlan, u, f"{where}: units")) for u in _list(data, "units", where))
+        data["pools"] = tuple(Pool(**_fields(Pool, p, f"{where}: pools")) for p in _list(data, "pools", where))
+        return cls(**data)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON, replacing the file at once.
+
+        Raises:
+            ConfigError: The file cannot be written.
+        """
+        target = Path(path)
+        try:
+            partial = target.with_name(target.name + ".partial")
+            partial.write_text(self.to_json())
+            partial.replace(target)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"plan: expected a path to write to, but '{path}' cannot be written: {error}") from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a plan that ``save`` wrote or a person edited.
+
+        Raises:
+            ConfigError: The file cannot be read or is no plan.
+        """
+        try:
+            text = Path(path).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"plan: expected a readable JSON file at '{path}', but got: {error}") from error
+        return cls.from_json(text, where=f"plan '{path}'")
+
+
+def _one_of(value: object, allowed: tuple[str, ...], what: str) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{what}: expected one of {', '.join(allowed)}, but got {value!r}")
+
+
+def _whole_number(value: object, least: int, what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{what}: expected a whole number >= {least}, but got {value!r}")
+
+
+def _list(data: dict[str, Any], key: str, where: str) -> list[Any]:
+    items = data[key]
+    if not isinstance(items, list):
+        raise ConfigError(f"{where}: expected a list under '{key}', but got {type(items).__name__}")
+    return items
+
+
+def _fields(cls: type, data: object, where: str) -> dict[str, Any]:
+    """Check the keys of a JSON object against a dataclass."""
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where}: expected a JSON object, but got {type(data).__name__}")
+    fields = dataclasses.fields(cls)
+    unknown = sorted(set(data) - {f.name for f in fields})
+    if unknown:
+        raise ConfigError(f"{where}: unknown key '{unknown[0]}'; known keys are {', '.join(f.name for f in fields)}")
+    for f in fields:
+        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        if required and f.name not in data:
+            raise ConfigError(f"{where}: key '{f.name}' is missing")
+    return dict(data)
