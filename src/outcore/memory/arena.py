@@ -1,0 +1,102 @@
+"""Buffers and regions: pieces of an arena, and how the race checker names them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from outcore.core.errors import MemoryBudgetError
+from outcore.core.quantities import PAGE_BYTES, align_up, format_bytes
+
+
+TEMPORARY = "temporary"
+"""Arena name of buffers that one operation makes for itself; the race checker has nothing to say about them."""
+
+
+class Region(NamedTuple):
+    """The bytes [start, stop) of an arena, as the race checker sees them."""
+
+    arena: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A piece of an arena in host or device memory.
+
+    ``bytes`` is a 1D uint8 tensor over the memory; ``region`` says where in which arena it lies. Buffers are cut once and
+    live as long as the arena.
+    """
+
+    bytes: torch.Tensor  # 1D uint8
+    region: Region
+
+    @property
+    def nbytes(self) -> int:
+        """Size."""
+        return self.region.stop - self.region.start
+
+    def part(self, start: int, stop: int) -> Buffer:
+        """The bytes [start, stop) of this buffer."""
+        if not 0 <= start <= stop <= self.nbytes:
+            raise AssertionError(f"part [{start}, {stop}) of a buffer of {self.nbytes} bytes")
+        base = self.region.start
+        return Buffer(self.bytes[start:stop], Region(self.region.arena, base + start, base + stop))
+
+    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0) -> torch.Tensor:
+        """A tensor over the bytes from ``offset`` on, with a version counter of its own.
+
+        Views made by slicing share one counter with the whole arena, so that any write anywhere would look like a write
+        to every saved tensor.
+        """
+        itemsize = dtype.itemsize
+        start = self.bytes.storage_offset() + offset
+        numel = 1
+        for n in shape:
+            numel *= n
+        if start % itemsize or offset + numel * itemsize > self.nbytes:
+            raise AssertionError(f"tensor {shape} {dtype} at byte {offset} of a buffer of {self.nbytes} bytes")
+        strides, step = [], 1
+        for n in reversed(shape):
+            strides.append(step)
+            step *= max(n, 1)
+        empty = torch.empty(0, dtype=dtype, device=self.bytes.device)
+        return empty.set_(self.bytes.untyped_storage(), start // itemsize, shape, tuple(reversed(strides)))
+
+
+class Arena:
+    """Memory of a fixed size, cut front to back into buffers that are never given back one by one."""
+
+    def __init__(self, name: str, memory: torch.Tensor) -> None:
+        """Args: name: Stands in regions and errors. memory: 1D uint8, 4 KiB-aligned."""
+        self.name = name
+        self._memory = memory
+        self._taken_bytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole arena."""
+        return self._memory.numel()
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes cut off so far."""
+        return self._taken_bytes
+
+    def take(self, nbytes: int) -> Buffer:
+        """Cut the next ``nbytes`` off, rounded up to 4 KiB.
+
+        Raises:
+            MemoryBudgetError: The arena is used up.
+        """
+        start = self._taken_bytes
+        stop = start + align_up(nbytes, PAGE_BYTES)
+        if stop > self.nbytes:
+            raise MemoryBudgetError(
+                f"{self.name} arena: expected at most {format_bytes(self.nbytes - start)} more, but {format_bytes(nbytes)} were asked for"
+            )
+        self._taken_bytes = stop
+        return Buffer(self._memory[start : start + nbytes], Region(self.name, start, start + nbytes))

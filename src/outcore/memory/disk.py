@@ -1,0 +1,247 @@
+"""The disk tier: extents on preallocated files, read and written by several threads straight from and into tensors.
+
+[Note: stripes] The store is one range of bytes, cut into stripes of 4 MiB that go round the files in turn. A transfer
+is cut at the stripes' borders into pieces of at most 4 MiB, enough to reach a drive's full rate with a few of them
+under way.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self, final
+
+import torch
+
+from outcore.core.errors import ConfigError, DiskError, MemoryBudgetError, UnsupportedError
+from outcore.core.quantities import PAGE_BYTES, align_up, format_bytes
+from outcore.memory.arena import Region
+from outcore.memory.disk_file import DiskFile, DiskIO, OsDiskIO, disk_error
+from outcore.memory.piece_pool import ClosedError, PiecePool, StalledError
+
+STRIPE_BYTES = 4 * 2**20
+DEFAULT_NUM_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A piece of the disk store, for one owner."""
+
+    offset: int
+    nbytes: int
+    owner: str
+    """Who keeps what there, for errors: ``"model.layers.3 states"``."""
+
+    @property
+    def region(self) -> Region:
+        """How the race checker names it."""
+        return Region("disk", self.offset, self.offset + self.nbytes)
+
+    def part(self, start: int, stop: int) -> Extent:
+        """The bytes [start, stop) of this extent. Not necessarily aligned; unaligned ones move more slowly."""
+        if not 0 <= start <= stop <= self.nbytes:
+            raise AssertionError(f"part [{start}, {stop}) of an extent of {self.nbytes} bytes")
+        return Extent(self.offset + start, stop - start, self.owner)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Piece:
+    """Bytes that are contiguous in one file."""
+
+    file: DiskFile
+    offset: int
+    memory: memoryview
+    is_aligned: bool
+
+
+@final
+class DiskStore:
+    """Disk space of a fixed size, cut front to back into extents that are never given back one by one.
+
+    ``read`` and ``write`` may be called from several threads at once; who touches the same extent orders himself.
+    """
+
+    def __init__(self, files: Sequence[DiskFile], nbytes: int, pool: PiecePool[_Piece], stall_timeout_s: float) -> None:
+        """Only ``open`` calls this."""
+        self.nbytes = nbytes
+        self._files = tuple(files)
+        self._pool = pool
+        self._stall_timeout_s = stall_timeout_s
+        self._taken_bytes = 0
+        self._stalled: DiskError | None = None
+        self._pid = os.getpid()
+        self._close = weakref.finalize(self, _close, self._files, pool, stall_timeout_s, self._pid)
+
+    @classmethod
+    def open(
+        cls,
+        paths: Sequence[Path],
+        nbytes: int,
+        *,
+        num_threads: int = DEFAULT_NUM_THREADS,
+        stall_timeout_s: float = 120.0,
+        io: DiskIO | None = None,
+    ) -> Self:
+        """Reserve ``nbytes``, spread evenly over ``paths``.
+
+        Args:
+            paths: Folders, made if missing; with several, stripes go round them.
+            nbytes: Total size.
+            num_threads: Transfers under way at once.
+            stall_timeout_s: A transfer none of whose pieces ends for this long (at most twice) fails.
+            io: The system's calls; tests put faults here.
+
+        Raises:
+            DiskError: A path cannot serve; nothing is left behind.
+
+        Memory: ``nbytes`` of disk, rounded up to 4 KiB, until ``close``.
+        """
+        if not paths:
+            raise ConfigError("disk: expected at least one path, but got none")
+        nbytes = align_up(nbytes, PAGE_BYTES)
+        with ExitStack() as undo:
+            files = []
+            for i, path in enumerate(paths):
+                files.append(DiskFile.open(Path(path), _file_bytes(i, len(paths), nbytes), io or OsDiskIO()))
+                undo.callback(files[-1].close)
+            store = cls(files, nbytes, PiecePool(num_threads, name="outcore-disk"), stall_timeout_s)
+            undo.pop_all()
+        return store
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes cut off so far."""
+        return self._taken_bytes
+
+    @property
+    def buffered_paths(self) -> tuple[Path, ...]:
+        """Files on filesystems without direct I/O: slower, and their bytes pass through the page cache."""
+        return tuple(file.path for file in self._files if not file.is_direct)
+
+    def take(self, nbytes: int, *, owner: str) -> Extent:
+        """Cut the next ``nbytes`` off, rounded up to 4 KiB.
+
+        Raises:
+            MemoryBudgetError: The store is used up.
+        """
+        start = self._taken_bytes
+        if start + align_up(nbytes, PAGE_BYTES) > self.nbytes:
+            raise MemoryBudgetError(
+                f"disk store, '{owner}': expected at most {format_bytes(self.nbytes - start)} more, "
+                f"but {format_bytes(nbytes)} were asked for"
+            )
+        self._taken_bytes = start + align_up(nbytes, PAGE_BYTES)
+        return Extent(start, nbytes, owner)
+
+    def read(self, extent: Extent, memory: torch.Tensor) -> None:
+        """Fill ``memory`` with the extent's bytes.
+
+        Args:
+            extent: What to read.
+            memory: 1D uint8 in host memory, as long as the extent. Fast if address, offset and length are multiples
+                of 4 KiB.
+
+        Raises:
+            DiskError: Naming file, owner and offset. After a stall the store is unusable, and the drive may still
+                write into ``memory``; after any other error nothing is under way.
+        """
+        self._transfer("read", extent, memory)
+
+    def write(self, extent: Extent, memory: torch.Tensor) -> None:
+        """Write ``memory`` into the extent; see ``read``.
+
+        An unaligned part rewrites its neighbours in the 4 KiB pages at its ends.
+        """
+        self._transfer("write", extent, memory)
+
+    def close(self) -> None:
+        """Free the space and remove the run directories. Idempotent; transfers that still wait fail.
+
+        Also done when the store is collected and at exit; never in a forked child.
+        """
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _transfer(self, verb: str, extent: Extent, memory: torch.Tensor) -> None:
+        self._check(extent, memory)
+
+        def move(piece: _Piece) -> None:
+            try:
+                action = piece.file.read if verb == "read" else piece.file.write
+                action(piece.offset, piece.memory, is_aligned=piece.is_aligned)
+            except OSError as error:
+                raise disk_error(_what(verb, extent, piece), error) from error
+
+        try:
+            self._pool.run(move, self._pieces(extent, memory), stall_timeout_s=self._stall_timeout_s)
+        except StalledError as stall:
+            timeout = OSError(errno.ETIMEDOUT, f"no progress for {self._stall_timeout_s:g} s")
+            where = stall.piece if isinstance(stall.piece, _Piece) else None
+            self._stalled = disk_error(_what(verb, extent, where), timeout)
+            raise self._stalled from stall
+        except ClosedError as closed:
+            raise DiskError(f"{_what(verb, extent, None)}, but the disk store is closed") from closed
+
+    def _check(self, extent: Extent, memory: torch.Tensor) -> None:
+        if os.getpid() != self._pid:
+            raise UnsupportedError(
+                f"disk store, '{extent.owner}': expected the process that opened it, but a forked child asks; "
+                "use the model in the process that prepared it"
+            )
+        if self._stalled is not None:
+            raise DiskError(f"the disk store is unusable since an earlier stall: {self._stalled}") from self._stalled
+        is_bytes = memory.dtype == torch.uint8 and memory.device.type == "cpu" and memory.dim() == 1
+        if not is_bytes or not memory.is_contiguous() or memory.numel() != extent.nbytes:
+            raise AssertionError(
+                f"expected {extent.nbytes} contiguous bytes for '{extent.owner}', "
+                f"but got {memory.dtype} {tuple(memory.shape)}"
+            )
+        if extent.region.stop > self._taken_bytes:
+            raise AssertionError(f"{extent} is not of this store")
+
+    def _pieces(self, extent: Extent, memory: torch.Tensor) -> Iterator[_Piece]:
+        """Cut a transfer at the borders of the stripes."""
+        view = memory.numpy().data
+        start, address = 0, memory.data_ptr()
+        while start < extent.nbytes:
+            stripe, within = divmod(extent.offset + start, STRIPE_BYTES)
+            size = min(STRIPE_BYTES - within, extent.nbytes - start)
+            row, column = divmod(stripe, len(self._files))
+            offset = row * STRIPE_BYTES + within
+            is_aligned = not any(n % PAGE_BYTES for n in (offset, size, address + start))
+            yield _Piece(self._files[column], offset, view[start : start + size], is_aligned)
+            start += size
+
+
+def _close(files: Sequence[DiskFile], pool: PiecePool[_Piece], timeout_s: float, pid: int) -> None:
+    if os.getpid() == pid:
+        is_idle = pool.close(timeout_s=timeout_s)
+        for file in files:
+            file.close(is_idle=is_idle)
+
+
+def _file_bytes(index: int, num_files: int, nbytes: int) -> int:
+    """Size of one of the files: its whole stripes, and its share of the last round."""
+    rows, rest = divmod(nbytes, STRIPE_BYTES * num_files)
+    return rows * STRIPE_BYTES + min(max(rest - index * STRIPE_BYTES, 0), STRIPE_BYTES)
+
+
+def _what(verb: str, extent: Extent, piece: _Piece | None) -> str:
+    owner = extent.owner or "root"
+    task = f"disk store, '{owner}': expected to {verb} "
+    if piece is None:
+        return f"{task}{format_bytes(extent.nbytes)} at byte {extent.offset} of the store"
+    return f"{task}{format_bytes(piece.memory.nbytes)} at byte {piece.offset} of '{piece.file.path}'"

@@ -1,0 +1,256 @@
+"""One preallocated file of the disk store: opening it safely, and moving bytes with every result checked."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from pathlib import Path
+from typing import Protocol, Self, final
+
+from outcore.core.errors import DiskError
+from outcore.core.quantities import PAGE_BYTES, align_up, format_bytes
+from outcore.memory.limits import disk_free_bytes
+from outcore.memory.run_directory import DATA_NAME, RunDirectory, reclaim_dead
+
+_MEMORY_FILESYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}  # statfs(2), linux/magic.h
+
+_WHAT_TO_DO = {
+    errno.EIO: "the drive or its connection fails: look at dmesg and at the drive's health (smartctl)",
+    errno.ENOSPC: "free space there or give another path",
+    errno.EDQUOT: "the quota is used up: free space there or give another path",
+    errno.EROFS: "it is mounted read-only: give a path that can be written",
+    errno.EACCES: "give a folder that this user may write to",
+    errno.EPERM: "give a folder that this user may write to",
+    errno.ENOTDIR: "give a folder, not a file",
+    errno.EEXIST: "give a folder, not a file",
+}
+
+
+class DiskIO(Protocol):
+    """The calls that the disk store makes into the system; tests put faults here. All may raise ``OSError``."""
+
+    def filesystem_type(self, path: Path) -> int:
+        """The magic number of the filesystem of an existing path."""
+
+    def free_bytes(self, path: Path) -> int:
+        """Space that this user may take there."""
+
+    def open(self, path: Path, flags: int) -> int:
+        """Open or create a file."""
+
+    def allocate(self, fd: int, nbytes: int) -> None:
+        """Reserve space from byte 0 on."""
+
+    def pread(self, fd: int, memory: memoryview, offset: int) -> int:
+        """Read into memory; returns bytes read."""
+
+    def pwrite(self, fd: int, memory: memoryview, offset: int) -> int:
+        """Write from memory; returns bytes written."""
+
+
+@final
+class OsDiskIO:
+    """The system's calls. Those that move bytes release the GIL."""
+
+    def filesystem_type(self, path: Path) -> int:
+        """The first field of statfs(2), which Python's ``statvfs`` leaves out."""
+        buffer = ctypes.create_string_buffer(256)
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.statfs(os.fsencode(path), buffer):
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), str(path))
+        return int(ctypes.c_long.from_buffer(buffer).value) & 0xFFFFFFFF
+
+    def free_bytes(self, path: Path) -> int:
+        """See ``limits.disk_free_bytes``."""
+        return disk_free_bytes(path)
+
+    def open(self, path: Path, flags: int) -> int:
+        """Open for this user alone."""
+        return os.open(path, flags, 0o600)
+
+    def allocate(self, fd: int, nbytes: int) -> None:
+        """Reserve with fallocate; where a filesystem cannot, set the size: a full disk then shows when written."""
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            os.ftruncate(fd, nbytes)
+
+    def pread(self, fd: int, memory: memoryview, offset: int) -> int:
+        """preadv(2)."""
+        return os.preadv(fd, [memory], offset)
+
+    def pwrite(self, fd: int, memory: memoryview, offset: int) -> int:
+        """pwritev(2)."""
+        return os.pwritev(fd, [memory], offset)
+
+
+@final
+class DiskFile:
+    """A file without a name (see [Note: nothing stays behind]) in a run directory of its own. Not seen by other runs.
+
+    With direct I/O (O_DIRECT) the page cache stays out of the way: transfers go straight between the drive and the
+    caller's memory, which is faster, and the host's budget is not eaten by cached copies of what was just moved away.
+    """
+
+    def __init__(self, fd: int, directory: RunDirectory, io: DiskIO, *, is_direct: bool) -> None:
+        """Only ``open`` calls this."""
+        self.path = directory.path / DATA_NAME
+        self.is_direct = is_direct
+        self._fd = fd
+        self._directory = directory
+        self._io = io
+
+    @classmethod
+    def open(cls, folder: Path, nbytes: int, io: DiskIO) -> Self:
+        """Check ``folder`` (made if missing), reclaim what dead runs left there, and reserve ``nbytes``.
+
+        Raises:
+            DiskError: The folder is host memory, read-only, too full, not a folder, or fails.
+        """
+        what = f"disk path '{folder}': expected a writable folder with {format_bytes(nbytes)} of free space"
+        try:
+            _refuse_memory(folder, io)
+            folder.mkdir(parents=True, exist_ok=True)
+            reclaim_dead(folder)
+            free_bytes = io.free_bytes(folder)
+            if free_bytes < nbytes:
+                short = OSError(errno.ENOSPC, f"needs {format_bytes(nbytes)}, {format_bytes(free_bytes)} free")
+                raise disk_error(what, short)
+            directory = RunDirectory.create(folder, reserved_bytes=nbytes)
+        except DiskError:
+            raise
+        except OSError as error:
+            raise disk_error(what, error) from error
+        try:
+            return cls._open_in(directory, nbytes, io)
+        except OSError as error:
+            directory.close()
+            raise disk_error(what, error) from error
+        except BaseException:
+            directory.close()
+            raise
+
+    @classmethod
+    def _open_in(cls, directory: RunDirectory, nbytes: int, io: DiskIO) -> Self:
+        path = directory.path / DATA_NAME
+        fd, is_direct = _open_data(path, io)
+        try:
+            path.unlink()
+            if nbytes:
+                io.allocate(fd, nbytes)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(fd, directory, io, is_direct=is_direct)
+
+    def read(self, offset: int, memory: memoryview, *, is_aligned: bool) -> None:
+        """Fill ``memory`` from byte ``offset`` on.
+
+        Args:
+            offset: In the file.
+            memory: Writable bytes.
+            is_aligned: Whether offset, size and address are multiples of 4 KiB; else direct I/O goes through a staging
+                buffer.
+
+        Raises:
+            OSError: The system's error, or EIO with a text for a file that is shorter than it was made.
+        """
+        if is_aligned or not self.is_direct:
+            self._read_all(offset, memory)
+            return
+        staging, start = _staging(offset, memory.nbytes)
+        self._read_all(offset - start, staging)
+        memory[:] = staging[start : start + memory.nbytes]
+
+    def write(self, offset: int, memory: memoryview, *, is_aligned: bool) -> None:
+        """Write ``memory`` at byte ``offset``. Unaligned writes rewrite the 4 KiB pages at both ends; see ``read``."""
+        if is_aligned or not self.is_direct:
+            self._write_all(offset, memory)
+            return
+        staging, start = _staging(offset, memory.nbytes)
+        self._read_all(offset - start, staging)
+        staging[start : start + memory.nbytes] = memory
+        self._write_all(offset - start, staging)
+
+    def close(self, *, is_idle: bool = True) -> None:
+        """Free the space and remove the run directory. Idempotent.
+
+        Args:
+            is_idle: False if a thread hangs in a call: its descriptor must not come to mean another file, so the space
+                is freed only when the process ends.
+        """
+        if is_idle and self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self._directory.close()
+
+    def _read_all(self, offset: int, memory: memoryview) -> None:
+        done = 0
+        while done < memory.nbytes:
+            moved = self._whole(self._io.pread(self._fd, memory[done:], offset + done))
+            if moved <= 0:
+                raise OSError(errno.EIO, f"the file ends at byte {offset + done}: it was truncated")
+            done += moved
+
+    def _write_all(self, offset: int, memory: memoryview) -> None:
+        done = 0
+        while done < memory.nbytes:
+            moved = self._whole(self._io.pwrite(self._fd, memory[done:], offset + done))
+            if moved <= 0:
+                raise OSError(errno.EIO, f"the drive takes no bytes at {offset + done}")
+            done += moved
+
+    def _whole(self, moved_bytes: int) -> int:
+        """Direct I/O goes on at a whole page; what was moved of a part is moved again."""
+        return moved_bytes - moved_bytes % PAGE_BYTES if self.is_direct else moved_bytes
+
+
+def disk_error(what: str, error: OSError) -> DiskError:
+    """The error for a user, from one of the system: ``what`` says what was expected and where."""
+    code = error.errno or errno.EIO
+    todo = _WHAT_TO_DO.get(code, "check the drive or give another path")
+    result = DiskError(f"{what}, but got {errno.errorcode.get(code, str(code))}: {error.strerror or error}; {todo}")
+    result.errno = code
+    return result
+
+
+def _refuse_memory(folder: Path, io: DiskIO) -> None:
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    name = _MEMORY_FILESYSTEMS.get(io.filesystem_type(existing))
+    if name is not None:
+        raise DiskError(
+            f"disk path '{folder}': expected a drive, but it is on {name}, which is host memory; "
+            "give a folder on a drive, or a larger host budget"
+        )
+
+
+def _open_data(path: Path, io: DiskIO) -> tuple[int, bool]:
+    """Create the file, with direct I/O if a page really can be moved so: some filesystems only accept the flag."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    try:
+        fd = io.open(path, flags | os.O_DIRECT)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        return io.open(path, flags), False
+    page = memoryview(mmap.mmap(-1, PAGE_BYTES))
+    try:
+        if io.pwrite(fd, page, 0) == PAGE_BYTES == io.pread(fd, page, 0):
+            return fd, True
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            os.close(fd)
+            raise
+    os.close(fd)
+    return io.open(path, flags), False
+
+
+def _staging(offset: int, nbytes: int) -> tuple[memoryview, int]:
+    """Aligned memory for the pages that hold ``nbytes`` from ``offset`` on, and where in it they begin."""
+    start = offset % PAGE_BYTES
+    return memoryview(mmap.mmap(-1, align_up(start + nbytes, PAGE_BYTES))), start

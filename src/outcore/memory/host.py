@@ -1,0 +1,127 @@
+"""Host memory for an arena: anonymous, in huge pages where possible, resident from the start, not inherited by a fork.
+
+[Note: mapping lifetime] The mapping lives as long as any tensor views it: a tensor holds the NumPy array, which holds
+the mapping (``torch.frombuffer`` does not). ``close`` therefore cannot unmap; it gives the pages back to the system at
+once, and the empty range of addresses goes with the last view. A late reader sees zeros, never a crash.
+
+[Note: fork] Without ``MADV_DONTFORK`` a fork would share every page copy-on-write, and rewriting the arena would copy
+it. With it the child has a hole there, which its next large allocation would fill: a tensor over the arena would then
+read and write somebody else's memory. So the child puts an inaccessible mapping into the hole: touching the arena
+there is a segmentation fault, and unmapping it is harmless.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from types import TracebackType
+from typing import Self, final
+
+import numpy as np
+import torch
+
+from outcore.core.errors import MemoryBudgetError
+from outcore.core.quantities import PAGE_BYTES, align_up, format_bytes
+from outcore.memory.limits import host_free_bytes
+
+HUGE_PAGE_BYTES = 2 * 2**20
+
+_PROT_NONE = 0
+_MAP_NORESERVE = 0x4000
+_MAP_FIXED_NOREPLACE = 0x100000
+
+# By address; see [Note: fork].
+_live_mappings: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
+
+
+@final
+class HostMemory:
+    """A piece of host memory that is resident until ``close``."""
+
+    def __init__(self, mapping: mmap.mmap, tensor: torch.Tensor) -> None:
+        """Only ``open`` calls this."""
+        self._mapping: mmap.mmap | None = mapping
+        self._tensor: torch.Tensor | None = tensor
+        self._pid = os.getpid()
+
+    @classmethod
+    def open(cls, nbytes: int) -> Self:
+        """Take ``nbytes`` from the system, zeroed.
+
+        Raises:
+            MemoryBudgetError: The machine or this container does not have them, or the system refuses.
+
+        Memory: ``nbytes`` of host memory, rounded up to 4 KiB.
+        """
+        free_bytes = host_free_bytes()
+        what = f"host memory: expected {format_bytes(nbytes)} to be free"
+        todo = "lower the host budget, or stop what else uses memory on this machine or in this container"
+        if nbytes > free_bytes:
+            raise MemoryBudgetError(f"{what}, but only {format_bytes(free_bytes)} are; {todo}")
+        size = max(align_up(nbytes, PAGE_BYTES), PAGE_BYTES)
+        try:
+            # One huge page more, never touched, so that the memory can start on a huge page.
+            mapping = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryBudgetError(f"{what}, but the system refuses: {error.strerror}; {todo} (ulimit -v?)") from error
+        address = np.frombuffer(mapping, np.uint8).ctypes.data
+        _live_mappings[address] = mapping
+        mapping.madvise(mmap.MADV_DONTFORK)
+        start = align_up(address, HUGE_PAGE_BYTES) - address
+        _use_huge_pages(mapping, start, size // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
+        tensor = torch.from_numpy(np.frombuffer(mapping, np.uint8, nbytes, start))
+        tensor[::PAGE_BYTES] = 0  # touches each page
+        return cls(mapping, tensor)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The memory as 1D uint8, aligned to 2 MiB."""
+        if self._tensor is None:
+            raise AssertionError("this host memory is closed")
+        return self._tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Size as asked for; 0 once closed."""
+        return 0 if self._tensor is None else self._tensor.numel()
+
+    def close(self) -> None:
+        """Give the pages back to the system, also those that a tensor still views. Idempotent.
+
+        Memory registered with a driver must be unregistered first. A forked child has nothing to give back.
+        """
+        mapping, self._mapping, self._tensor = self._mapping, None, None
+        if mapping is not None and os.getpid() == self._pid:
+            mapping.madvise(mmap.MADV_DONTNEED)  # see [Note: mapping lifetime]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _use_huge_pages(mapping: mmap.mmap, start: int, nbytes: int) -> None:
+    if not nbytes:
+        return
+    try:
+        mapping.madvise(mmap.MADV_HUGEPAGE, start, nbytes)
+    except OSError:
+        return  # a kernel built without them: small pages serve as well, only slower
+
+
+def _fill_holes_in_child() -> None:
+    """See [Note: fork]."""
+    libc = ctypes.CDLL(None)
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.mmap.restype = ctypes.c_void_p
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED_NOREPLACE
+    for address, mapping in _live_mappings.items():
+        libc.mmap(address, len(mapping), _PROT_NONE, flags, -1, 0)
+
+
+os.register_at_fork(after_in_child=_fill_holes_in_child)

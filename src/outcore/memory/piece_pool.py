@@ -1,0 +1,155 @@
+"""Threads that do the pieces of blocking requests: every request moves in turn, none starves, none waits for ever."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar, final
+
+PieceT = TypeVar("PieceT")
+
+
+class StalledError(Exception):
+    """No piece of a request finished within the time allowed; ``piece`` is one that is under way, if any is."""
+
+    def __init__(self, piece: object) -> None:
+        super().__init__(f"no progress at {piece}")
+        self.piece = piece
+
+
+class ClosedError(Exception):
+    """The pool was closed before the request was done."""
+
+
+@final
+class _Request(Generic[PieceT]):
+    """Pieces still to start, and those under way. All fields are guarded by the pool's lock."""
+
+    def __init__(self, work: Callable[[PieceT], None], pieces: Iterable[PieceT], lock: threading.Lock) -> None:
+        self.work = work
+        self.to_start = deque(pieces)
+        self.under_way: list[PieceT] = []
+        self.num_finished = 0
+        self.error: BaseException | None = None
+        self.finished = threading.Condition(lock)
+
+    @property
+    def is_finished(self) -> bool:
+        return not self.to_start and not self.under_way
+
+    def fail(self, error: BaseException) -> None:
+        self.error = self.error or error
+        self.to_start.clear()
+
+
+@final
+class PiecePool(Generic[PieceT]):
+    """A few threads that take one piece of each waiting request in turn.
+
+    A short request (the next unit's weights) therefore never waits behind all of a long one (a unit's states). The
+    threads are daemons: one that a dead disk holds for ever does not keep the process from ending.
+    """
+
+    def __init__(self, num_threads: int, *, name: str) -> None:
+        """Start the threads."""
+        self._lock = threading.Lock()
+        self._something_to_do = threading.Condition(self._lock)
+        self._requests: deque[_Request[PieceT]] = deque()
+        self._closed = False
+        self._has_stalled = False
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"{name}-{i}", daemon=True) for i in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def run(self, work: Callable[[PieceT], None], pieces: Iterable[PieceT], *, stall_timeout_s: float) -> None:
+        """Do ``work`` on every piece; return when all are done.
+
+        After an error no further piece starts, and the error is raised when those under way have ended, so that nothing
+        touches the caller's memory afterwards (except after ``StalledError``).
+
+        Args:
+            work: Called on the pool's threads.
+            pieces: In any order, also at once.
+            stall_timeout_s: Raise when no piece finishes for between one and two times this long.
+
+        Raises:
+            StalledError: See above.
+            ClosedError: ``close`` came first.
+            BaseException: What ``work`` raised first.
+        """
+        request = _Request(work, pieces, self._lock)
+        with self._lock:
+            if self._closed:
+                raise ClosedError
+            self._requests.append(request)
+            self._something_to_do.notify_all()
+            try:
+                self._wait(request, stall_timeout_s)
+            finally:
+                request.to_start.clear()
+        if request.error is not None:
+            raise request.error
+
+    def close(self, *, timeout_s: float) -> bool:
+        """End the threads, failing what is still to start. Idempotent.
+
+        Args:
+            timeout_s: How long to wait for what is under way; at most a second after a stall.
+
+        Returns:
+            Whether all threads ended; one that does not may still use what its request refers to.
+        """
+        with self._lock:
+            self._closed = True
+            for request in self._requests:
+                request.fail(ClosedError())
+                request.finished.notify_all()
+            self._something_to_do.notify_all()
+        deadline_s = time.monotonic() + (min(timeout_s, 1.0) if self._has_stalled else timeout_s)
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _wait(self, request: _Request[PieceT], stall_timeout_s: float) -> None:
+        num_finished = 0
+        while not request.is_finished:
+            if not request.finished.wait(stall_timeout_s) and not request.is_finished:
+                if request.num_finished == num_finished:
+                    self._has_stalled = True
+                    raise StalledError(request.under_way[0] if request.under_way else None)
+                num_finished = request.num_finished
+
+    def _serve(self) -> None:
+        while self._serve_one():
+            pass  # in a function of its own, so that an idle thread holds no piece, hence no memory
+
+    def _serve_one(self) -> bool:
+        with self._lock:
+            while not self._requests:
+                if self._closed:
+                    return False
+                self._something_to_do.wait()
+            request = self._requests.popleft()
+            if not request.to_start:
+                return True
+            piece = request.to_start.popleft()
+            if request.to_start:
+                self._requests.append(request)
+            request.under_way.append(piece)
+        error: BaseException | None = None
+        try:
+            request.work(piece)
+        except BaseException as caught:  # whatever it is, the waiting caller must hear of it
+            error = caught
+        with self._lock:
+            request.under_way.remove(piece)
+            request.num_finished += 1
+            if error is not None:
+                request.fail(error)
+            if request.is_finished:
+                request.finished.notify_all()
+        return True

@@ -1,0 +1,377 @@
+"""Weights in the Hugging Face layout, tensor by tensor: a file or its shards are never resident as a whole.
+
+[Note: safetensors] A file is 8 bytes with the header's size (little-endian), a JSON header that gives every tensor's
+dtype, shape and byte range, and the bytes. Ranges neither overlap nor leave holes
+(https://huggingface.co/docs/safetensors/index#format). A directory holds ``model.safetensors``, or shards and
+``model.safetensors.index.json``, which maps names to shards. Files are read with plain reads: a mapped file that
+somebody truncates would kill the process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Self, final
+
+import torch
+
+from outcore.core.errors import ConfigError
+from outcore.core.quantities import align_up
+from outcore.memory.disk_file import disk_error
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_MAX_HEADER_BYTES = 100 * 10**6  # what the format allows
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+
+TensorSpec = tuple[str, torch.dtype, tuple[int, ...]]
+"""Name, dtype and shape of a tensor that will be written."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Where a tensor lies."""
+
+    file: Path
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@final
+class WeightsDirectory:
+    """The tensors of a checkpoint directory. Only headers are kept."""
+
+    def __init__(self, path: Path, entries: Mapping[str, _Entry]) -> None:
+        """Only ``open`` calls this."""
+        self.path = path
+        self._entries = dict(entries)
+
+    @classmethod
+    def open(cls, path: str | Path) -> Self:
+        """Read and check all headers.
+
+        Raises:
+            ConfigError: No weights there, or files that are not what they should be.
+        """
+        folder = Path(path)
+        if (folder / SINGLE_NAME).exists():
+            return cls(folder, _read_header(folder / SINGLE_NAME))
+        if not (folder / INDEX_NAME).exists():
+            raise ConfigError(f"weights '{folder}': expected {SINGLE_NAME} or {INDEX_NAME} there, but found neither")
+        weight_map = _read_index(folder / INDEX_NAME)
+        shards = {name: _read_header(folder / name) for name in sorted(set(weight_map.values()))}
+        for name, shard in weight_map.items():
+            if name not in shards[shard]:
+                raise ConfigError(
+                    f"weights '{folder / INDEX_NAME}': expected tensor '{name}' in '{shard}', but it is not there; "
+                    "the files belong to different saves, fetch them again"
+                )
+        return cls(folder, {name: shards[shard][name] for name, shard in weight_map.items()})
+
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+        return list(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return self._entry(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of a tensor as it stands in the file."""
+        return self._entry(name).dtype
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read one tensor into fresh host memory.
+
+        Raises:
+            ConfigError: No such tensor, or the file was truncated since ``open``.
+            DiskError: The file cannot be read.
+        """
+        entry = self._entry(name)
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        what = f"weights '{entry.file}', tensor '{name}': expected {entry.nbytes} bytes at byte {entry.offset}"
+        try:
+            with entry.file.open("rb", buffering=0) as file:
+                file.seek(entry.offset)
+                done = _read_into(file, _bytes_of(tensor))
+        except OSError as error:
+            raise disk_error(what, error) from error
+        if done != entry.nbytes:
+            raise ConfigError(f"{what}, but the file ends after {done} of them; it was truncated, fetch it again")
+        return tensor
+
+    def _entry(self, name: str) -> _Entry:
+        try:
+            return self._entries[name]
+        except KeyError:
+            raise ConfigError(f"weights '{self.path}': expected a tensor '{name}', but there is none") from None
+
+
+def write_safetensors(
+    directory: str | Path,
+    specs: Sequence[TensorSpec],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    max_shard_bytes: int = 5 * 10**9,
+    metadata: Mapping[str, str] | None = None,
+) -> list[Path]:
+    """Write tensors so that ``from_pretrained`` reads them, one tensor resident at a time.
+
+    Every file is written under a temporary name, synced, and renamed when all are complete. What makes an older save
+    load is removed before the first rename and the new index comes last: a crash may leave weights that do not load,
+    never a mixture of two saves. Shards of an older save are removed.
+
+    Args:
+        directory: Made if missing.
+        specs: Every tensor, in the order of ``tensors``.
+        tensors: Names and values, on any device.
+        max_shard_bytes: A file grows beyond it only for a single larger tensor.
+        metadata: Strings for the files' headers, beside ``format: pt``.
+
+    Returns:
+        The files written, the index last if there is one.
+
+    Raises:
+        DiskError: The directory cannot be written or is full. Until all files are complete, an older save is untouched.
+    """
+    folder = Path(directory)
+    shards = _shards_of(specs, max_shard_bytes)
+    names = _shard_names(len(shards))
+    texts = {"format": "pt", **(metadata or {})}
+    stream = iter(tensors)
+    partial: list[Path] = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, shard in zip(names, shards, strict=True):
+            partial.append(folder / f".{name}.{os.getpid()}.partial")
+            _write_shard(partial[-1], shard, stream, texts)
+        extra = next(stream, None)
+        if extra is not None:
+            raise AssertionError(f"'{extra[0]}' comes after the last of the specs")
+        if len(names) > 1:
+            partial.append(folder / f".{INDEX_NAME}.{os.getpid()}.partial")
+            _write_index(partial[-1], names, shards)
+            names = [*names, INDEX_NAME]
+        return _put_in_place(folder, partial, names)
+    except OSError as error:
+        raise disk_error(f"weights '{folder}': expected to write {len(names)} files", error) from error
+    finally:
+        for path in partial:
+            with suppress(OSError):  # renamed already, or on a disk that fails: the first error is the one to tell
+                path.unlink()
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    index = _parse(_read_bytes(path), path)
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConfigError(f"weights '{path}': expected a 'weight_map' from names to files, but there is none")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or not shard or shard in (".", "..") or Path(shard).name != shard:
+            raise ConfigError(
+                f"weights '{path}': expected a file name in the same folder for '{name}', but got {shard!r}"
+            )
+        if not (path.parent / shard).is_file():
+            raise ConfigError(f"weights '{path}': expected the file '{shard}' beside it, but it is missing; fetch it")
+    return weight_map
+
+
+def _read_header(path: Path) -> dict[str, _Entry]:
+    what = f"weights '{path}': expected a safetensors file"
+    try:
+        with path.open("rb", buffering=0) as file:
+            file_bytes = os.fstat(file.fileno()).st_size
+            header_bytes = int.from_bytes(_read_exactly(file, 8), "little")
+            if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, file_bytes - 8):
+                raise ConfigError(f"{what}, but its header's size is {header_bytes} in a file of {file_bytes} bytes")
+            header = _parse(_read_exactly(file, header_bytes), path)
+    except OSError as error:
+        raise ConfigError(f"{what}, but it cannot be read: {error}") from error
+    header.pop("__metadata__", None)
+    entries = {name: _entry_of(name, fields, path, 8 + header_bytes) for name, fields in header.items()}
+    end = 8 + header_bytes
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if entry.offset != end:
+            raise ConfigError(f"{what}, but tensor '{name}' starts at byte {entry.offset} where {end} is next")
+        end += entry.nbytes
+    if end != file_bytes:
+        raise ConfigError(f"{what} of {end} bytes, but it has {file_bytes}; it is truncated or damaged, fetch it again")
+    return entries
+
+
+def _entry_of(name: str, fields: object, path: Path, base: int) -> _Entry:
+    where = f"weights '{path}', tensor '{name}'"
+    if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= set(fields):
+        raise ConfigError(f"{where}: expected dtype, shape and data_offsets, but got {fields!r}")
+    dtype = _DTYPES.get(fields["dtype"]) if isinstance(fields["dtype"], str) else None
+    if dtype is None:
+        raise ConfigError(f"{where}: expected a dtype of {', '.join(_DTYPES)}, but got {fields['dtype']!r}")
+    shape, offsets = _sizes(fields["shape"], where), _sizes(fields["data_offsets"], where)
+    entry = _Entry(path, base + (offsets[0] if offsets else 0), dtype, shape)
+    if len(offsets) != 2 or offsets[1] - offsets[0] != entry.nbytes:
+        raise ConfigError(f"{where}: expected {entry.nbytes} bytes for {dtype} {shape}, but its range is {offsets}")
+    return entry
+
+
+def _sizes(value: object, where: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
+        raise ConfigError(f"{where}: expected a list of non-negative integers, but got {value!r}")
+    return tuple(value)
+
+
+def _parse(text: bytes, path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"weights '{path}': expected JSON in it, but it cannot be parsed: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"weights '{path}': expected a JSON object, but got {type(value).__name__}")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a name stands there twice")
+    return result
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"weights '{path}': expected a readable file, but got: {error}") from error
+
+
+def _read_exactly(file: BinaryIO, nbytes: int) -> bytes:
+    buffer = bytearray(nbytes)
+    return bytes(buffer[: _read_into(file, memoryview(buffer))])
+
+
+def _read_into(file: BinaryIO, memory: memoryview) -> int:
+    done = 0
+    while done < memory.nbytes:
+        moved = file.readinto(memory[done:])  # type: ignore[attr-defined]  # raw files have it
+        if not moved:
+            break
+        done += moved
+    return done
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _nbytes(spec: TensorSpec) -> int:
+    return math.prod(spec[2]) * spec[1].itemsize
+
+
+def _shards_of(specs: Sequence[TensorSpec], max_shard_bytes: int) -> list[list[TensorSpec]]:
+    """Fill shards in order."""
+    shards: list[list[TensorSpec]] = [[]]
+    used_bytes = 0
+    for spec in specs:
+        if shards[-1] and used_bytes + _nbytes(spec) > max_shard_bytes:
+            shards.append([])
+            used_bytes = 0
+        shards[-1].append(spec)
+        used_bytes += _nbytes(spec)
+    return shards
+
+
+def _shard_names(num_shards: int) -> list[str]:
+    if num_shards == 1:
+        return [SINGLE_NAME]
+    return [f"model-{i + 1:05d}-of-{num_shards:05d}.safetensors" for i in range(num_shards)]
+
+
+def _write_shard(
+    path: Path, specs: Sequence[TensorSpec], stream: Iterator[tuple[str, torch.Tensor]], metadata: Mapping[str, str]
+) -> None:
+    # Larger items first: then every tensor is aligned to its items, which readers that map the file rely on.
+    offsets, end = {}, 0
+    for spec in sorted(specs, key=lambda spec: -spec[1].itemsize):
+        offsets[spec[0]] = end
+        end += _nbytes(spec)
+    fields: dict[str, Any] = {"__metadata__": dict(metadata)}
+    for spec in sorted(specs, key=lambda spec: offsets[spec[0]]):
+        name, dtype, shape = spec
+        start = offsets[name]
+        fields[name] = {
+            "dtype": _DTYPE_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [start, start + _nbytes(spec)],
+        }
+    header = json.dumps(fields, separators=(",", ":")).encode()
+    header = header.ljust(align_up(len(header), 8))
+    with path.open("wb", buffering=0) as file:
+        _write_all(file, memoryview(len(header).to_bytes(8, "little") + header))
+        for spec in specs:
+            name, tensor = next(stream, ("", torch.empty(0)))
+            if (name, tensor.dtype, tuple(tensor.shape)) != spec:
+                raise AssertionError(f"expected {spec}, but got ({name!r}, {tensor.dtype}, {tuple(tensor.shape)})")
+            file.seek(8 + len(header) + offsets[name])
+            _write_all(file, _bytes_of(tensor.detach().cpu().contiguous()))
+        os.fsync(file.fileno())
+
+
+def _write_all(file: BinaryIO, memory: memoryview) -> None:
+    done = 0
+    while done < memory.nbytes:
+        done += file.write(memory[done:])
+
+
+def _write_index(path: Path, names: Sequence[str], shards: Sequence[Sequence[TensorSpec]]) -> None:
+    weight_map = {spec[0]: name for name, shard in zip(names, shards, strict=True) for spec in shard}
+    total_bytes = sum(_nbytes(spec) for shard in shards for spec in shard)
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    with path.open("wb", buffering=0) as file:
+        _write_all(file, memoryview(json.dumps(index, indent=2).encode() + b"\n"))
+        os.fsync(file.fileno())
+
+
+def _put_in_place(folder: Path, partial: Sequence[Path], names: Sequence[str]) -> list[Path]:
+    stale = [folder / INDEX_NAME] + ([folder / SINGLE_NAME] if SINGLE_NAME not in names else [])
+    for path in stale:
+        path.unlink(missing_ok=True)
+    for path, name in zip(partial, names, strict=True):
+        path.rename(folder / name)
+    for path in folder.glob("model-*-of-*.safetensors"):
+        if _SHARD.fullmatch(path.name) and path.name not in names:
+            path.unlink()
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    return [folder / name for name in names]
