@@ -1,0 +1,1 @@
+"""Decisions made before the run: pure functions from specs to specs. No device, no disk, no clock."""

@@ -1,0 +1,74 @@
+"""Whether a plan from elsewhere can be obeyed: it fits the model, has the slots it needs, and keeps to the limits."""
+
+from __future__ import annotations
+
+from outcore.core.errors import ConfigError, PlanInfeasibleError
+from outcore.core.quantities import format_bytes
+from outcore.planning.pools import pools_for
+from outcore.planning.reservations import tier_bytes
+from outcore.planning.table import infeasible_table
+from outcore.spec.budget import Limits
+from outcore.spec.model import ModelSpec
+from outcore.spec.plan import TIERS, Plan
+
+
+def check_plan(
+    model: ModelSpec, plan: Plan, limits: Limits | None = None, *, activation_reserve_bytes: int = 0
+) -> None:
+    """Refuse a plan that cannot be obeyed.
+
+    Args:
+        model: What is to be trained.
+        plan: From a file or from a person.
+        limits: If given, the plan must keep to them.
+        activation_reserve_bytes: Device bytes to leave for activations and workspace.
+
+    Raises:
+        ConfigError: Made for another model or precision, or a pool is missing or too small.
+        PlanInfeasibleError: It takes more than the limits.
+    """
+    if plan.precision != model.precision:
+        raise ConfigError(
+            f"plan: expected precision {model.precision}, but it was made for {plan.precision}; make it again, or pass "
+            f"precision='{plan.precision}'"
+        )
+    _check_names(model, plan)
+    _check_pools(model, plan)
+    if limits is not None:
+        _check_limits(model, plan, limits, activation_reserve_bytes)
+
+
+def _check_names(model: ModelSpec, plan: Plan) -> None:
+    expected, got = [u.name for u in model.units], [u.name for u in plan.units]
+    if expected == got:
+        return
+    missing = next((n for n in expected if n not in set(got)), None)
+    unknown = next((n for n in got if n not in set(expected)), None)
+    if missing is None and unknown is None:
+        what = "the same units in another order"
+    else:
+        named = {"missing": missing, "unknown": unknown}
+        what = " and ".join(f"{how} unit '{name}'" for how, name in named.items() if name is not None)
+    raise ConfigError(
+        f"plan: expected the {len(expected)} units of this model in module order, but got {what}; make the plan again "
+        "for this model with the same units="
+    )
+
+
+def _check_pools(model: ModelSpec, plan: Plan) -> None:
+    for need in pools_for(model, plan.units, plan.accumulation_steps):
+        sizes = [p.slot_bytes for p in plan.pools if (p.tier, p.kind) == (need.tier, need.kind)]
+        if max(sizes, default=-1) < need.slot_bytes:
+            found = f"the largest has {max(sizes)}" if sizes else "there is none"
+            raise ConfigError(
+                f"plan: expected a pool of '{need.kind}' slots on {need.tier} of at least {need.slot_bytes} bytes "
+                f"({format_bytes(need.slot_bytes)}), but {found}; add one to the plan's pools"
+            )
+
+
+def _check_limits(model: ModelSpec, plan: Plan, limits: Limits, activation_reserve_bytes: int) -> None:
+    need = tier_bytes(model, plan)
+    need["device"] += activation_reserve_bytes
+    budget = {"device": limits.device_bytes, "host": limits.host_bytes, "disk": limits.disk_bytes or 0}
+    if any(need[tier] > budget[tier] for tier in TIERS):
+        raise PlanInfeasibleError(infeasible_table(model, plan, limits, need, given=True), dict(need.items()))

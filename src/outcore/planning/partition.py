@@ -1,0 +1,187 @@
+"""Cut a model into units: which parameter belongs to which module that moves as a whole. Touches no bytes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.core.quantities import PAGE_BYTES, PARAM_ALIGN_BYTES, align_up
+from outcore.planning.blocks import find_units, output_embeddings, select_units
+from outcore.spec.model import DTYPE_BYTES, PRECISIONS, ModelSpec, ParamSpec, Precision, UnitSpec
+
+_COMPUTE_DTYPE = {"fp32": "float32", "bf16": "bfloat16", "pure_bf16": "bfloat16"}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Partition:
+    """A model cut into units: the description, and the objects that it describes in the same order."""
+
+    spec: ModelSpec
+    modules: tuple[nn.Module, ...]
+    """Of every unit; the model itself for the root."""
+    params: tuple[tuple[nn.Parameter, ...], ...]
+    """Of every unit, in the order of ``UnitSpec.params``."""
+
+
+def partition(
+    model: nn.Module,
+    *,
+    units: Sequence[str | type] | None = None,
+    state_names: Sequence[str] = (),
+    precision: Precision | None = None,
+) -> Partition:
+    """Cut a model into units.
+
+    Args:
+        model: Any module, on any device, also meta.
+        units: Exactly these modules (see ``select_units``); None finds repeated blocks and large input embeddings.
+        state_names: Optimizer states per trainable element, torch's names, without master weights.
+        precision: None is ``choose_precision(model)``.
+
+    Raises:
+        ConfigError: A dtype or parameter that cannot be trained, ``units`` that do not fit the model.
+        UnsupportedError: Something that changes weights behind the optimizer's back.
+    """
+    if precision is not None and precision not in PRECISIONS:
+        raise ConfigError(f"precision: expected one of {', '.join(PRECISIONS)} or None, but got {precision!r}")
+    _refuse_unusable(model)
+    named = find_units(model) if units is None else select_units(model, units)
+    modules = (model, *named.values())
+    names = ("", *named)
+    owned = _owned_tensors(model, modules)
+    chosen = choose_precision(model)
+    wanted = precision or chosen
+    dtype = None if _COMPUTE_DTYPE[wanted] == _COMPUTE_DTYPE[chosen] else _COMPUTE_DTYPE[wanted]
+    specs, params = [], []
+    for name, (own, buffer_bytes) in zip(names, owned, strict=True):
+        own.sort(key=lambda item: not item[1].requires_grad)
+        described = tuple(_describe(n, p, wanted, dtype) for n, p in own)
+        specs.append(UnitSpec(name=name, params=described, buffer_bytes=buffer_bytes))
+        params.append(tuple(p for _, p in own))
+    spec = ModelSpec(units=tuple(specs), state_names=tuple(state_names), precision=wanted)
+    return Partition(spec=spec, modules=modules, params=tuple(params))
+
+
+def choose_precision(model: nn.Module) -> Precision:
+    """Read the precision off a model: fp32 if all that is trained is float32, else bf16.
+
+    If nothing is trained, all parameters count.
+    """
+    params = [p for p in model.parameters() if p.requires_grad] or list(model.parameters())
+    return "bf16" if any(p.dtype == torch.bfloat16 for p in params) else "fp32"
+
+
+def _describe(name: str, param: nn.Parameter, precision: Precision, dtype: str | None) -> ParamSpec:
+    compute = dtype or str(param.dtype).removeprefix("torch.")
+    return ParamSpec(
+        name=name,
+        shape=tuple(param.shape),
+        dtype=compute,
+        update_dtype=compute if precision == "pure_bf16" else "float32",
+        requires_grad=param.requires_grad,
+    )
+
+
+def _owned_tensors(model: nn.Module, modules: Sequence[nn.Module]) -> list[tuple[list[tuple[str, nn.Parameter]], int]]:
+    """Per unit: its named parameters and the bytes of its buffers. What several units reach belongs to the root."""
+    owners: dict[int, set[int]] = {}
+    _collect_owners(model, 0, {id(m): i for i, m in enumerate(modules)}, owners, set())
+    for head in output_embeddings(model):
+        for param in head.parameters():
+            owners.setdefault(id(param), set()).add(0)
+    params: list[list[tuple[str, nn.Parameter]]] = [[] for _ in modules]
+    buffer_bytes = [0] * len(modules)
+    for name, param in model.named_parameters():
+        params[_owner(owners[id(param)])].append((name, param))
+    for buffer in model.buffers():
+        buffer_bytes[_owner(owners[id(buffer)])] += align_up(buffer.nbytes, PARAM_ALIGN_BYTES)
+    return [(p, align_up(b, PAGE_BYTES)) for p, b in zip(params, buffer_bytes, strict=True)]
+
+
+def _owner(units: set[int]) -> int:
+    return next(iter(units)) if len(units) == 1 else 0
+
+
+def _collect_owners(
+    module: nn.Module, unit: int, index: dict[int, int], owners: dict[int, set[int]], seen: set[tuple[int, int]]
+) -> None:
+    """Note for every tensor from which units it is reached, along every path."""
+    unit = index.get(id(module), unit)
+    if (id(module), unit) in seen:
+        return
+    seen.add((id(module), unit))
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        owners.setdefault(id(tensor), set()).add(unit)
+    for child in module.children():
+        _collect_owners(child, unit, index, owners, seen)
+
+
+def _refuse_unusable(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        _refuse_parameter(name, param)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            _refuse_embedding(name, module)
+    _refuse_overlap(model)
+
+
+def _refuse_parameter(name: str, param: nn.Parameter) -> None:
+    kind = type(param)
+    if kind.__name__ == "AbsentParameter":
+        raise ConfigError(
+            f"expected a plain model, but '{name}' belongs to a model that outcore.prepare() already manages; "
+            "close that one first with outcore.close(), and prepare a model once"
+        )
+    if isinstance(param, UninitializedParameter):
+        raise ConfigError(
+            f"expected parameters with a shape, but '{name}' is not initialized yet; "
+            "run one forward pass of the lazy module first"
+        )
+    if kind is not nn.Parameter:
+        raise UnsupportedError(
+            f"expected torch.nn.Parameter, but '{name}' is {kind.__module__}.{kind.__qualname__}; hand over the model "
+            "before it is sharded or quantized"
+        )
+    if param.layout is not torch.strided or not param.is_leaf:
+        raise UnsupportedError(
+            f"expected dense leaf parameters, but '{name}' has layout {param.layout} and is_leaf={param.is_leaf}; "
+            "replace it by torch.nn.Parameter(value.detach().to_dense())"
+        )
+    if str(param.dtype).removeprefix("torch.") not in DTYPE_BYTES:
+        raise ConfigError(
+            f"expected parameters of dtype {' or '.join(DTYPE_BYTES)}, but '{name}' is {param.dtype}; "
+            "convert it first, for example with model.to(torch.bfloat16)"
+        )
+
+
+def _refuse_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
+    if module.max_norm is not None:
+        raise UnsupportedError(
+            f"expected weights that only the optimizer changes, but embedding '{name}' renormalizes its own in forward "
+            f"(max_norm={module.max_norm}); build it without max_norm"
+        )
+    if module.sparse and module.weight.requires_grad:
+        raise UnsupportedError(
+            f"expected dense gradients, but embedding '{name}' was built with sparse=True; build it with sparse=False"
+        )
+
+
+def _refuse_overlap(model: nn.Module) -> None:
+    """Parameters that share memory without being one object would be stored, and updated, apart."""
+    ranges = []
+    for name, param in model.named_parameters():
+        if param.device.type != "meta" and param.nbytes and param.is_contiguous():
+            ranges.append((str(param.device), param.data_ptr(), param.data_ptr() + param.nbytes, name))
+    ranges.sort()
+    for (device, _, stop, name), (next_device, start, _, next_name) in itertools.pairwise(ranges):
+        if device == next_device and start < stop:
+            raise ConfigError(
+                f"expected parameters with memory of their own, but '{name}' and '{next_name}' overlap; tie them by "
+                "assigning the same torch.nn.Parameter to both modules"
+            )

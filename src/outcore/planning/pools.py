@@ -1,0 +1,154 @@
+"""Which slots a plan needs: a pure function of where everything lives.
+
+Need and number are apart: what must fit in a slot follows from the homes (``needs_of``); how many slots there are
+is comfort (``Comfort``), from double buffering down to the one slot that suffices.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from outcore.planning.reservations import states_of
+from outcore.spec.model import ModelSpec, UnitSpec
+from outcore.spec.plan import Pool, PoolKind, Tier, UnitPlan
+
+SCRATCH_BYTES = 16 * 2**20
+"""Device memory in which an update there holds blocks of gradients, upcast and scaled."""
+
+POOL_ORDER: tuple[tuple[Tier, PoolKind], ...] = (
+    ("device", "weights"),
+    ("device", "bucket"),
+    ("device", "scratch"),
+    ("host", "weights"),
+    ("host", "new_weights"),
+    ("host", "states"),
+    ("host", "gradients"),
+    ("host", "landing"),
+)
+
+_HOST_SLOTS = {"new_weights": 2, "states": 3, "gradients": 2, "landing": 2}  # read, use, write: states do all three
+
+
+class Need(NamedTuple):
+    """A unit needs a slot of at least ``nbytes``."""
+
+    tier: Tier
+    kind: PoolKind
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comfort:
+    """How many slots are wanted. Fewer never change the result, they only wait longer."""
+
+    prefetch_depth: int
+    num_buckets: int
+    max_slots_host: int
+
+    def num_slots(self, tier: Tier, kind: PoolKind) -> int:
+        """Slots wanted in a pool."""
+        if tier == "device":
+            return {"weights": self.prefetch_depth + 1, "bucket": self.num_buckets}.get(kind, 1)
+        return min(self.max_slots_host, _HOST_SLOTS.get(kind, self.prefetch_depth + 1))
+
+
+DEVICE_COMFORTS = ((2, 2), (1, 2), (1, 1), (0, 1))
+"""(prefetch depth, buckets), from generous to the least that works."""
+HOST_COMFORTS = (3, 2, 1)
+"""Slots per pool at most, from generous to the least that works."""
+LEAST = Comfort(prefetch_depth=0, num_buckets=1, max_slots_host=1)
+
+
+@dataclass(kw_only=True)
+class Needs:
+    """Slot sizes asked for, and how many units ask for each."""
+
+    sizes: dict[tuple[Tier, PoolKind], Counter[int]] = field(default_factory=dict)
+    gradients_leave: bool = False
+    """Some bucket is copied away from the device, so a second one would be of use."""
+
+    def add(self, needs: Iterable[Need], unit: UnitPlan, count: int = 1) -> None:
+        """Add what ``count`` equal units need."""
+        for need in needs:
+            self.sizes.setdefault((need.tier, need.kind), Counter())[need.nbytes] += count
+            self.gradients_leave |= need.kind == "bucket" and unit.gradients != "device"
+
+
+def needs_of(spec: UnitSpec, unit: UnitPlan, model: ModelSpec, accumulation_steps: int | None) -> Iterator[Need]:
+    """List the slots that one unit needs."""
+    for need in _needs(spec, unit, model, accumulation_steps):
+        if need.nbytes:
+            yield need
+
+
+def _needs(spec: UnitSpec, unit: UnitPlan, model: ModelSpec, accumulation_steps: int | None) -> Iterator[Need]:
+    if unit.weights != "device":
+        yield Need("device", "weights", spec.weight_bytes)
+    if unit.weights == "disk":
+        yield Need("host", "weights", spec.weight_bytes)
+    if spec.name:  # autograd itself makes the gradients of the root
+        yield Need("device", "bucket", spec.trainable_bytes)
+    if not spec.trainable_bytes:
+        return
+    if unit.gradients != "device" and (accumulation_steps != 1 or unit.gradients == "disk"):
+        yield Need("host", "landing", spec.trainable_bytes)
+    if unit.states == "device":
+        yield Need("device", "scratch", SCRATCH_BYTES)
+        return
+    if unit.weights != "host":
+        yield Need("host", "new_weights", spec.trainable_bytes)
+    if unit.states == "disk":
+        yield Need("host", "states", spec.update_bytes * len(states_of(unit, model)))
+    if unit.gradients != "host":
+        yield Need("host", "gradients", spec.update_bytes)
+
+
+def pools_for(
+    model: ModelSpec, units: Sequence[UnitPlan], accumulation_steps: int | None, comfort: Comfort = LEAST
+) -> tuple[Pool, ...]:
+    """The pools that a plan needs.
+
+    Args:
+        model: What is trained.
+        units: Homes, in the order of ``model.units``.
+        accumulation_steps: Micro-batches per step if promised.
+        comfort: How many slots are wanted.
+    """
+    needs = Needs()
+    for spec, unit in zip(model.units, units, strict=True):
+        needs.add(needs_of(spec, unit, model, accumulation_steps), unit)
+    return tuple(build_pools(needs, comfort))
+
+
+def build_pools(needs: Needs, comfort: Comfort) -> Iterator[Pool]:
+    """Turn needs into pools, never with more slots than there are units to use them."""
+    for tier, kind in POOL_ORDER:
+        sizes = needs.sizes.get((tier, kind))
+        wanted = 1 if kind == "bucket" and not needs.gradients_leave else comfort.num_slots(tier, kind)
+        for slot_bytes, num_slots in _cut(sizes, wanted) if sizes else ():
+            yield Pool(tier=tier, kind=kind, slot_bytes=slot_bytes, num_slots=num_slots)
+
+
+def _cut(sizes: Mapping[int, int], wanted: int) -> list[tuple[int, int]]:
+    """Choose slots for units of given sizes: one pool, or two where a few large units would inflate every slot.
+
+    Args:
+        sizes: Bytes -> units of that size.
+        wanted: Slots wanted in each pool.
+
+    Returns:
+        (slot bytes, slots), largest first; the choice that takes the least memory.
+    """
+    largest, num_larger, num_units = max(sizes), 0, sum(sizes.values())
+    best = [(largest, min(wanted, num_units))]
+    if wanted == 1:
+        return best
+    for size in sorted(sizes, reverse=True):
+        if num_larger:
+            cut = [(largest, min(wanted, num_larger)), (size, min(wanted, num_units - num_larger))]
+            best = min(best, cut, key=lambda pools: sum(size * slots for size, slots in pools))
+        num_larger += sizes[size]
+    return best

@@ -1,0 +1,152 @@
+"""Plans as plain text: tier by tier, who owns how many bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from outcore.core.quantities import format_bytes
+from outcore.planning.reservations import Reservation, reservations
+from outcore.spec.budget import Limits
+from outcore.spec.model import ModelSpec
+from outcore.spec.plan import TIERS, Plan, Tier
+
+
+def plan_table(model: ModelSpec, plan: Plan, limits: Limits | None = None) -> str:
+    """Write down who owns how many bytes on each tier.
+
+    Args:
+        model: Units in the plan's order.
+        plan: What to print.
+        limits: Adds the budget to each tier's total.
+    """
+    rows: list[tuple[str, str, str]] = []
+    for tier in TIERS:
+        items = [r for r in reservations(model, plan) if r.tier == tier]
+        if items or limits is not None:
+            rows.append((tier, "", _total(sum(r.nbytes for r in items), tier, limits)))
+            rows += _tier_rows(items, [u.name for u in model.units], plan)
+    how = f"precision {plan.precision}, prefetch depth {plan.prefetch_depth}, policy {_policies(plan)}"
+    return _align(rows) + "\n" + how
+
+
+def infeasible_table(
+    model: ModelSpec, plan: Plan, limits: Limits, required_bytes: Mapping[Tier, int], *, given: bool = False
+) -> str:
+    """Say why nothing fits: need against budget per tier, and the largest consumers.
+
+    Args:
+        model: Units in the plan's order.
+        plan: The plan with the least need, or the one that was given.
+        limits: The budget.
+        required_bytes: What the plan takes, activations included.
+        given: The plan was given and may not be changed.
+    """
+    lines = ["expected a plan within the budget, but no placement fits; the least that would do is:"]
+    if given:
+        lines = ["expected a plan within the budget, but the plan that was given takes more:"]
+    rows: list[tuple[str, str, str]] = []
+    for tier in TIERS:
+        budget, need = _budget(tier, limits), required_bytes[tier]
+        verdict = "fits" if need <= (budget or 0) else "too little"
+        against = "none" if budget is None else format_bytes(budget)
+        rows.append((tier, f"need {format_bytes(need)}, budget {against}", verdict))
+        items = [r for r in reservations(model, plan) if r.tier == tier]
+        consumers = sorted(_sums(items, plan).items(), key=lambda item: -item[1])[:3]
+        rows += [(f"  {label}", "", format_bytes(nbytes)) for label, nbytes in consumers]
+        reserve = need - sum(r.nbytes for r in items)
+        if reserve:
+            rows.append(("  activations (reserved)", "", format_bytes(reserve)))
+    lines.append(_align(rows))
+    lines.append(f"give {_as_budget(required_bytes)} or more, or train a smaller model or with smaller units")
+    return "\n".join(lines)
+
+
+def _tier_rows(items: Sequence[Reservation], order: Sequence[str], plan: Plan) -> Iterator[tuple[str, str, str]]:
+    for kind in ("weights", "gradients", "states"):
+        owned = {r.owner: r.nbytes for r in items if r.kind == kind}
+        for label, nbytes in _runs([(name, owned[name]) for name in order if name in owned]):
+            yield f"  {kind}", label, format_bytes(nbytes)
+    buffers = sum(r.nbytes for r in items if r.kind == "buffers")
+    if buffers:
+        yield "  buffers", "all units", format_bytes(buffers)
+    slots = Counter(_pool_index(r) for r in items if r.kind == "slot")
+    for index in sorted(slots):
+        pool = plan.pools[index]
+        label = f"{pool.kind}, {pool.num_slots} x {format_bytes(pool.slot_bytes)}"
+        yield "  slots", label, format_bytes(pool.total_bytes)
+
+
+def _sums(items: Sequence[Reservation], plan: Plan) -> dict[str, int]:
+    """Bytes by kind; the root and the pools apart, since they cannot move."""
+    sums: dict[str, int] = {}
+    for item in items:
+        label = f"{item.kind} of the units" if item.owner else f"{item.kind} of the root"
+        if item.kind == "slot":
+            label = f"slots for {plan.pools[_pool_index(item)].kind}"
+        sums[label] = sums.get(label, 0) + item.nbytes
+    return sums
+
+
+def _pool_index(slot: Reservation) -> int:
+    return int(slot.owner.split("/")[1])
+
+
+def _runs(owned: Sequence[tuple[str, int]]) -> Iterator[tuple[str, int]]:
+    """Fold neighbours of equal size whose names count up: (label, bytes of all)."""
+    run: list[tuple[str, int]] = []
+    for name, nbytes in owned:
+        if run and not (run[0][1] == nbytes and _follows(run[-1][0], name)):
+            yield _run_label([n for n, _ in run]), sum(b for _, b in run)
+            run = []
+        run.append((name, nbytes))
+    if run:
+        yield _run_label([n for n, _ in run]), sum(b for _, b in run)
+
+
+def _run_label(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return names[0] or "root"
+    first, last = names[0].split("."), names[-1].split(".")
+    parts = [a if a == b else f"{a}-{b}" for a, b in zip(first, last, strict=True)]
+    return f"{'.'.join(parts)} ({len(names)} units)"
+
+
+def _follows(name: str, next_name: str) -> bool:
+    """Whether two names differ in one number only, by one."""
+    parts, next_parts = name.split("."), next_name.split(".")
+    if len(parts) != len(next_parts):
+        return False
+    differing = [(a, b) for a, b in zip(parts, next_parts, strict=True) if a != b]
+    if len(differing) != 1 or not all(part.isdecimal() for part in differing[0]):
+        return False
+    number, next_number = map(int, differing[0])
+    return number + 1 == next_number
+
+
+def _policies(plan: Plan) -> str:
+    counts = Counter(u.policy for u in plan.units if u.name)
+    if len(counts) < 2:
+        return next(iter(counts), "keep")
+    return ", ".join(f"{policy} ({count} units)" for policy, count in sorted(counts.items()))
+
+
+def _budget(tier: Tier, limits: Limits) -> int | None:
+    return {"device": limits.device_bytes, "host": limits.host_bytes, "disk": limits.disk_bytes}[tier]
+
+
+def _total(nbytes: int, tier: Tier, limits: Limits | None) -> str:
+    budget = None if limits is None else _budget(tier, limits)
+    return format_bytes(nbytes) if budget is None else f"{format_bytes(nbytes)} of {format_bytes(budget)}"
+
+
+def _as_budget(required_bytes: Mapping[Tier, int]) -> str:
+    sizes = ", ".join(f"{tier}={required_bytes[tier]}" for tier in ("device", "host") if required_bytes[tier])
+    disk = f", disk=..., disk_bytes={required_bytes['disk']}" if required_bytes["disk"] else ""
+    return f"Budget({sizes}{disk})"
+
+
+def _align(rows: Sequence[tuple[str, str, str]]) -> str:
+    """Left, left, right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}".rstrip() for a, b, c in rows)
