@@ -1,0 +1,272 @@
+"""What users call: ``prepare`` and the few functions around a prepared model."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.memory.limits import disk_free_bytes, host_free_bytes
+from outcore.planning.check import check_plan
+from outcore.planning.partition import Partition, partition
+from outcore.planning.placement import place
+from outcore.runtime.device import Device, open_device
+from outcore.runtime.engine import Engine, Promises
+from outcore.runtime.faults import Faults
+from outcore.runtime.fill import Values
+from outcore.runtime.gather import gathered_units
+from outcore.runtime.module_guard import attachment_of
+from outcore.runtime.optimizer import StreamedOptimizer
+from outcore.runtime.race import RaceChecker
+from outcore.runtime.rules import rule_for
+from outcore.runtime.unit import Unit
+from outcore.spec.budget import Budget, Limits
+from outcore.spec.model import Precision
+from outcore.spec.plan import Plan
+
+_DEVICE_SHARE = 0.9  # of what is free, where no budget says otherwise: the rest is for the driver and fragmentation
+_HOST_SHARE = 0.8
+_ACTIVATION_SHARE = 0.3  # of the device budget on an accelerator: activations and workspace are not planned yet
+
+
+class Prepared(NamedTuple):
+    """Model and optimizer; as a context manager it closes them at the end."""
+
+    model: nn.Module
+    optimizer: StreamedOptimizer | None
+
+    def __enter__(self) -> Prepared:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        close(self.model)
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    sample: Mapping[str, torch.Tensor] | None = None,
+    budget: Budget | None = None,
+    precision: Precision | None = None,
+    accumulation_steps: int | None = None,
+    clipping: bool = True,
+    weights: str | Path | None = None,
+    units: Sequence[str | type] | None = None,
+    plan: Plan | None = None,
+    device: torch.device | str | None = None,
+) -> Prepared:
+    """Make a model train within a memory budget; the loop stays as it is.
+
+    Args:
+        model: Any module. It stays the same object; its parameters keep their identity.
+        optimizer: AdamW, Adam, SGD or Adagrad of ``torch.optim`` over the model's parameters. Param groups stay the same list. None:
+            evaluation, generation, a frozen reference; all parameters are frozen.
+        sample: The largest micro-batch that will come, for profiling. Not used yet.
+        budget: The most to take on each tier; default: what is free, without disk.
+        precision: ``fp32``, ``bf16`` (bf16 weights, fp32 masters) or ``pure_bf16``. None: as the model is.
+        accumulation_steps: None: any number. A number is a promise: more backward passes per step raise.
+        clipping: False is a promise to ask for no gradient norm.
+        weights: A Hugging Face checkpoint directory to read from, for a model on the meta device.
+        units: Classes or names of the modules that move as a whole, instead of the repeated blocks that are found.
+        plan: To obey, instead of a search.
+        device: Default: the accelerator if there is one, else the CPU.
+
+    Returns:
+        The model and a ``torch.optim.Optimizer`` (None without one), also usable as a context manager.
+
+    Raises:
+        ConfigError: An argument that cannot be used; nothing has been changed.
+        PlanInfeasibleError: The budget does not suffice; nothing has been allocated.
+        UnsupportedError: Something that cannot work on streamed weights.
+
+    Memory: everything that training takes but activations is allocated here, and nothing later.
+    """
+    options = _Options(
+        sample=sample, budget=budget or Budget(), precision=precision, accumulation_steps=accumulation_steps, clipping=clipping,
+        weights=weights, units=units, plan=plan, device=device,
+    )
+    return _prepare(model, optimizer, options, Faults(), None)
+
+
+def prepare_for_test(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, *, faults: Faults | None = None, race_checker: RaceChecker | None = None, **options: Any
+) -> Prepared:
+    """``prepare`` with injected faults and a race checker. For tests; not part of the contract."""
+    return _prepare(model, optimizer, _Options(**options), faults or Faults(), race_checker)
+
+
+def close(model: nn.Module) -> None:
+    """End the run of a prepared model: wait for updates, give memory, files and threads back. Idempotent.
+
+    Its weights are gone afterwards; save them before. Also done when the interpreter exits.
+
+    Raises:
+        ConfigError: Not a prepared model.
+    """
+    attachment = attachment_of(model)
+    if attachment is not None:
+        attachment.engine.close()
+    elif model not in _CLOSED:
+        raise ConfigError(f"close: expected a model that outcore.prepare() returned, but got a {type(model).__name__} that is not prepared")
+
+
+def gathered(
+    target: nn.Module | torch.nn.Parameter | Iterable[torch.nn.Parameter], *, write: bool = False
+) -> AbstractContextManager[None]:
+    """Have whole parameters on the device for the length of a ``with`` block, to read or change them.
+
+    Args:
+        target: A prepared model, a module inside one, or parameters. All parameters of the units they belong to are gathered.
+        write: Write what was changed home at the end, masters included; else changes are lost.
+
+    Raises:
+        ConfigError: Not part of a prepared model.
+
+    Memory: device, the gathered weights, outside of the budget.
+    """
+    if isinstance(target, nn.Module):
+        params = list(target.parameters())
+    else:
+        params = [target] if isinstance(target, torch.nn.Parameter) else list(target)
+    for engine in list(_ENGINES):
+        units = [u for u in engine.units if any(p is q for p in params for q in u.params)]
+        if units:
+            return gathered_units(engine, units, write=write)
+    raise ConfigError("gathered: expected a model, module or parameters that outcore.prepare() knows, but none of them belongs to a prepared model")
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Stream all parameters and persistent buffers, by name, as full tensors in host memory.
+
+    Tied parameters come once, under their first name. Memory: host, one tensor at a time.
+
+    Raises:
+        ConfigError: Not a prepared model.
+    """
+    engine = _engine_of(model, "named_tensors")
+    for name, param in model.named_parameters():
+        unit, index = engine.places[id(param)]
+        yield name, engine.access.read_weight(unit, index)
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:  # noqa: SLF001 (torch offers no other way to ask)
+                yield f"{prefix}.{name}" if prefix else name, buffer.detach().to("cpu", copy=True)
+
+
+_ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
+_CLOSED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+class _Options(NamedTuple):
+    sample: Mapping[str, torch.Tensor] | None = None
+    budget: Budget = Budget()
+    precision: Precision | None = None
+    accumulation_steps: int | None = None
+    clipping: bool = True
+    weights: str | Path | None = None
+    units: Sequence[str | type] | None = None
+    plan: Plan | None = None
+    device: torch.device | str | None = None
+
+
+def _prepare(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, options: _Options, faults: Faults, race_checker: RaceChecker | None
+) -> Prepared:
+    _check_arguments(model, optimizer, options)
+    rule = None if optimizer is None else rule_for(optimizer)
+    if optimizer is None:
+        model.requires_grad_(requires_grad=False)
+    state_names = rule.state_names(optimizer.param_groups) if rule is not None and optimizer is not None else ()
+    cut = partition(model, units=options.units, state_names=state_names, precision=options.precision)
+    device = open_device(options.device, faults, race_checker)
+    try:
+        plan = _choose_plan(cut, options, device)
+    except BaseException:
+        device.close()
+        raise
+    engine = Engine(
+        cut, plan, device, [Path(p) for p in options.budget.paths], rule, Promises(accumulation_steps=options.accumulation_steps, clipping=options.clipping)
+    )
+    _switch_off_checkpointing(model)
+    engine.attach(_first_values)
+    _ENGINES.add(engine)
+    return Prepared(model, None if optimizer is None else StreamedOptimizer(engine, optimizer))
+
+
+def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None, options: _Options) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"prepare: expected a torch.nn.Module as model, but got a {type(model).__name__}")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"prepare: expected a torch.optim.Optimizer or None as optimizer, but got a {type(optimizer).__name__}")
+    if any(attachment_of(m) is not None for m in model.modules()):
+        raise ConfigError("prepare: expected a model that is not prepared yet, but it is; outcore.close(model) ends the first preparation")
+    steps = options.accumulation_steps
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+        raise ConfigError(f"prepare: expected accumulation_steps to be a positive integer or None, but got {steps!r}")
+    if optimizer is None:
+        return
+    names = {id(p): n for n, p in model.named_parameters()}
+    for param in (p for group in optimizer.param_groups for p in group["params"]):
+        if id(param) not in names:
+            raise ConfigError(
+                f"prepare: expected an optimizer over the model's parameters, but one of shape {tuple(param.shape)} is not in the model; build the "
+                "optimizer from model.parameters() after all changes to the model (adapters, resized embeddings)"
+            )
+    held = next((n for n, p in model.named_parameters() if p.grad is not None), None)
+    if held is not None:
+        raise ConfigError(f"prepare: expected no gradients yet, but '{held}' has one; call optimizer.zero_grad() first")
+
+
+def _choose_plan(cut: Partition, options: _Options, device: Device) -> Plan:
+    reserve = 0 if device.kind == "cpu" else int(_ACTIVATION_SHARE * (options.budget.device or device.memory_bytes()))
+    if options.plan is not None:
+        check_plan(cut.spec, options.plan)
+        return options.plan
+    limits = _limits(options.budget, device)
+    return place(cut.spec, limits, accumulation_steps=options.accumulation_steps, activation_reserve_bytes=reserve)
+
+
+def _limits(budget: Budget, device: Device) -> Limits:
+    free_host = host_free_bytes()
+    shared = 0.5 if device.kind == "cpu" else 1.0  # on the CPU both tiers are the same memory
+    device_bytes = budget.device if budget.device is not None else int(_DEVICE_SHARE * shared * device.memory_bytes())
+    host_bytes = budget.host if budget.host is not None else int(_HOST_SHARE * shared * free_host)
+    disk_bytes = budget.disk_bytes
+    if budget.disk is not None and disk_bytes is None:
+        disk_bytes = sum(disk_free_bytes(Path(p)) for p in budget.paths)
+    return Limits(device_bytes=device_bytes, host_bytes=host_bytes, disk_bytes=disk_bytes)
+
+
+def _first_values(unit: Unit) -> Values:
+    return lambda index: unit.params[index].data
+
+
+def _switch_off_checkpointing(model: nn.Module) -> None:
+    """The model's own activation checkpointing would run a third forward inside a unit's recompute."""
+    active = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
+    for module in active:
+        module.gradient_checkpointing = False  # type: ignore[assignment]
+    if active:
+        warnings.warn(
+            f"outcore recomputes units itself, so the model's own activation checkpointing was switched off ({len(active)} modules)", stacklevel=4
+        )
+
+
+def _engine_of(model: nn.Module, what: str) -> Engine:
+    attachment = attachment_of(model)
+    if attachment is None:
+        raise ConfigError(f"{what}: expected a model that outcore.prepare() returned, but got a {type(model).__name__} that is not prepared")
+    return attachment.engine
+
+
+def save_pretrained(model: nn.Module, directory: str | Path) -> None:
+    """Save a prepared model in Hugging Face's format."""
+    raise UnsupportedError("not written yet")

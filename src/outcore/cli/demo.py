@@ -1,0 +1,196 @@
+"""``outcore demo``: train over all three tiers, then compute whether that changed the result."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from torch.nn.utils import clip_grad_norm_
+from transformers import LlamaForCausalLM
+
+import outcore
+from outcore.cli import plain_loop
+from outcore.cli.progress import StepReport, follow
+from outcore.core.errors import ConfigError, DiskError
+from outcore.core.quantities import format_bytes
+from outcore.memory.disk import DiskStore
+from outcore.planning.table import plan_table
+
+STATE_BYTES = 18  # per parameter: 2 bf16 weight, 4 accumulated gradient, 12 master weights and two moments
+DEVICE_FRACTION, HOST_FRACTION = 0.1, 0.85  # of all training state; what does not fit goes to disk
+HELD_OUT_TOKENS = 2**16
+COMPARED_STEPS, COMPARED_MICRO_BATCHES = 6, 2
+PROMPT, SAMPLE_TOKENS = b"def ", 240
+
+
+def run_demo(*, steps: int, device: str | None, folder: Path | None) -> bool:
+    """Train, report, compare.
+
+    Args:
+        steps: Optimizer steps of the training run.
+        device: Torch device, or None for outcore's choice.
+        folder: Folder of the disk tier, or None for one that can serve.
+
+    Returns:
+        Whether the short run equals the plain loop bit for bit.
+
+    Raises:
+        ConfigError: The folder or the device cannot be used.
+    """
+    console = Console(highlight=False)
+    folder = folder or _disk_folder()
+    text = plain_loop.corpus()
+    console.print(f"Corpus: {len(text):,} bytes of Python's standard library. Disk tier: {escape(str(folder))}", soft_wrap=True)
+    _train(console, text, steps=steps, device=device, folder=folder)
+    comparison = _compare(text, folder)
+    console.print(f"\n[bold]Does it equal the plain loop?[/bold] {comparison}", soft_wrap=True)
+    return comparison.is_equal
+
+
+def _train(console: Console, text: torch.Tensor, *, steps: int, device: str | None, folder: Path) -> None:
+    training, held_out = text[:-HELD_OUT_TOKENS], text[-HELD_OUT_TOKENS:]
+    unseen = list(islice(plain_loop.batches(held_out, seed=1), 4))
+    with _prepared(device, folder) as (model, optimizer):
+        place = next(model.parameters()).device
+        before = _mean_loss(model, unseen, place)
+        reports = _reports(model, optimizer, plain_loop.batches(training, seed=0), steps)
+        for _ in follow(console, reports, steps):
+            pass
+        after = _mean_loss(model, unseen, place)
+        console.print(f"\n[bold]Loss on unseen text[/bold]  before {before:.3f}  after {after:.3f}")
+        console.print("\n[bold]Sample[/bold]")
+        console.print(_sample(model, place), markup=False)
+        console.print("\n[bold]Plan[/bold]")
+        console.print(plan_table(optimizer.model_spec, optimizer.plan), markup=False, soft_wrap=True)
+        moved = (f"{lane} {format_bytes(nbytes)}" for lane, nbytes in optimizer.traffic().items() if nbytes)
+        console.print(f"Moved per lane: {', '.join(moved)}", soft_wrap=True)
+
+
+def _prepared(
+    device: str | None, folder: Path
+) -> AbstractContextManager[tuple[torch.nn.Module, torch.optim.Optimizer]]:
+    """The demo's model with budgets that force every tier into use."""
+    model = plain_loop.build(seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=plain_loop.LR)
+    total_bytes = STATE_BYTES * sum(p.numel() for p in model.parameters())
+    budget = outcore.Budget(
+        device=int(DEVICE_FRACTION * total_bytes), host=int(HOST_FRACTION * total_bytes), disk=folder
+    )
+    try:
+        return outcore.prepare(model, optimizer, budget=budget, precision="bf16", device=device)
+    except DiskError as error:  # nothing has run yet: the folder was a wrong choice
+        raise ConfigError(str(error)) from error
+
+
+def _disk_folder() -> Path:
+    """The first of a few folders that can serve the disk tier; the temporary one is in memory on many machines."""
+    reasons = []
+    for folder in (Path.cwd(), Path("/var/tmp"), Path.home(), Path(tempfile.gettempdir())):
+        try:
+            DiskStore.open([folder], nbytes=1).close()
+        except DiskError as error:
+            reasons.append(str(error))
+        else:
+            return folder
+    raise ConfigError(
+        "demo: expected a folder on a disk, but none was found; name one with --folder.\n" + "\n".join(reasons)
+    )
+
+
+def _streamed(
+    model: LlamaForCausalLM,
+    optimizer: torch.optim.Optimizer,
+    data: Iterator[plain_loop.Batch],
+    steps: int,
+    micro_batches: int,
+) -> Iterator[tuple[float, float]]:
+    """The loop of ``plain_loop.train`` as a user of outcore writes it."""
+    device = next(model.parameters()).device
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, plain_loop.warm_up_and_decay(steps))
+    for _ in range(steps):
+        total_loss = 0.0
+        for _ in range(micro_batches):
+            batch = {name: tensor.to(device) for name, tensor in next(data).items()}
+            loss = model(**batch).loss / micro_batches
+            loss.backward()
+            total_loss += loss.item()
+        norm = clip_grad_norm_(model.parameters(), plain_loop.MAX_NORM)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        yield total_loss, norm.item()
+
+
+def _reports(
+    model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, data: Iterator[plain_loop.Batch], steps: int
+) -> Iterator[StepReport]:
+    tokens = plain_loop.BATCH_SIZE * plain_loop.SEQUENCE
+    for loss, _ in _streamed(model, optimizer, data, steps, micro_batches=1):
+        yield StepReport(loss=loss, tokens=tokens, moved_bytes=sum(optimizer.traffic().values()))
+
+
+@torch.no_grad()
+def _mean_loss(model: LlamaForCausalLM, data: list[plain_loop.Batch], device: torch.device) -> float:
+    model.eval()
+    losses = [model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss.item() for batch in data]
+    model.train()
+    return sum(losses) / len(losses)
+
+
+def _sample(model: LlamaForCausalLM, device: torch.device) -> str:
+    torch.manual_seed(0)
+    model.eval()
+    prompt = torch.tensor([list(PROMPT)], device=device)
+    tokens = model.generate(
+        prompt, max_new_tokens=SAMPLE_TOKENS, do_sample=True, temperature=0.6, top_k=20, pad_token_id=0
+    )
+    model.train()
+    return bytes(tokens[0].tolist()).decode(errors="replace")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Of a short streamed run with the plain loop; every field counts what is equal, bit for bit."""
+
+    steps: int
+    equal_losses: int
+    equal_norms: int
+    tensors: int
+    equal_tensors: int
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether nothing differs."""
+        return self.equal_losses == self.equal_norms == self.steps and self.equal_tensors == self.tensors
+
+    def __str__(self) -> str:
+        return (
+            f"{'Yes, bit for bit.' if self.is_equal else 'NO.'} Equal after {self.steps} steps of "
+            f"{COMPARED_MICRO_BATCHES} micro-batches on the CPU: {self.equal_losses} of {self.steps} losses, "
+            f"{self.equal_norms} of {self.steps} gradient norms, {self.equal_tensors} of {self.tensors} parameters."
+        )
+
+
+def _compare(text: torch.Tensor, folder: Path) -> Comparison:
+    """Train the same model both ways, on the CPU, where every update runs one and the same kernel."""
+    plain = plain_loop.build(seed=0)
+    expected = list(plain_loop.train(plain, plain_loop.batches(text, seed=2), COMPARED_STEPS, COMPARED_MICRO_BATCHES))
+    reference = dict(plain.named_parameters())
+    with _prepared("cpu", folder) as (model, optimizer):
+        data = plain_loop.batches(text, seed=2)
+        got = list(_streamed(model, optimizer, data, COMPARED_STEPS, COMPARED_MICRO_BATCHES))
+        equal_tensors = sum(torch.equal(reference[name], tensor) for name, tensor in outcore.named_tensors(model))
+    return Comparison(
+        steps=COMPARED_STEPS,
+        equal_losses=sum(a[0] == b[0] for a, b in zip(expected, got, strict=True)),
+        equal_norms=sum(a[1] == b[1] for a, b in zip(expected, got, strict=True)),
+        tensors=len(reference),
+        equal_tensors=equal_tensors,
+    )

@@ -1,0 +1,1 @@
+"""What runs: lanes, units, gradients, updates."""

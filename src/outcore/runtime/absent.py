@@ -1,0 +1,109 @@
+"""Absent parameters: between calls of its unit a parameter answers questions about itself and refuses to be read.
+
+Python classes are switched, not objects: module, optimizer and user keep the very same ``Parameter``. Beneath lies a
+zero-stride view of one NaN, so that even a read that slips past the class (C++ that takes a pointer) cannot look right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, NoReturn, Protocol, cast
+
+import torch
+from torch.nn import Parameter
+
+from outcore.core.errors import AbsentParameterError, UnsupportedError
+
+
+class Owner(Protocol):
+    """Whoever knows where the bytes of an absent parameter are."""
+
+    def name_of(self, param: torch.Tensor) -> str:
+        """Fully qualified name."""
+
+    def make_present(self) -> bool:
+        """Give the parameters their values back if that needs no fetch: they live on the device and an update is under way."""
+
+    def absence(self) -> str:
+        """Where the bytes are, for the error."""
+
+
+def _getter(name: str) -> Callable[..., Any]:
+    return cast("Callable[..., Any]", getattr(torch.Tensor, name).__get__)
+
+
+_TENSOR: Any = torch.Tensor
+_QUESTIONS = "shape dtype device requires_grad grad grad_fn ndim is_leaf layout is_sparse is_cuda is_cpu is_meta is_quantized"
+_QUESTIONS += " is_nested itemsize nbytes _version is_mkldnn is_xpu is_mps _backward_hooks retains_grad output_nr"
+_METADATA: frozenset[Callable[..., Any]] = frozenset(
+    [_getter(name) for name in _QUESTIONS.split()]
+    + [_TENSOR.size, _TENSOR.numel, _TENSOR.nelement, _TENSOR.dim, _TENSOR.ndimension, _TENSOR.element_size]
+    + [_TENSOR.is_floating_point, _TENSOR.is_complex, _TENSOR.__hash__, _TENSOR.__len__, _TENSOR.get_device]
+    + [_TENSOR.grad.__set__, _TENSOR.grad.__delete__, _TENSOR.register_hook, _TENSOR.type]
+    + [torch.is_floating_point, torch.is_complex, torch.numel]
+)
+_FREEZES = (_TENSOR.requires_grad_, _TENSOR.requires_grad.__set__)
+
+
+class AbsentParameter(Parameter):
+    """A parameter whose bytes are not on the device. Never constructed; ``absent_class`` makes one subclass per owner."""
+
+    owner: ClassVar[Owner]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer questions about metadata; otherwise become present or refuse."""
+        kwargs = kwargs or {}
+        if func in _FREEZES:
+            return _keep_requires_grad(cls.owner, func, args, kwargs)
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if cls.owner.make_present():
+            return func(*args, **kwargs)
+        return _refuse(cls.owner, getattr(func, "__name__", str(func)), args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy if the bytes can be had, else refuse: the copy would hold no values."""
+        if self.owner.make_present():
+            return Parameter.__deepcopy__(self, memo)
+        return _refuse(self.owner, "copy.deepcopy", (self,))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle if the bytes can be had, else refuse."""
+        if self.owner.make_present():
+            return Parameter.__reduce_ex__(self, protocol)
+        return _refuse(self.owner, "pickling", (self,))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """Name and metadata in place of values."""
+        return f"AbsentParameter('{self.owner.name_of(self)}', shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def absent_class(owner: Owner) -> type[AbsentParameter]:
+    """The class that parameters of ``owner`` have while they are absent."""
+    return type("AbsentParameter", (AbsentParameter,), {"owner": owner, "__module__": __name__})
+
+
+def _keep_requires_grad(owner: Owner, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    param = args[0]
+    wanted = bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
+    with torch._C.DisableTorchFunctionSubclass():
+        if wanted == param.requires_grad:
+            return param if func is _TENSOR.requires_grad_ else None
+    raise UnsupportedError(
+        "expected requires_grad to stay as it was at outcore.prepare(), which decided who owns gradient and optimizer "
+        f"bytes, but it was set to {wanted} on '{owner.name_of(param)}'; freeze or unfreeze before prepare"
+    )
+
+
+def _refuse(owner: Owner, action: str, args: Any) -> NoReturn:
+    flat = (a for arg in args for a in (arg if isinstance(arg, list | tuple) else (arg,)))
+    param = next((a for a in flat if isinstance(a, AbsentParameter)), None)
+    name = "?" if param is None else owner.name_of(param)
+    raise AbsentParameterError(
+        f"expected a parameter on the device, but '{name}' is {owner.absence()} (asked for: {action}). "
+        "Read or change it inside 'with outcore.gathered(model, write=...)', or stream all with outcore.named_tensors(model)"
+    )

@@ -1,0 +1,345 @@
+"""The device: what runs asynchronously, in which order, and device memory. The only file that chooses an accelerator.
+
+``Device`` keeps the bookkeeping that all kinds share (labels, the race checker, errors nobody has seen); a kind says
+how work is ordered behind other work and where memory comes from.
+"""
+
+from __future__ import annotations
+
+import abc
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import MappingProxyType
+
+import torch
+
+from outcore.core.errors import LaneError, UnsupportedError
+from outcore.core.quantities import PAGE_BYTES
+from outcore.memory.arena import Buffer, Region
+from outcore.runtime.faults import NO_FAULTS, POISON, Delays, Faults, PermutedLanes
+from outcore.runtime.lanes import (
+    After,
+    Clock,
+    Completion,
+    Dependency,
+    Execution,
+    Failure,
+    Handle,
+    Lane,
+    Lanes,
+    Operation,
+    Service,
+    ThreadedLanes,
+)
+from outcore.runtime.race import COMPUTE, HOST, RaceChecker
+
+NOTHING: After = MappingProxyType({})
+
+
+def aligned_bytes(nbytes: int, torch_device: torch.device) -> torch.Tensor:
+    """1D uint8 tensor of ``nbytes`` that begins at a multiple of 4 KiB; takes up to 4 KiB more."""
+    memory = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8, device=torch_device)
+    return memory.narrow(0, -memory.data_ptr() % PAGE_BYTES, nbytes)
+
+
+class Device(abc.ABC):
+    """Lanes, compute and memory of one device.
+
+    Owns the lanes' threads from construction to ``close``, which also runs when the device is collected and at exit. In
+    a forked child it has no lanes: ``close`` does nothing there, everything else raises.
+
+    Order: operations of a lane run in the order of submission; compute is ordered by ``compute``, the host by ``wait``.
+    """
+
+    kind: str
+    """``cpu`` or ``cuda``."""
+
+    def __init__(
+        self, torch_device: torch.device, execution: Execution, faults: Faults, race_checker: RaceChecker | None
+    ) -> None:
+        """Start the lanes. Use ``open_device``."""
+        self.torch_device = torch_device
+        self.faults = faults
+        self.labels_seen: set[str] = set()
+        """Labels under which some handle was ever a dependency, skipped ones included."""
+        self._checker = race_checker
+        self._delays = Delays(faults)
+        self._execution = execution
+        self._failures: list[Failure] = []
+        service = Service(execution, self._delays.around, self._failures)
+        permute = faults.permute
+        self._lanes: Lanes = ThreadedLanes(service) if permute is None else PermutedLanes(service, permute)
+        self._pid = os.getpid()
+        self._finalizer = weakref.finalize(self, _close_lanes, self._lanes, execution, self._pid)
+
+    def submit(
+        self,
+        lane: Lane,
+        name: str,
+        work: Callable[[], object],
+        *,
+        reads: Sequence[Region] = (),
+        writes: Sequence[Region] = (),
+        after: After = NOTHING,
+    ) -> Handle:
+        """Queue an operation at the end of a lane and return at once.
+
+        Args:
+            lane: Who runs it, on its own thread and, for copies on CUDA, on its own stream.
+            name: Such as ``fetch model.layers.3``; stands in errors.
+            work: Copies or computes. Must neither submit nor wait; must not enter autograd.
+            reads: Bytes that ``work`` reads.
+            writes: Bytes that ``work`` writes.
+            after: What must have happened first. If any of it failed, this fails with the same error and does not run.
+                Behind device work a copy lane is ordered on the device; other lanes block their thread.
+
+        Raises:
+            RaceError: A conflicting access is not ordered before (only with a race checker).
+            LaneError: The device is closed.
+        """
+        self._refuse_in_child(name)
+        dependencies = self._dependencies(after)
+        clock = self._declare(lane.value, name, reads, writes, dependencies)
+        handle = Handle(name, lane.value, self._lanes, clock)
+        self._lanes.submit(Operation(handle, lane, work, dependencies))
+        return handle
+
+    def compute(
+        self, name: str, *, reads: Sequence[Region] = (), writes: Sequence[Region] = (), after: After = NOTHING
+    ) -> Handle:
+        """Order compute behind ``after`` and declare what the code that runs next there reads and writes.
+
+        Compute is the calling thread on the CPU and its current stream on CUDA.
+
+        Returns:
+            A handle behind the declared access and all earlier ones. Use it only after the code ran; ``mark`` is exact.
+
+        Raises:
+            RaceError: A conflicting access is not ordered before (only with a race checker).
+            OutcoreError: Something in ``after`` failed.
+        """
+        self._refuse_in_child(name)
+        dependencies = self._dependencies(after)
+        clock = self._declare(COMPUTE, name, reads, writes, dependencies)
+        self._order_compute(dependencies)
+        self._pause_compute(self._delays.compute_s())
+        return self._point(name, clock, self._compute_point(is_late=True))
+
+    def mark(self, name: str) -> Handle:
+        """A handle behind everything that compute was given so far."""
+        self._refuse_in_child(name)
+        clock = self._checker.mark() if self._checker is not None else ()
+        return self._point(name, clock, self._compute_point(is_late=False))
+
+    def wait(self, label: str, handle: Dependency) -> None:
+        """Block the host until the bytes are there.
+
+        Raises:
+            OutcoreError: The operation failed.
+        """
+        handles = self._dependencies({label: handle})
+        for one in handles:
+            one.wait()
+        if self._checker is not None:
+            self._checker.wait(one.clock for one in handles)
+
+    def host_access(self, name: str, *, reads: Sequence[Region] = (), writes: Sequence[Region] = ()) -> None:
+        """Declare that the host itself reads or writes these bytes now.
+
+        Raises:
+            RaceError: The host did not wait for a conflicting access (only with a race checker).
+        """
+        self._declare(HOST, name, reads, writes, ())
+
+    def poison(self, buffer: Buffer, lane: Lane | None = None, after: After = NOTHING) -> Handle | None:
+        """Fill a freed buffer with NaN where it is freed, if faults say so.
+
+        Args:
+            buffer: Nobody may read it until it is written again.
+            lane: Who frees it, and so who fills it; None: compute.
+            after: What must have happened first, beside what came before on the lane.
+
+        Returns:
+            None without poison. Else a handle that whoever uses the buffer next must come after.
+        """
+        if not self.faults.poison:
+            return None
+        region = buffer.region
+        name = f"poison {region.arena} [{region.start}, {region.stop})"
+        if lane is not None:
+            return self.submit(lane, name, lambda: _fill(buffer), writes=[region], after=after)
+        self.compute(name, writes=[region], after=after)
+        _fill(buffer)
+        return self.mark(name)
+
+    def check(self) -> None:
+        """Raise the first error that a lane hit and nobody has seen yet.
+
+        Raises:
+            OutcoreError: That error; the next call raises the next one.
+        """
+        while self._failures:
+            failure = self._failures.pop(0)
+            if not failure.is_seen:
+                failure.throw()
+
+    def synchronize(self) -> None:
+        """Block the host until all lanes are empty and the device is idle. Raises no errors of lanes; see ``check``."""
+        self._refuse_in_child("synchronize")
+        self._lanes.drain()
+        self._execution.drain()
+        if self._checker is not None:
+            self._checker.synchronize()
+
+    def close(self) -> None:
+        """Let running operations finish, fail the queued ones, join the threads. Idempotent.
+
+        ``synchronize`` first to have everything done. Waiting for a handle that was still queued raises ``LaneError``.
+
+        Raises:
+            LaneError: An operation does not end.
+        """
+        self._finalizer()
+
+    def __enter__(self) -> Device:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @abc.abstractmethod
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Device memory: 1D uint8 of ``nbytes``, aligned to 4 KiB, not initialised.
+
+        Memory: device, ``nbytes`` and at most 4 KiB more, until the tensor and its views are gone.
+        """
+
+    @abc.abstractmethod
+    def register_host(self, memory: torch.Tensor) -> bool:
+        """Pin host memory in place, so that copies to and from it are asynchronous and fast.
+
+        Args:
+            memory: Contiguous, aligned to 4 KiB; must stay alive until ``unregister_host``.
+
+        Returns:
+            False if the driver refuses; the memory is then pageable, as before.
+        """
+
+    @abc.abstractmethod
+    def unregister_host(self, memory: torch.Tensor) -> None:
+        """Undo ``register_host``. Nothing may be in flight to or from the memory."""
+
+    @abc.abstractmethod
+    def hand_over(self, tensor: torch.Tensor, lane: Lane) -> None:
+        """Let compute free a tensor that an operation of ``lane`` will use, before that operation is done."""
+
+    @abc.abstractmethod
+    def rng_state(self) -> object:
+        """State of the random generators that compute draws from: the CPU's and this device's."""
+
+    @abc.abstractmethod
+    def set_rng_state(self, state: object) -> None:
+        """Restore what ``rng_state`` returned."""
+
+    @abc.abstractmethod
+    def memory_bytes(self) -> int:
+        """Device memory that is free now."""
+
+    @abc.abstractmethod
+    def _order_compute(self, dependencies: tuple[Handle, ...]) -> None:
+        """Put compute behind these; raise what they raised."""
+
+    @abc.abstractmethod
+    def _compute_point(self, *, is_late: bool) -> Completion | None:
+        """The point that compute has come to; with ``is_late`` it moves along until somebody depends on it."""
+
+    @abc.abstractmethod
+    def _pause_compute(self, seconds: float) -> None:
+        """Keep compute busy."""
+
+    def _dependencies(self, after: After) -> tuple[Handle, ...]:
+        """The handles to come after, each once, without those under skipped labels."""
+        chosen: dict[Handle, None] = {}
+        for label, value in after.items():
+            handles = tuple(_handles(value))
+            if handles:
+                self.labels_seen.add(label)
+            if label not in self.faults.skip:
+                chosen.update(dict.fromkeys(handles))
+        for handle in chosen:
+            if handle.completion is not None:
+                handle.completion.fix()
+        return tuple(chosen)
+
+    def _declare(
+        self, actor: str, name: str, reads: Sequence[Region], writes: Sequence[Region], after: tuple[Handle, ...]
+    ) -> Clock:
+        if self._checker is None:
+            return ()
+        return self._checker.act(actor, name, reads=reads, writes=writes, after=[handle.clock for handle in after])
+
+    def _point(self, name: str, clock: Clock, completion: Completion | None) -> Handle:
+        handle = Handle(name, COMPUTE, self._lanes, clock)
+        handle.finish(completion)
+        return handle
+
+    def _refuse_in_child(self, what: str) -> None:
+        if os.getpid() != self._pid:
+            raise LaneError(
+                f"expected '{what}' in process {self._pid}, which opened the device, but this is the forked child "
+                f"{os.getpid()}; a streamed model can only be used in the process that prepared it"
+            )
+
+
+def open_device(
+    torch_device: torch.device | str | None = None,
+    faults: Faults = NO_FAULTS,
+    race_checker: RaceChecker | None = None,
+) -> Device:
+    """Open a device and start its lanes.
+
+    Args:
+        torch_device: Which one; None: the current CUDA or ROCm device, else the CPU.
+        faults: For tests.
+        race_checker: For tests: checks every operation.
+
+    Raises:
+        UnsupportedError: No such device here, or a kind that outcore does not drive.
+    """
+    if torch_device is None:
+        torch_device = "cuda" if torch.cuda.is_available() else "cpu"
+    wanted = torch.device(torch_device)
+    if wanted.type == "cpu":
+        from outcore.runtime.device_cpu import CpuDevice  # both kinds build on this file
+
+        return CpuDevice(faults, race_checker)
+    if wanted.type != "cuda":
+        raise UnsupportedError(
+            f"device: expected 'cpu' or 'cuda' (NVIDIA or ROCm), but got '{wanted}'; pass device='cpu'"
+        )
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            f"device: expected a GPU for '{wanted}', but torch {torch.__version__} sees none; "
+            f"install a build of torch for it or pass device='cpu'"
+        )
+    from outcore.runtime.device_cuda import CudaDevice
+
+    return CudaDevice(wanted, faults, race_checker)
+
+
+def _handles(dependency: Dependency) -> Iterator[Handle]:
+    if isinstance(dependency, Handle):
+        yield dependency
+    elif dependency is not None:
+        yield from (handle for handle in dependency if handle is not None)
+
+
+def _fill(buffer: Buffer) -> None:
+    buffer.bytes.fill_(POISON)
+
+
+def _close_lanes(lanes: Lanes, execution: Execution, pid: int) -> None:
+    if os.getpid() == pid:
+        lanes.close()
+        execution.drain()

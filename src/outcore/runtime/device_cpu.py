@@ -1,0 +1,61 @@
+"""The CPU as a device: ordinary memory serves as device memory, the calling thread as compute, threads as lanes."""
+
+from __future__ import annotations
+
+import time
+from typing import cast, final
+
+import torch
+
+from outcore.memory.limits import host_free_bytes
+from outcore.runtime.device import Device, aligned_bytes
+from outcore.runtime.faults import Faults
+from outcore.runtime.lanes import Handle, HostExecution, Lane
+from outcore.runtime.race import RaceChecker
+
+
+@final
+class CpuDevice(Device):
+    """Ordinary memory as device memory, the calling thread as compute."""
+
+    kind = "cpu"
+
+    def __init__(self, faults: Faults, race_checker: RaceChecker | None) -> None:
+        """Start the lanes. Use ``open_device``."""
+        super().__init__(torch.device("cpu"), HostExecution(), faults, race_checker)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Memory of the allocator, cut to begin at a page."""
+        return aligned_bytes(nbytes, self.torch_device)
+
+    def register_host(self, memory: torch.Tensor) -> bool:
+        """Nothing to pin."""
+        return True
+
+    def unregister_host(self, memory: torch.Tensor) -> None:
+        """Nothing to undo."""
+
+    def hand_over(self, tensor: torch.Tensor, lane: Lane) -> None:
+        """A reference is enough on the CPU."""
+
+    def rng_state(self) -> object:
+        """State of the default generator."""
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: object) -> None:
+        """Restore the default generator."""
+        torch.set_rng_state(cast(torch.Tensor, state))
+
+    def memory_bytes(self) -> int:
+        """Free host memory, which serves as both tiers; who shares it out between them must not count it twice."""
+        return host_free_bytes()
+
+    def _order_compute(self, dependencies: tuple[Handle, ...]) -> None:
+        for handle in dependencies:
+            handle.wait()
+
+    def _compute_point(self, *, is_late: bool) -> None:
+        return None
+
+    def _pause_compute(self, seconds: float) -> None:
+        time.sleep(seconds)

@@ -1,0 +1,228 @@
+"""The engine of one prepared model: opens everything, wires it to the module, and runs a step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outcore.core.errors import OutcoreError, UnsupportedError
+from outcore.planning.partition import Partition
+from outcore.runtime.access import Access
+from outcore.runtime.call import UnitCall
+from outcore.runtime.device import Device
+from outcore.runtime.fill import Values, fill_unit
+from outcore.runtime.gradient_homes import GradientHomes
+from outcore.runtime.gradients import Gradients
+from outcore.runtime.homes import Homes
+from outcore.runtime.lanes import Handle
+from outcore.runtime.module_guard import ModuleGuard
+from outcore.runtime.rules import Hyper, UpdateRule
+from outcore.runtime.traffic import Traffic
+from outcore.runtime.unit import Unit
+from outcore.runtime.unit_gradients import UnitGradients
+from outcore.runtime.updates import Change, Updates
+from outcore.runtime.weights import Weights
+from outcore.runtime.workers import UpdateWorkers
+from outcore.spec.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promises:
+    """What the user said about the loop; what contradicts it raises."""
+
+    accumulation_steps: int | None = None
+    clipping: bool = True
+
+
+class Engine:
+    """Everything behind one prepared model. Owns device, memory, files and threads until ``close``."""
+
+    def __init__(
+        self,
+        partition: Partition,
+        plan: Plan,
+        device: Device,
+        paths: Sequence[Path],
+        rule: UpdateRule | None,
+        promises: Promises,
+    ) -> None:
+        """Allocate memory and start threads. ``attach`` then moves the model in.
+
+        Args:
+            partition: The model in units.
+            plan: Checked against it.
+            device: Taken over: closed with the engine, also if this raises.
+            paths: Folders of the disk tier.
+            rule: None without an optimizer.
+            promises: See ``Promises``.
+        """
+        self.model, self.plan, self.model_spec, self.device = partition.modules[0], plan, partition.spec, device
+        self.traffic = Traffic()
+        self._rule = rule
+        self._closing = ExitStack()
+        self._closing.callback(device.close)
+        with self._closing_on_error():
+            self.homes = Homes(partition.spec, plan, device, paths)
+            self._closing.callback(self.homes.close)
+            owners = [_Absence(self) for _ in partition.spec.units]
+            everything = zip(partition.spec.units, plan.units, partition.modules, partition.params, owners, strict=True)
+            self.units = [Unit(s, u, partition.spec, m, list(p), self.homes.homes, o) for s, u, m, p, o in everything]
+            for owner, unit in zip(owners, self.units, strict=True):
+                owner.unit = unit
+            on_host = any(u.plan.states != "device" and u.num_trainable for u in self.units)
+            self._workers = UpdateWorkers() if rule is not None and on_host else None
+            if self._workers is not None:
+                self._closing.callback(self._workers.close)
+        self.weights = Weights(self.units, self.homes, device, self.traffic, plan.prefetch_depth)
+        resting = GradientHomes(self.homes, device, self.traffic)
+        steps, clipping = promises.accumulation_steps, promises.clipping
+        self.gradients = Gradients(self.units, self.homes, device, resting, steps, clipping=clipping)
+        self._updates = Updates(self.homes, device, self.traffic, self.weights, resting, self._workers)
+        self.access = Access(self.homes, device, self.weights)
+        self.places = {id(p): (u, i) for u in self.units for i, p in enumerate(u.params)}
+        self.is_closed = False
+        self._undo: list[Callable[[], None]] = []
+
+    def attach(self, values: Callable[[Unit], Values]) -> None:
+        """Move the model in: fill homes unit by unit, make parameters absent, take over forward.
+
+        Args:
+            values: Unit -> first values of its parameters; asked for in module order.
+        """
+        with self._closing_on_error():
+            initial = self._rule.initial_value if self._rule is not None else _zero
+            for unit in self.units:
+                for i, param in enumerate(unit.params[: unit.num_trainable]):
+                    self._undo.append(param.register_post_accumulate_grad_hook(self.gradients.hook(unit, i)).remove)
+                fill_unit(unit, self.homes, values(unit), initial)
+                if unit.is_resident:
+                    unit.point_at(unit.device_buffer())
+                else:
+                    unit.mark_absent(device=self.device.torch_device)
+            self.device.synchronize()
+            for index, unit in enumerate(self.units[1:], start=1):
+                call = UnitCall(unit, index, self.weights, self.gradients, self.device)
+                unit.module.__dict__["forward"] = call
+                self._undo.append(call.restore)
+            guard = ModuleGuard(self)
+            self._undo.append(guard.remove)
+
+    # A step.
+
+    def step(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Submit the update of every parameter that has a gradient, and return. See [Note: forward window].
+
+        Args:
+            groups: Param groups; settings are read now.
+        """
+        self.refuse_if_closed()
+        self.device.check()
+        hypers = self._hypers(groups)
+        self._refuse_while_gathered()
+        cache: dict[int, tuple[torch.Tensor, Handle | None]] = {}
+        for unit in self.units:
+            gradients = self.gradients.of[unit.name]
+            changes, copied = self._changes(unit, gradients, hypers, cache)
+            if changes:
+                self._updates.submit(unit, gradients, changes, copied)
+        self.gradients.after_step()
+        self.weights.prefetch_after_update()
+
+    def _hypers(self, groups: Sequence[Mapping[str, Any]]) -> dict[int, Hyper]:
+        if self._rule is None:
+            raise UnsupportedError("expected an optimizer given to outcore.prepare(), but there was none (optimizer=None); nothing to step")
+        return {id(p): hyper for group in groups for hyper in [self._rule.hyper(group)] for p in group["params"]}
+
+    def _changes(
+        self, unit: Unit, gradients: UnitGradients, hypers: Mapping[int, Hyper], cache: dict[int, tuple[torch.Tensor, Handle | None]]
+    ) -> tuple[dict[int, Change], list[Handle]]:
+        changes, copied = {}, []
+        for i, handle in gradients.held_handles().items():
+            hyper = hypers.get(id(unit.params[i]))
+            if hyper is None:  # trainable, but given to no optimizer: it keeps its gradient, as in a plain loop
+                continue
+            factors: list[torch.Tensor] = list(handle.factors)
+            if unit.plan.states != "device":
+                factors, ready = self._updates.host_factors(handle, cache)
+                copied += ready
+            unit.steps[i] += 1
+            changes[i] = Change(unit.steps[i], hyper, tuple(factors), handle.is_zero)
+        return changes, copied
+
+    def _refuse_while_gathered(self) -> None:
+        unit = next((u for u in self.units if u.is_gathered), None)
+        if unit is not None:
+            raise UnsupportedError(
+                f"expected optimizer.step() outside of outcore.gathered(), but unit '{unit.label}' is gathered; leave the block first"
+            )
+
+    # Life.
+
+    def refuse_if_closed(self) -> None:
+        """Raise if ``close`` was called."""
+        if self.is_closed:
+            raise OutcoreError("expected a prepared model, but it was closed; its weights are gone with it. Save before close()")
+
+    def close(self) -> None:
+        """Let running work end, give memory, files and threads back, and the module its own forward. Idempotent."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        for unit in self.units:
+            unit.mark_absent(device=self.device.torch_device)
+            for param in unit.params:
+                if param.grad is not None:
+                    param.grad = None
+        self._closing.close()
+        for unit in self.units:
+            unit.forget()
+
+    @contextmanager
+    def _closing_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._closing.close()
+            raise
+
+
+class _Absence:
+    """Speaks for the absent parameters of one unit."""
+
+    unit: Unit
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+
+    def name_of(self, param: torch.Tensor) -> str:
+        """Fully qualified name."""
+        names = (s.name for p, s in zip(self.unit.params, self.unit.spec.params, strict=True) if p is param)
+        return next(names, "?")
+
+    def make_present(self) -> bool:
+        """Parameters that live on the device need only wait for their update."""
+        engine = self._engine()
+        if engine is None or engine.is_closed or not self.unit.is_resident:
+            return False
+        engine.weights.present(self.unit)
+        return True
+
+    def absence(self) -> str:
+        """Where the bytes are."""
+        engine = self._engine()
+        if engine is None or engine.is_closed:
+            return "gone: the model that outcore prepared was closed"
+        return f"in {'host memory' if self.unit.plan.weights == 'host' else 'the disk tier'} between calls of its unit"
+
+
+def _zero(_: str) -> float:
+    return 0.0

@@ -1,0 +1,63 @@
+"""First values: weights, masters and states are written to their homes unit by unit, and parameters become absent.
+
+A model on the CPU shrinks as it is filled in; one on the meta device never stands whole in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from outcore.memory.arena import Buffer
+from outcore.runtime.homes import Homes
+from outcore.runtime.unit import Unit, torch_dtype
+
+Values = Callable[[int], torch.Tensor]
+"""Parameter index -> its first value, in any dtype, on any device."""
+
+
+@torch.no_grad()
+def fill_unit(unit: Unit, homes: Homes, values: Values, initial_state: Callable[[str], float]) -> None:
+    """Write a unit's first bytes. Nothing else may be in flight for it.
+
+    Args:
+        unit: Its homes are uninitialised.
+        homes: Slots serve as staging for what lives on disk.
+        values: Each parameter is asked for once.
+        initial_state: What every element of a state begins with.
+    """
+    spec = unit.spec
+    with_states = unit.states is not None
+    weights = _staged(unit, homes, "weights")
+    states = _staged(unit, homes, "states") if with_states else None
+    if states is not None:
+        for name in unit.state_names:
+            start, stop = unit.state_span(name)
+            states.part(start, stop).bytes.zero_()
+            if name != "master" and initial_state(name):
+                for view in unit.state_views(states, name):
+                    view.fill_(initial_state(name))
+    weight_views = unit.weight_views(weights) if weights is not None else []
+    for i, param in enumerate(spec.params):
+        value = values(i).detach()
+        if tuple(value.shape) != param.shape:
+            raise AssertionError(f"'{param.name}': expected shape {param.shape}, but got {tuple(value.shape)}")
+        if weights is not None:
+            weight_views[i].copy_(value)
+        if states is not None and unit.has_master and param.requires_grad:
+            master = unit.state_views(states, "master")[i]
+            master.copy_(value.to(torch_dtype(param.update_dtype)).reshape(-1))
+    for home, staged in ((unit.weights, weights), (unit.states, states)):
+        if home is not None and staged is not None and not isinstance(home, Buffer):
+            if homes.disk is None:
+                raise AssertionError("bytes on disk without a disk tier")
+            homes.disk.write(home, staged.bytes)
+
+
+def _staged(unit: Unit, homes: Homes, kind: str) -> Buffer | None:
+    home = unit.weights if kind == "weights" else unit.states
+    if home is None or isinstance(home, Buffer):
+        return home
+    pool = homes.pool("host", "weights" if kind == "weights" else "states", home.nbytes)
+    return pool.slots[0].buffer.part(0, home.nbytes)

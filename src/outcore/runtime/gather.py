@@ -1,0 +1,53 @@
+"""Whole parameters for a while: read them, or change them and have them written home."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import Parameter
+
+from outcore.runtime.unit import Unit
+
+if TYPE_CHECKING:
+    from outcore.runtime.engine import Engine
+
+
+@contextmanager
+def gathered_units(engine: Engine, units: Sequence[Unit], *, write: bool) -> Iterator[None]:
+    """Give all parameters of ``units`` their values on the device.
+
+    Args:
+        engine: Of the units.
+        units: Not yet gathered, not being called.
+        write: Write changed parameters home at the end, masters too. Without, changes are lost.
+
+    Memory: device, all weights of the units, outside of the arena, until the end.
+    """
+    engine.refuse_if_closed()
+    mine = [u for u in units if not u.is_gathered]
+    try:
+        for unit in mine:
+            for i, param in enumerate(unit.params):
+                value = engine.access.read_weight(unit, i).to(engine.device.torch_device)
+                param.__class__ = Parameter
+                param.data = value
+            unit.is_gathered = True
+        yield
+        if write:
+            for unit in mine:
+                _write_changed(engine, unit)
+    finally:
+        for unit in mine:
+            unit.is_gathered = False
+            engine.weights.rest(unit)
+
+
+@torch.no_grad()
+def _write_changed(engine: Engine, unit: Unit) -> None:
+    for i, param in enumerate(unit.params):
+        before, now = engine.access.read_weight(unit, i), param.data.to("cpu")
+        if not torch.equal(before.view(-1).view(torch.uint8), now.contiguous().view(-1).view(torch.uint8)) if now.numel() else False:
+            engine.access.write_weight(unit, i, param.data)

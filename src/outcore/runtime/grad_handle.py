@@ -1,0 +1,158 @@
+"""Gradient handles: what stands on ``p.grad`` while the gradient itself is on its way to its home tier, or rests there.
+
+A handle answers for the gradient's norm, takes part in clipping and loss scaling as a remembered factor, and can be
+zeroed; any other use raises. So ``torch.nn.utils.clip_grad_norm_``, ``GradScaler`` and every way of zeroing work unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, Self, cast
+
+import torch
+
+from outcore.core.errors import UnsupportedError
+
+aten = torch.ops.aten
+
+
+class GradientOwner(Protocol):
+    """Whoever keeps the gradient that a handle stands for."""
+
+    def gradient_name(self, handle: GradHandle) -> str:
+        """Name of the parameter."""
+
+    def gradient_norm(self, handle: GradHandle, order: float) -> torch.Tensor:
+        """Norm of the gradient times the handle's factors: a 0-dim tensor on the device."""
+
+    def gradient_is_finite(self, handle: GradHandle) -> torch.Tensor:
+        """Whether every element is finite: a 0-dim bool tensor on the device."""
+
+    def snapshot(self, factor: torch.Tensor) -> torch.Tensor:
+        """A 0-dim copy of a factor that its owner may change later."""
+
+    def add_to_gradient(self, handle: GradHandle, more: torch.Tensor) -> None:
+        """Accumulate what autograd made for the parameter in another micro-batch."""
+
+    def change_gradient(self, handle: GradHandle, change: Callable[[torch.Tensor], Any]) -> None:
+        """Apply an in-place change to the stored gradient (slow: it is fetched and written back)."""
+
+
+class GradHandle(torch.Tensor):
+    """Stands for a gradient: shape, dtype and device of the parameter, no storage.
+
+    Attributes:
+        index: Of the parameter among its unit's trainable ones.
+        factors: 0-dim tensors by which the gradient is to be multiplied, in order.
+        is_zero: It was zeroed in place; the stored bytes no longer count.
+    """
+
+    index: int
+    factors: list[torch.Tensor]
+    is_zero: bool
+    _owner: GradientOwner
+
+    @staticmethod
+    def __new__(cls, owner: GradientOwner, index: int, like: torch.Tensor) -> Self:  # noqa: PYI034
+        """Make a wrapper with the parameter's metadata."""
+        make = cast("Any", torch.Tensor)._make_wrapper_subclass
+        return cast("Self", make(cls, like.shape, dtype=like.dtype, device=like.device))
+
+    def __init__(self, owner: GradientOwner, index: int, like: torch.Tensor) -> None:
+        """Args: owner: Keeps the gradient. index: Which of its parameters. like: The parameter."""
+        self._owner, self.index, self.factors, self.is_zero = owner, index, [], False
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """Name and shape: the values are elsewhere."""
+        return f"GradHandle('{self._owner.gradient_name(self)}', shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def multiply(self, factor: torch.Tensor | float) -> Self:
+        """Remember a factor. Tensors are copied: GradScaler changes its own in place."""
+        if isinstance(factor, torch.Tensor):
+            if factor.numel() != 1:
+                raise UnsupportedError(_refusal(self, f"multiplication by a tensor of shape {tuple(factor.shape)}"))
+            self.factors.append(self._owner.snapshot(factor))
+        else:
+            self.factors.append(torch.tensor(factor, dtype=torch.float64, device=self.device))
+        return self
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Serve what loops do to gradients; refuse the rest."""
+        serve = _SERVED.get(func)
+        if serve is None:
+            handle = next((a for a in args if isinstance(a, GradHandle)), None)
+            raise UnsupportedError(_refusal(handle, str(func)))
+        return serve(*args, **(kwargs or {}))
+
+
+def _refusal(handle: GradHandle | None, action: str) -> str:
+    name = "?" if handle is None else handle._owner.gradient_name(handle)  # noqa: SLF001
+    return (
+        f"expected norm, scaling or zeroing, but got {action} on the gradient of '{name}', which outcore keeps off the device; "
+        "clip with torch.nn.utils.clip_grad_norm_, scale with GradScaler, and call the step() of the optimizer that "
+        "outcore.prepare() returned"
+    )
+
+
+def _vector_norm(handle: GradHandle, order: float = 2, dim: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if dim is not None or any(args) or kwargs.get("dtype") is not None:
+        raise UnsupportedError(_refusal(handle, "a norm along dimensions or in another dtype"))
+    return handle._owner.gradient_norm(handle, float(order))  # noqa: SLF001
+
+
+def _divide(handle: GradHandle, divisor: torch.Tensor | float) -> GradHandle:
+    # Division by a power of two is multiplication by its inverse; any other rounds differently, so the bytes are changed.
+    if not isinstance(divisor, torch.Tensor) and divisor != 0 and float(divisor).hex().startswith(("0x1.0000000000000p", "-0x1.0000000000000p")):
+        return handle.multiply(1.0 / divisor)
+    handle._owner.change_gradient(handle, lambda gradient: gradient.div_(divisor))  # noqa: SLF001
+    return handle
+
+
+def _zero(handle: GradHandle) -> GradHandle:
+    handle.is_zero = True
+    handle.factors.clear()
+    return handle
+
+
+def _add(handle: GradHandle, more: torch.Tensor, *, alpha: float = 1) -> GradHandle:
+    if alpha != 1 or isinstance(more, GradHandle) or more.shape != handle.shape:
+        raise UnsupportedError(_refusal(handle, "addition other than autograd's accumulation"))
+    handle._owner.add_to_gradient(handle, more)  # noqa: SLF001
+    return handle
+
+
+def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+    plain = [g for g in gradients if not isinstance(g, GradHandle)]
+    if plain:
+        aten._amp_foreach_non_finite_check_and_unscale_.default(plain, found_inf, inverse_scale)
+    for gradient in gradients:
+        if isinstance(gradient, GradHandle):
+            finite = gradient._owner.gradient_is_finite(gradient)  # noqa: SLF001
+            found_inf.copy_(torch.maximum(found_inf, (~finite).to(found_inf)))
+            gradient.multiply(inverse_scale)
+
+
+def _zero_all(gradients: Sequence[torch.Tensor]) -> None:
+    for gradient in gradients:
+        gradient.zero_()
+
+
+def _detach(handle: GradHandle) -> GradHandle:
+    return handle
+
+
+_SERVED: dict[Any, Callable[..., Any]] = {
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten.mul_.Tensor: GradHandle.multiply,
+    aten.mul_.Scalar: GradHandle.multiply,
+    aten.div_.Tensor: _divide,
+    aten.div_.Scalar: _divide,
+    aten.zero_.default: _zero,
+    aten._foreach_zero_.default: _zero_all,
+    aten.add_.Tensor: _add,
+    aten.detach.default: _detach,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+}

@@ -1,0 +1,289 @@
+"""Gradients at rest: sent home, accumulated there, read back when somebody needs their value. See [Note: a gradient's way]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from outcore.memory.arena import TEMPORARY, Buffer, Region
+from outcore.memory.disk import DiskStore
+from outcore.runtime.device import Device
+from outcore.runtime.grad_handle import GradHandle
+from outcore.runtime.homes import Homes, Slot, SlotPool
+from outcore.runtime.lanes import After, Handle, Lane
+from outcore.runtime.traffic import Traffic
+from outcore.runtime.unit import Unit, expect_buffer, expect_extent
+from outcore.runtime.unit_gradients import Pass, UnitGradients
+
+_PROMOTE_NUMEL = 2**18
+
+
+class GradientHomes:
+    """Moves gradients between device and home, and accumulates them at home."""
+
+    def __init__(self, homes: Homes, device: Device, traffic: Traffic) -> None:
+        """Nothing is allocated: homes and slots exist."""
+        self._homes, self._device, self._traffic = homes, device, traffic
+
+    def send(self, gradients: UnitGradients, current: Pass, held: Mapping[int, GradHandle]) -> Handle | None:
+        """Send the sums of a pass home.
+
+        Args:
+            gradients: Of the unit; its form is kept up to date.
+            current: The pass. Its bucket or loose tensors are written; loose ones are kept alive until they have left.
+            held: Gradients already at home that count; those also in the pass are added to.
+
+        Returns:
+            The copy out of the bucket, or None where nothing is copied by a lane.
+        """
+        unit = gradients.unit
+        if unit.plan.gradients == "device":
+            self._accumulate_on_device(gradients, current, held)
+            return None
+        if unit.plan.gradients == "host" and not held:
+            return self._land_at_home(gradients, current)
+        return self._land_and_accumulate(gradients, current, held)
+
+    def _accumulate_on_device(self, gradients: UnitGradients, current: Pass, held: Mapping[int, GradHandle]) -> None:
+        unit = gradients.unit
+        home = expect_buffer(unit.gradients, unit.label)
+        after: After = {"gradients read": unit.gradients_readers, "gradients stored": unit.gradients_ready}
+        self._device.compute(f"accumulate {unit.label}", writes=[home.region], after=after)
+        views = unit.update_views(home)
+        for i, grad in current.loose.items():
+            _accumulate(views[i], grad.reshape(-1), held.get(i), factors=held[i].factors if i in held else [])
+            if i in held:
+                held[i].factors.clear()
+        gradients.is_native = False
+        unit.gradients_ready, unit.gradients_readers = self._device.mark(f"accumulated {unit.label}"), []
+
+    def _land_at_home(self, gradients: UnitGradients, current: Pass) -> Handle:
+        unit = gradients.unit
+        home = expect_buffer(unit.gradients, unit.label)
+        done = self._copy_out(unit, current, home, {"gradients read": unit.gradients_readers, "gradients stored": unit.gradients_ready})
+        gradients.is_native = True
+        unit.gradients_ready, unit.gradients_readers = done, []
+        return done
+
+    def _land_and_accumulate(self, gradients: UnitGradients, current: Pass, held: Mapping[int, GradHandle]) -> Handle:
+        unit = gradients.unit
+        pool, slot = self._homes.take("host", "landing", unit.spec.trainable_bytes)
+        landing = slot.buffer.part(0, unit.spec.trainable_bytes)
+        landed = self._copy_out(unit, current, landing, {"landing free": slot.free_after})
+        if unit.plan.gradients == "disk" and not held:
+            last = self._write_to_disk(unit, landing, {"gradients landed": landed})
+            gradients.is_native = True
+        else:
+            last = self._accumulate_on_host(gradients, current.present, held, landing, landed)
+        poison = self._device.poison(landing, lane=last[1])
+        pool.give(slot, [h for h in (last[0], poison) if h is not None])
+        return landed
+
+    def _accumulate_on_host(
+        self, gradients: UnitGradients, present: set[int], held: Mapping[int, GradHandle], landing: Buffer, landed: Handle
+    ) -> tuple[Handle, Lane]:
+        """Add what landed to what is at home, on the update lane; on disk by reading and writing back."""
+        unit = gradients.unit
+        slot: tuple[SlotPool, Slot] | None = None
+        if unit.plan.gradients == "host":
+            target = expect_buffer(unit.gradients, unit.label)
+            after: After = {"gradients read": unit.gradients_readers, "gradients stored": unit.gradients_ready}
+        else:
+            target, slot, after = self.fetch_from_disk(unit)
+        was_native, gradients.is_native = gradients.is_native, False
+        factors = {i: [f.to("cpu") for f in held[i].factors] for i in present if i in held}
+        indices = {i: held.get(i) for i in sorted(present)}
+        for i in present & held.keys():
+            held[i].factors.clear()
+
+        def work() -> None:
+            if was_native:
+                promote(unit, target, list(held))
+            sources = unit.native_views(landing)
+            targets = unit.update_views(target)
+            for i, handle in indices.items():
+                _accumulate(targets[i], sources[i].view(-1), handle, factors=factors.get(i, []))
+
+        added = self._device.submit(
+            Lane.UPDATE,
+            f"accumulate {unit.label}",
+            work,
+            reads=[landing.region],
+            writes=[target.region],
+            after={"gradients landed": landed, **after},
+        )
+        if slot is None:
+            unit.gradients_ready, unit.gradients_readers = added, []
+        else:
+            written, _ = self._write_to_disk(unit, target, {"gradients accumulated": added})
+            poison = self._device.poison(target, lane=Lane.DISK_WRITE)
+            slot[0].give(slot[1], [h for h in (written, poison) if h is not None])
+        return added, Lane.UPDATE
+
+    def _copy_out(self, unit: Unit, current: Pass, target: Buffer, after: After) -> Handle:
+        """Copy a pass's sums to host memory in native form."""
+        written = self._device.mark(f"gradients of {unit.label} made")
+        nbytes = unit.spec.trainable_bytes
+        if current.bucket is not None:
+            source = current.bucket[1].buffer.part(0, nbytes)
+            copies = [(target.bytes[:nbytes], source.bytes)]
+            reads = [source.region]
+        else:
+            views = unit.native_views(target)
+            copies = [(views[i], grad) for i, grad in current.loose.items()]
+            reads = []
+            for grad in current.loose.values():
+                self._device.hand_over(grad, Lane.D2H)
+
+        def work() -> None:
+            for to, origin in copies:
+                to.copy_(origin, non_blocking=True)
+
+        self._traffic.add(Lane.D2H, sum(to.nbytes for to, _ in copies))
+        region = target.part(0, nbytes).region
+        return self._device.submit(
+            Lane.D2H, f"gradients of {unit.label}", work, reads=reads, writes=[region], after={"gradients made": written, **after}
+        )
+
+    def _write_to_disk(self, unit: Unit, source: Buffer, after: After) -> tuple[Handle, Lane]:
+        extent, disk = expect_extent(unit.gradients, unit.label).part(0, source.nbytes), self._disk()
+        done = self._device.submit(
+            Lane.DISK_WRITE,
+            f"write gradients of {unit.label}",
+            lambda: disk.write(extent, source.bytes),
+            reads=[source.region],
+            writes=[extent.region],
+            after={**after, "gradients read": unit.gradients_readers, "gradients stored": unit.gradients_ready},
+        )
+        self._traffic.add(Lane.DISK_WRITE, source.nbytes)
+        unit.gradients_ready, unit.gradients_readers = done, []
+        return done, Lane.DISK_WRITE
+
+    def fetch_from_disk(self, unit: Unit) -> tuple[Buffer, tuple[SlotPool, Slot], After]:
+        """Start reading gradients from disk into a host slot, which the caller gives back."""
+        extent, disk = expect_extent(unit.gradients, unit.label), self._disk()
+        pool, slot = self._homes.take("host", "gradients", extent.nbytes)
+        buffer = slot.buffer.part(0, extent.nbytes)
+        read = self._device.submit(
+            Lane.STATES_READ,
+            f"read gradients of {unit.label}",
+            lambda: disk.read(extent, buffer.bytes),
+            reads=[extent.region],
+            writes=[buffer.region],
+            after={"gradient slot free": slot.free_after, "gradients stored": unit.gradients_ready},
+        )
+        self._traffic.add(Lane.STATES_READ, extent.nbytes)
+        unit.gradients_readers.append(read)
+        return buffer, (pool, slot), {"gradients fetched": read}
+
+    def fetch_from_device(self, unit: Unit) -> tuple[Buffer, tuple[SlotPool, Slot], After]:
+        """Start copying gradients that live on the device into a host slot, which the caller gives back."""
+        home = expect_buffer(unit.gradients, unit.label)
+        pool, slot = self._homes.take("host", "gradients", home.nbytes)
+        buffer = slot.buffer.part(0, home.nbytes)
+        copied = self._device.submit(
+            Lane.D2H,
+            f"gradients of {unit.label}",
+            lambda: buffer.bytes.copy_(home.bytes, non_blocking=True),
+            reads=[home.region],
+            writes=[buffer.region],
+            after={"gradient slot free": slot.free_after, "gradients stored": unit.gradients_ready},
+        )
+        self._traffic.add(Lane.D2H, home.nbytes)
+        unit.gradients_readers.append(copied)
+        return buffer, (pool, slot), {"gradients fetched": copied}
+
+    # Values, for what cannot be answered otherwise.
+
+    @torch.no_grad()
+    def value(self, gradients: UnitGradients, handle: GradHandle) -> torch.Tensor:
+        """A gradient times its factors, on the device (1D, update dtype). Slow where it is not there: it is fetched."""
+        unit, i = gradients.unit, handle.index
+        dtype = unit.update_dtypes[i]
+        if handle.is_zero:
+            value = torch.zeros(unit.spec.params[i].numel, dtype=dtype, device=self._device.torch_device)
+        else:
+            with self._at_hand(unit, is_write=False) as home:
+                stored = gradients.stored_view(home, i).to(self._device.torch_device, dtype)
+                value = stored.clone() if unit.plan.gradients == "disk" else stored
+        for factor in handle.factors:
+            value = value * factor
+        return value
+
+    @torch.no_grad()
+    def change(self, gradients: UnitGradients, handle: GradHandle, change: Callable[[torch.Tensor], Any]) -> None:
+        """Apply pending factors and then an in-place change to a stored gradient."""
+        unit = gradients.unit
+        gradients.norms.pop(handle.index, None)
+        if handle.is_zero:
+            return
+        with self._at_hand(unit, is_write=True) as home:
+            if gradients.is_native:
+                promote(unit, home, [i for i, h in gradients.held_handles().items() if not h.is_zero])
+                gradients.is_native = False
+            view = unit.update_views(home)[handle.index]
+            for factor in handle.factors:
+                view.mul_(factor.to(view.device))
+            handle.factors.clear()
+            change(view)
+
+    @contextmanager
+    def _at_hand(self, unit: Unit, *, is_write: bool) -> Iterator[Buffer]:
+        """The gradients' home, or a copy of it that is written back, with host and compute ordered behind its last writer."""
+        after: dict[str, Any] = {"gradients stored": unit.gradients_ready}
+        if is_write:
+            after["gradients read"] = unit.gradients_readers
+        regions: list[Region] = [unit.gradients.region] if unit.gradients is not None else []
+        access: dict[str, Any] = {"writes": regions} if is_write else {"reads": regions}
+        if unit.plan.gradients == "device":
+            self._device.compute(f"look at gradients of {unit.label}", after=after, **access)
+            yield expect_buffer(unit.gradients, unit.label)
+            unit.gradients_ready = self._device.mark(f"looked at gradients of {unit.label}")
+            return
+        for label, handles in after.items():
+            self._device.wait(label, handles)
+        self._device.host_access(f"look at gradients of {unit.label}", **access)
+        if unit.plan.gradients == "host":
+            yield expect_buffer(unit.gradients, unit.label)
+            return
+        extent, disk = expect_extent(unit.gradients, unit.label), self._disk()
+        copy = Buffer(torch.empty(extent.nbytes, dtype=torch.uint8), Region(TEMPORARY, 0, extent.nbytes))
+        disk.read(extent, copy.bytes)
+        yield copy
+        if is_write:
+            disk.write(extent, copy.bytes)
+
+    def _disk(self) -> DiskStore:
+        if self._homes.disk is None:
+            raise AssertionError("gradients on disk without a disk tier")
+        return self._homes.disk
+
+
+def _accumulate(target: torch.Tensor, source: torch.Tensor, held: GradHandle | None, factors: Sequence[torch.Tensor]) -> None:
+    """First gradient: copy. Later ones: scale what is there as it was meant to be, then add in the update dtype."""
+    if held is None:
+        target.copy_(source)
+        return
+    for factor in factors:
+        target.mul_(factor)
+    target.add_(source)
+
+
+def promote(unit: Unit, buffer: Buffer, indices: Sequence[int]) -> None:
+    """Change gradients from native to update form in place.
+
+    Backwards, so that nothing is overwritten before it is read: a parameter's place in the update layout never begins
+    before its place in the weights layout.
+    """
+    if unit.has_one_layout:
+        return
+    sources, targets = unit.native_views(buffer), unit.update_views(buffer)
+    for i in sorted(indices, reverse=True):
+        source, target = sources[i].view(-1), targets[i]
+        for start in reversed(range(0, source.numel(), _PROMOTE_NUMEL)):
+            stop = min(start + _PROMOTE_NUMEL, source.numel())
+            target[start:stop].copy_(source[start:stop].clone())

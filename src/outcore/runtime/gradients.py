@@ -1,0 +1,206 @@
+"""Gradients on the move: collected per backward pass, sent home when the pass is over for their unit.
+
+[Note: a gradient's way] Within one backward pass the gradients of a unit are summed in the dtype in which autograd makes them,
+as autograd itself would: in a *bucket* on the device, or in loose tensors where no bucket is needed (the root, and units
+whose gradients live on the device). When all calls of the unit have been through backward, the pass is *closed* for it: norms
+are taken, and the sum goes home. The first micro-batch lands there as it is (*native* form, the weights layout); a second
+one is added in the update dtype (*update* form). ``p.grad`` then is a handle; setting it to None, or zeroing it, makes the
+next gradient the first again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+
+from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.runtime import kernels
+from outcore.runtime.device import Device
+from outcore.runtime.grad_handle import GradHandle
+from outcore.runtime.gradient_homes import GradientHomes
+from outcore.runtime.homes import Homes
+from outcore.runtime.lanes import After, Handle, Lane
+from outcore.runtime.unit import Unit
+from outcore.runtime.unit_gradients import Pass, UnitGradients
+
+_autograd = cast("Any", torch._C)
+
+
+class Gradients:
+    """All gradients of a model during backward; ``homes`` has them afterwards."""
+
+    def __init__(
+        self, units: Sequence[Unit], homes: Homes, device: Device, resting: GradientHomes, accumulation_steps: int | None, *, clipping: bool
+    ) -> None:
+        """Args: resting: Where gradients go. accumulation_steps: Micro-batches per step, if promised. clipping: False promises no norms."""
+        self._homes, self._device, self._resting = homes, device, resting
+        self._accumulation_steps, self._clipping = accumulation_steps, clipping
+        self.of = {unit.name: UnitGradients(unit, self) for unit in units}
+        self._pass_id = -1
+        self._last_factor: tuple[torch.Tensor, int, torch.Tensor] | None = None
+        self._open: dict[str, UnitGradients] = {}
+
+    # What handles ask for.
+
+    def refuse_norm_if_promised(self, name: str) -> None:
+        """Raise if ``clipping=False`` was promised."""
+        if not self._clipping:
+            raise ConfigError(
+                f"expected no gradient norm after outcore.prepare(..., clipping=False), but that of '{name}' was asked for; prepare with "
+                "clipping=True"
+            )
+
+    def snapshot(self, factor: torch.Tensor) -> torch.Tensor:
+        """Copy a factor; clipping multiplies all gradients by one, so one copy serves them all."""
+        known = self._last_factor
+        if known is None or known[0] is not factor or known[1] != factor._version:
+            known = self._last_factor = (factor, factor._version, factor.detach().clone().reshape(()))
+        return known[2]
+
+    def value(self, gradients: UnitGradients, handle: GradHandle) -> torch.Tensor:
+        """See ``GradientHomes.value``."""
+        return self._resting.value(gradients, handle)
+
+    def change(self, gradients: UnitGradients, handle: GradHandle, change: Callable[[torch.Tensor], Any]) -> None:
+        """See ``GradientHomes.change``."""
+        self._resting.change(gradients, handle, change)
+
+    # What calls of units and autograd's own accumulation give.
+
+    def expect(self, unit: Unit) -> Callable[[], None]:
+        """Count a call whose backward is to come; the returned function says that it came, or never will."""
+        gradients = self.of[unit.name]
+        gradients.num_expected += 1
+        is_coming = [True]
+
+        def settle() -> None:
+            if is_coming:
+                is_coming.clear()
+                gradients.num_expected -= 1
+
+        return settle
+
+    def deposit(self, unit: Unit, grads: dict[int, torch.Tensor]) -> None:
+        """Take gradients that autograd made in the pass that is running now."""
+        if not grads:
+            return
+        gradients = self.of[unit.name]
+        self._join_pass(gradients)
+        gradients.open = current = gradients.open or Pass()
+        with torch.no_grad():
+            if unit.name and unit.plan.gradients != "device":
+                self._into_bucket(gradients, current, grads)
+            else:
+                for i, grad in grads.items():
+                    known = current.loose.get(i)
+                    current.loose[i] = grad if known is None else known + grad
+        current.present.update(grads)
+
+    def close_if_complete(self, unit: Unit) -> None:
+        """Send a unit's gradients home if no call of it is still to come in this pass."""
+        gradients = self.of[unit.name]
+        if gradients.num_expected == 0:
+            self._close(gradients)
+
+    def hook(self, unit: Unit, index: int) -> Callable[[torch.Tensor], None]:
+        """For parameters that autograd reaches by itself (the root's, or read outside of their unit): take ``p.grad`` over."""
+
+        def take_over(param: torch.Tensor) -> None:
+            grad = param.grad
+            if grad is not None and not isinstance(grad, GradHandle):
+                param.grad = None
+                self.deposit(unit, {index: grad})
+
+        return take_over
+
+    def after_step(self) -> None:
+        """A new accumulation window begins."""
+        for gradients in self.of.values():
+            gradients.num_passes = 0
+        self._last_factor = None
+
+    # One backward pass.
+
+    def _join_pass(self, gradients: UnitGradients) -> None:
+        task = _autograd._current_graph_task_id()
+        if task != self._pass_id:
+            for stale in self._open.values():  # an earlier pass ended in an exception; its sums are incomplete
+                self._drop(stale)
+            self._open.clear()
+            self._pass_id = task
+            cast("Any", torch.autograd.Variable)._execution_engine.queue_callback(self._end_pass)
+        self._open[gradients.unit.name] = gradients
+
+    def _end_pass(self) -> None:
+        """Close what is still open: the root, and units with a call whose results were not used."""
+        for gradients in list(self._open.values()):
+            self._close(gradients)
+        self._open.clear()
+        self._pass_id = -1
+
+    def _drop(self, gradients: UnitGradients) -> None:
+        if gradients.open is not None and gradients.open.bucket is not None:
+            pool, slot = gradients.open.bucket
+            pool.give(slot, [self._device.mark("bucket dropped")])
+        gradients.open = None
+
+    def _into_bucket(self, gradients: UnitGradients, current: Pass, grads: dict[int, torch.Tensor]) -> None:
+        unit, after = gradients.unit, cast("After", {})
+        if current.bucket is None:
+            pool = self._homes.pool("device", "bucket", unit.spec.trainable_bytes)
+            slot = pool.take()
+            while slot is None:  # all are held by units that are called again later: send one home early, its rest is added there
+                self._close(next(g for g in self._open.values() if g.open and g.open.bucket and g.open.bucket[0] is pool))
+                slot = pool.take()
+            current.bucket, after = (pool, slot), {"bucket free": slot.free_after}
+        buffer = current.bucket[1].buffer
+        region = buffer.part(0, unit.spec.trainable_bytes).region
+        self._device.compute(f"gradients of {unit.label}", writes=[region], after=after)
+        views = unit.native_views(buffer)
+        for i, grad in grads.items():
+            if i in current.present:
+                views[i].add_(grad)
+            else:
+                views[i].copy_(grad)
+
+    @torch.no_grad()
+    def _close(self, gradients: UnitGradients) -> None:
+        """Take norms, send the sums of this pass home, put handles on ``p.grad``."""
+        current, gradients.open = gradients.open, None
+        if current is None:
+            return
+        unit = gradients.unit
+        self._count_pass(gradients)
+        held = {i: handle for i, handle in gradients.held_handles().items() if not handle.is_zero}
+        added = current.present & held.keys()
+        self._take_norms(gradients, current, added)
+        done = self._resting.send(gradients, current, held)
+        if current.bucket is not None:
+            pool, slot = current.bucket
+            poison = self._device.poison(slot.buffer, lane=Lane.D2H)
+            handles: list[Handle | None] = [done, poison]
+            pool.give(slot, [h for h in handles if h is not None])
+        for i in current.present - added:
+            gradients.handles[i] = GradHandle(gradients, i, unit.params[i])
+            unit.params[i].grad = gradients.handles[i]
+
+    def _count_pass(self, gradients: UnitGradients) -> None:
+        gradients.num_passes += 1
+        promised = self._accumulation_steps
+        if promised is not None and gradients.num_passes > promised:
+            raise UnsupportedError(
+                f"expected {promised} backward passes per step, as accumulation_steps promised, but unit '{gradients.unit.label}' got one "
+                "more; call optimizer.step() in time, or prepare with accumulation_steps=None"
+            )
+
+    def _take_norms(self, gradients: UnitGradients, current: Pass, added: set[int]) -> None:
+        for i in current.present:
+            gradients.norms.pop(i, None)
+        if not self._clipping:
+            return
+        views = gradients.unit.native_views(current.bucket[1].buffer) if current.bucket is not None else []
+        for i in current.present - added:
+            native = current.loose[i] if i in current.loose else views[i]
+            gradients.norms[i] = kernels.norms([native.to(gradients.unit.update_dtypes[i]).contiguous()])[0]

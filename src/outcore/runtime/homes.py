@@ -1,0 +1,159 @@
+"""Homes and slots: the buffers of a plan, allocated once, exactly as ``planning.reservations`` lists them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from outcore.core.errors import MemoryBudgetError
+from outcore.core.quantities import align_up, format_bytes
+from outcore.memory.arena import Arena, Buffer
+from outcore.memory.disk import DiskStore, Extent
+from outcore.memory.host import HostMemory
+from outcore.planning.reservations import reservations
+from outcore.runtime.device import Device
+from outcore.runtime.lanes import Handle
+from outcore.spec.model import ModelSpec
+from outcore.spec.plan import Plan, PoolKind, Tier
+
+Home = Buffer | Extent
+HomeKind = Literal["weights", "gradients", "states"]
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A buffer that units take turns in. ``free_after``: what must be done before its bytes may be overwritten."""
+
+    buffer: Buffer
+    tier: Tier
+    free_after: list[Handle] = field(default_factory=list)
+
+
+class SlotPool:
+    """Equal slots. Taking and giving happens when operations are submitted; the bytes are guarded by ``free_after``."""
+
+    def __init__(self, kind: PoolKind, tier: Tier, slot_bytes: int) -> None:
+        """Start without slots."""
+        self.kind, self.tier, self.slot_bytes = kind, tier, slot_bytes
+        self.slots: list[Slot] = []
+        self._idle: deque[Slot] = deque()
+
+    def add(self, buffer: Buffer) -> None:
+        """Add a slot."""
+        slot = Slot(buffer, self.tier)
+        self.slots.append(slot)
+        self._idle.append(slot)
+
+    def take(self) -> Slot | None:
+        """The slot that was given back longest ago, or None if all are taken."""
+        return self._idle.popleft() if self._idle else None
+
+    def give(self, slot: Slot, free_after: Sequence[Handle]) -> None:
+        """Give a slot back; whoever takes it next must wait for ``free_after``."""
+        slot.free_after = list(free_after)
+        self._idle.append(slot)
+
+
+class Homes:
+    """All memory of a run: an arena per tier, a home per unit and kind, pools of slots."""
+
+    def __init__(self, model: ModelSpec, plan: Plan, device: Device, paths: Sequence[Path]) -> None:
+        """Allocate everything.
+
+        Args:
+            model: Units in the plan's order.
+            plan: Already checked against the model.
+            device: Delivers device memory and registers host memory with its driver.
+            paths: Folders of the disk tier; needed if the plan uses it.
+
+        Raises:
+            MemoryBudgetError: A tier cannot deliver what the plan takes.
+            DiskError: The disk tier cannot be opened.
+        """
+        self.homes: dict[tuple[str, HomeKind], Home] = {}
+        self._pools: dict[tuple[Tier, PoolKind], list[SlotPool]] = {}
+        items = [r for r in reservations(model, plan) if r.kind != "buffers"]
+        total = {tier: sum(align_up(r.nbytes, 4096) for r in items if r.tier == tier) for tier in ("device", "host", "disk")}
+        self._device, self._host, self.disk = device, None, None
+        self.host_is_pinned = False
+        try:
+            device_arena = Arena("device", device.allocate(total["device"]))
+            if total["disk"]:
+                self.disk = DiskStore.open(paths, total["disk"])
+            self._host = HostMemory.open(total["host"]) if total["host"] else None
+            if self._host is not None:
+                self.host_is_pinned = device.register_host(self._host.tensor)
+        except BaseException:
+            self.close()
+            raise
+        host_arena = None if self._host is None else Arena("host", self._host.tensor)
+        for item in items:
+            home: Home
+            if item.tier == "disk":
+                if self.disk is None:
+                    raise AssertionError("disk reservation without a disk store")
+                home = self.disk.take(item.nbytes, owner=item.owner)
+            else:
+                arena = device_arena if item.tier == "device" else host_arena
+                if arena is None:
+                    raise AssertionError("host reservation without a host arena")
+                home = arena.take(item.nbytes)
+            if item.kind == "slot":
+                if isinstance(home, Buffer):
+                    self._add_slot(plan, item.owner, home)
+            else:
+                self.homes[item.owner, item.kind] = home  # type: ignore[index]
+
+    def _add_slot(self, plan: Plan, owner: str, buffer: Buffer) -> None:
+        kind, index, _ = owner.split("/")
+        pool = plan.pools[int(index)]
+        pools = self._pools.setdefault((pool.tier, pool.kind), [])
+        match = next((p for p in pools if p.slot_bytes == pool.slot_bytes), None)
+        if match is None:
+            match = SlotPool(pool.kind, pool.tier, pool.slot_bytes)
+            pools.append(match)
+            pools.sort(key=lambda p: p.slot_bytes)
+        match.add(buffer)
+
+    def pool(self, tier: Tier, kind: PoolKind, nbytes: int) -> SlotPool:
+        """The pool of the smallest slots that hold ``nbytes``.
+
+        Raises:
+            MemoryBudgetError: The plan has none (``check_plan`` should have refused it).
+        """
+        pools = self._pools.get((tier, kind), [])
+        found = next((p for p in pools if p.slot_bytes >= nbytes), None)
+        if found is None:
+            raise MemoryBudgetError(
+                f"plan: expected a pool of {kind} slots on {tier} of at least {format_bytes(nbytes)}, but the largest has "
+                f"{format_bytes(max((p.slot_bytes for p in pools), default=0))}"
+            )
+        return found
+
+    def take(self, tier: Tier, kind: PoolKind, nbytes: int) -> tuple[SlotPool, Slot]:
+        """Take a slot from a pool whose slots are always given back at submission, so that one is always idle."""
+        pool = self.pool(tier, kind, nbytes)
+        slot = pool.take()
+        if slot is None:
+            raise AssertionError(f"no idle {kind} slot on {tier}: one was not given back")
+        return pool, slot
+
+    def slot_count(self, tier: Tier, kind: PoolKind) -> int:
+        """Slots of a kind."""
+        return sum(len(p.slots) for p in self._pools.get((tier, kind), []))
+
+    def close(self) -> None:
+        """Give memory and files back. Idempotent."""
+        if self._host is not None:
+            if self.host_is_pinned:
+                self._device.unregister_host(self._host.tensor)
+            self._host.close()
+            self._host = None
+        if self.disk is not None:
+            self.disk.close()
+            self.disk = None
+        self.homes.clear()
+        self._pools.clear()

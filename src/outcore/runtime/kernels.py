@@ -1,0 +1,258 @@
+"""The only file that calls torch's private kernels: the fused optimizer steps, and the norms that clipping takes.
+
+[Note: first use] At first use per device type and dtype a kernel is compared with public torch, bit for bit. Where the
+private name is missing, changed or gives other bits, one warning is given and the public way is taken from then on:
+slower, same results. Where ``torch.optim`` itself trains wrongly with ``fused=True`` (torch 2.12 and 2.13 skip most of
+every bf16 parameter in SGD on the CPU, pytorch issue 191763), it is used with ``fused=False``, and the warning says so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from outcore.runtime.rules import AdagradHyper, AdamHyper, Hyper, SgdHyper
+
+_LAST_STEP = 2**24  # torch counts steps in fp32 by adding 1, which stands still here
+_CHECKED_NUMELS = (199, 64, 1)  # a vector body with a scalar tail, a body alone, a tail alone
+_CHANGED = (AttributeError, TypeError, ValueError, RuntimeError)  # how a missing or changed private name shows
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FusedStep:
+    """One step for several tensors with the same settings, as one kernel call takes it. All tensors are 1D."""
+
+    hyper: Hyper
+    targets: list[Tensor]
+    """Updated in place; one dtype, one device."""
+    grads: list[Tensor]
+    """Same dtype; only read."""
+    states: list[tuple[Tensor, ...]]
+    """Per target its states in the order of ``hyper.state_names``; same dtype, updated in place."""
+    steps: list[int]
+    """Per target the number of this step, from 1. SGD: all 1 (momentum buffers are only written) or none."""
+
+    @property
+    def first(self) -> bool:
+        """Whether momentum buffers start here."""
+        return self.steps[0] == 1
+
+    def state_column(self, index: int) -> list[Tensor]:
+        """One state of every target."""
+        return [state[index] for state in self.states]
+
+    def count(self, step: int) -> Tensor:
+        """A step number as torch keeps it."""
+        return torch.full((), min(step, _LAST_STEP), dtype=torch.float32, device=self.targets[0].device)
+
+
+Stepper = Callable[[FusedStep], None]
+_NormTaker = Callable[[list[Tensor]], list[Tensor]]
+
+_lock = threading.Lock()
+_steppers: dict[tuple[str, str, torch.dtype], Stepper] = {}
+_norm_takers: dict[tuple[str, torch.dtype], _NormTaker] = {}
+
+
+def apply(step: FusedStep) -> None:
+    """Update as one step of ``torch.optim`` with ``fused=True`` does, bit for bit. See [Note: first use]."""
+    if step.targets:
+        with torch.no_grad():
+            stepper_for(step.hyper, step.targets[0].device, step.targets[0].dtype)(step)
+
+
+def stepper_for(hyper: Hyper, device: torch.device, dtype: torch.dtype) -> Stepper:
+    """What updates with such settings there; the first call does the check of [Note: first use]."""
+    key = (_kernel_name(hyper), device.type, dtype)
+    with _lock, torch.no_grad():
+        if key not in _steppers:
+            _steppers[key] = _choose_stepper(key[0], device, dtype)
+        return _steppers[key]
+
+
+def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Take the 2-norm of each tensor, bit for bit as ``torch.nn.utils.clip_grad_norm_`` does for plain gradients.
+
+    See [Note: first use].
+
+    Returns:
+        0-dim tensors in the order, on the device and in the dtype of ``tensors``.
+    """
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        alike.setdefault((tensor.device, tensor.dtype), []).append(i)
+    taken: dict[int, Tensor] = {}
+    with torch.no_grad():
+        for (device, dtype), indices in alike.items():
+            key = (device.type, dtype)
+            with _lock:
+                if key not in _norm_takers:
+                    _norm_takers[key] = _choose_norm_taker(device, dtype)
+                take = _norm_takers[key]
+            taken |= zip(indices, take([tensors[i] for i in indices]), strict=True)
+    return [taken[i] for i in range(len(tensors))]
+
+
+def _kernel_name(hyper: Hyper) -> str:
+    if isinstance(hyper, AdamHyper):
+        return "_fused_adamw_" if hyper.decoupled else "_fused_adam_"
+    return "_fused_sgd_" if isinstance(hyper, SgdHyper) else "_fused_adagrad_"
+
+
+def _private_step(step: FusedStep) -> None:
+    hyper = step.hyper
+    kernel = getattr(torch, _kernel_name(hyper))
+    common = {"lr": hyper.lr, "weight_decay": hyper.weight_decay, "maximize": hyper.maximize}
+    if isinstance(hyper, SgdHyper):
+        buffers = step.state_column(0) if hyper.momentum else []
+        common |= {"momentum": hyper.momentum, "dampening": hyper.dampening, "nesterov": hyper.nesterov}
+        kernel(step.targets, step.grads, buffers, is_first_step=bool(buffers) and step.first, **common)
+        return
+    counts = {n: step.count(n) for n in set(step.steps)}
+    step_counts = [counts[n] for n in step.steps]
+    common["eps"] = hyper.eps
+    if isinstance(hyper, AdagradHyper):
+        kernel(step.targets, step.grads, step.state_column(0), step_counts, lr_decay=hyper.lr_decay, **common)
+        return
+    moments = (step.state_column(0), step.state_column(1), step.state_column(2) if hyper.amsgrad else [])
+    common |= {"beta1": hyper.beta1, "beta2": hyper.beta2, "amsgrad": hyper.amsgrad}
+    kernel(step.targets, step.grads, *moments, step_counts, **common)
+
+
+def _public_step(step: FusedStep, *, fused: bool) -> None:
+    """A step of a ``torch.optim`` optimizer that is made for it, the states lent to it."""
+    for target, grad, state, number in zip(step.targets, step.grads, step.states, step.steps, strict=True):
+        param = torch.nn.Parameter(target)
+        param.grad = grad
+        lent = dict(zip(step.hyper.state_names, state, strict=True))
+        optimizer = _public_optimizer(step.hyper, param, fused=fused)
+        if not isinstance(step.hyper, SgdHyper):
+            optimizer.state[param] = {"step": step.count(number) - 1, **lent}
+        elif number > 1:
+            optimizer.state[param] = dict(lent)
+        optimizer.step()
+        for name, tensor in lent.items():
+            made = optimizer.state[param][name]
+            if made is not tensor:  # SGD makes its momentum buffer at the first step
+                tensor.copy_(made)
+
+
+_public_fused = partial(_public_step, fused=True)
+_public_plain = partial(_public_step, fused=False)
+
+
+def _public_optimizer(hyper: Hyper, param: torch.nn.Parameter, *, fused: bool) -> torch.optim.Optimizer:
+    common: dict[str, Any] = {"lr": hyper.lr, "weight_decay": hyper.weight_decay, "maximize": hyper.maximize}
+    common |= {"fused": fused, "foreach": False}
+    if isinstance(hyper, SgdHyper):
+        common |= {"momentum": hyper.momentum, "dampening": hyper.dampening, "nesterov": hyper.nesterov}
+        return torch.optim.SGD([param], **common)
+    if isinstance(hyper, AdagradHyper):
+        return torch.optim.Adagrad([param], lr_decay=hyper.lr_decay, eps=hyper.eps, **common)
+    kind = torch.optim.AdamW if hyper.decoupled else torch.optim.Adam
+    return kind([param], betas=(hyper.beta1, hyper.beta2), eps=hyper.eps, amsgrad=hyper.amsgrad, **common)
+
+
+def _choose_stepper(name: str, device: torch.device, dtype: torch.dtype) -> Stepper:
+    """The private kernel where it has the bits of the public optimizer for every option, and that one trains."""
+    hypers = tuple(_checked_hypers(name))
+    if (reason := _difference(_public_fused, _public_plain, hypers, _Made(device, dtype), _close)) is not None:
+        _warn(name, device, dtype, f"torch.optim with fused=True, {reason}", "torch.optim with fused=False")
+        return _public_plain
+    if (reason := _difference(_private_step, _public_fused, hypers, _Made(device, dtype), torch.equal)) is not None:
+        _warn(name, device, dtype, reason, "torch.optim with fused=True")
+        return _public_fused
+    return _private_step
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """Numbers to check kernels on; no random generator is touched."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def wave(self, numel: int, frequency: float) -> Tensor:
+        count = torch.arange(1, numel + 1, dtype=torch.float32, device=self.device)
+        return count.mul_(frequency).sin_().to(self.dtype)
+
+    def two_steps(self, stepper: Stepper, hyper: Hyper) -> Tensor:
+        """Targets and states after two steps, all in one."""
+        targets = [self.wave(n, 0.7) for n in _CHECKED_NUMELS]
+        states = [tuple(torch.zeros_like(t) for _ in hyper.state_names) for t in targets]
+        for number in (1, 2):
+            grads = [self.wave(n, 1.3 * number) for n in _CHECKED_NUMELS]
+            steps = [number] * len(targets)
+            stepper(FusedStep(hyper=hyper, targets=targets, grads=grads, states=states, steps=steps))
+        return torch.cat([*targets, *itertools.chain(*states)])
+
+
+def _difference(
+    stepper: Stepper, reference: Stepper, hypers: Iterable[Hyper], made: _Made, same: Callable[[Tensor, Tensor], bool]
+) -> str | None:
+    """What is wrong with a stepper, if anything."""
+    try:
+        for hyper in hypers:
+            if not same(made.two_steps(stepper, hyper), made.two_steps(reference, hyper)):
+                return f"other results than the reference with {hyper}"
+    except _CHANGED as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    """Equal to what two ways to round may differ by in two steps; a skipped update of ``_checked_hypers`` is more."""
+    tolerance = 0.03 if a.dtype == torch.bfloat16 else 1e-4
+    return torch.allclose(a.float(), b.float(), rtol=tolerance, atol=tolerance)
+
+
+def _checked_hypers(name: str) -> Iterable[Hyper]:
+    """Settings that together meet every branch of a kernel."""
+    for flag, other in itertools.product((False, True), repeat=2):
+        if name == "_fused_sgd_":
+            dampening = 0.0 if flag else 0.3  # torch's rule for nesterov
+            sgd: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.01, "maximize": other}
+            yield SgdHyper(momentum=0.9, dampening=dampening, nesterov=flag, **sgd)
+            yield SgdHyper(momentum=0.0, dampening=0.0, nesterov=False, **sgd)
+        elif name == "_fused_adagrad_":
+            yield AdagradHyper(lr=0.1, lr_decay=0.2 * flag, eps=1e-10, weight_decay=0.01, maximize=other)
+        else:
+            adam: dict[str, Any] = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.01}
+            yield AdamHyper(amsgrad=flag, maximize=other, decoupled=name == "_fused_adamw_", **adam)
+
+
+def _private_norms(tensors: list[Tensor]) -> list[Tensor]:
+    return list(torch._foreach_norm(tensors, 2.0))  # noqa: SLF001
+
+
+def _public_norms(tensors: list[Tensor]) -> list[Tensor]:
+    return [torch.linalg.vector_norm(tensor) for tensor in tensors]
+
+
+def _choose_norm_taker(device: torch.device, dtype: torch.dtype) -> _NormTaker:
+    """The private kernel if the total of its norms has the bits of torch's total norm, else a norm per tensor."""
+    waves = [torch.arange(n, dtype=torch.float32, device=device).sin_().to(dtype) for n in (70001, 199, 1)]
+    reason = "other results than torch.nn.utils.get_total_norm"
+    try:
+        total = torch.linalg.vector_norm(torch.stack(_private_norms(waves)))
+        if torch.equal(total, torch.nn.utils.get_total_norm(waves)):
+            return _private_norms
+    except _CHANGED as error:
+        reason = f"{type(error).__name__}: {error}"
+    _warn("_foreach_norm", device, dtype, reason, "torch.linalg.vector_norm")
+    return _public_norms
+
+
+def _warn(name: str, device: torch.device, dtype: torch.dtype, reason: str, instead: str) -> None:
+    message = f"torch.{name} of torch {torch.__version__} cannot be used for {dtype} on {device.type} ({reason})"
+    warnings.warn(f"{message}; outcore uses {instead} instead", RuntimeWarning, stacklevel=2)

@@ -1,0 +1,182 @@
+"""What a prepared module does differently: ``state_dict`` gives real values, ``load_state_dict`` writes them home, and what
+would move or copy its tensors behind outcore's back raises.
+
+[Note: own parameters] Hooks sit on every module that directly owns parameters and handle just those, so a state dict is built
+parameter by parameter and nothing is read twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from outcore.core.errors import UnsupportedError
+from outcore.runtime.unit import Unit
+
+if TYPE_CHECKING:
+    from outcore.runtime.engine import Engine
+
+ATTACHMENT = "_outcore"
+"""Key in the prepared model's ``__dict__`` under which the engine stands."""
+
+
+class Attachment:
+    """Ties engine and model together, and keeps the model from being copied."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Args: engine: Of the model."""
+        self.engine = engine
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Refuse."""
+        raise UnsupportedError(
+            "expected a model of its own to copy, but this one belongs to outcore.prepare(); copy it before prepare, or build the copy "
+            "from model.state_dict() or outcore.save_pretrained"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse."""
+        raise UnsupportedError("expected model.state_dict() or outcore.save_pretrained to save, but the prepared model itself is being pickled")
+
+
+def attachment_of(module: nn.Module) -> Attachment | None:
+    """The attachment of a prepared model, if it is one."""
+    found = module.__dict__.get(ATTACHMENT)
+    return found if isinstance(found, Attachment) else None
+
+
+class ModuleGuard:
+    """Installs the hooks; ``remove`` takes them away."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Guard ``engine.model``."""
+        self._engine = engine
+        self._undo: list[Callable[[], None]] = []
+        engine.model.__dict__[ATTACHMENT] = Attachment(engine)
+        self._undo.append(lambda: engine.model.__dict__.pop(ATTACHMENT, None))
+        for module in engine.model.modules():
+            self._guard_apply(module)
+            owned = {n: p for n, p in module.named_parameters(recurse=False, remove_duplicate=False) if id(p) in engine.places}
+            if owned:
+                self._guard_state_dict(module, owned)
+
+    def remove(self) -> None:
+        """Make it an ordinary module again."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+
+    def _guard_apply(self, module: nn.Module) -> None:
+        module.__dict__["_apply"] = _RefuseMoves(module)
+        self._undo.append(lambda: module.__dict__.pop("_apply", None))
+
+    def _guard_state_dict(self, module: nn.Module, owned: dict[str, Parameter]) -> None:
+        own = _OwnParameters(self._engine, owned)
+
+        def after_state_dict(*_: Any) -> None:  # a function, since torch sets an attribute on it
+            own.after_state_dict()
+
+        handles = [
+            module.register_state_dict_pre_hook(own.before_state_dict),
+            module.register_state_dict_post_hook(after_state_dict),
+            module.register_load_state_dict_pre_hook(own.before_load),
+            module.register_load_state_dict_post_hook(own.after_load),
+        ]
+        self._undo.extend(handle.remove for handle in handles)
+
+
+class _OwnParameters:
+    """The parameters that one module owns directly: given values for a moment. See [Note: own parameters]."""
+
+    def __init__(self, engine: Engine, owned: dict[str, Parameter]) -> None:
+        self._engine, self._owned = engine, owned
+        self._before: dict[int, torch.Tensor] = {}
+
+    def before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: FBT001 (torch calls it so)
+        """Give real values."""
+        if keep_vars:
+            raise UnsupportedError(
+                f"state_dict(keep_vars=True) at '{prefix}': expected keep_vars=False, since the parameters themselves hold no values between "
+                "calls; use state_dict(), or outcore.gathered(model)"
+            )
+        self._materialise()
+
+    def after_state_dict(self) -> None:
+        """Take them away again; the dict keeps the tensors."""
+        self._dematerialise()
+
+    def before_load(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *_: Any) -> None:
+        """Give torch something to copy into."""
+        if local_metadata.get("assign_to_params_buffers"):
+            raise UnsupportedError(
+                f"load_state_dict(assign=True) at '{prefix}': expected assign=False, since assigning would replace the parameters that outcore "
+                "and the optimizer know"
+            )
+        if any(prefix + name in state_dict for name in self._owned):
+            self._materialise()
+
+    def after_load(self, *_: Any) -> None:
+        """Write home what was loaded."""
+        changed = {key: self._param(key).data for key in self._before if not _same_bytes(self._param(key).data, self._before[key])}
+        self._dematerialise()
+        for key, value in changed.items():
+            unit, index = self._engine.places[key]
+            self._engine.access.write_weight(unit, index, value)
+
+    def _param(self, key: int) -> Parameter:
+        unit, index = self._engine.places[key]
+        return unit.params[index]
+
+    def _materialise(self) -> None:
+        self._engine.refuse_if_closed()
+        for param in self._owned.values():
+            unit, index = self._engine.places[id(param)]
+            if unit.is_gathered or id(param) in self._before:
+                continue
+            value = self._engine.access.read_weight(unit, index)
+            self._before[id(param)] = value
+            param.__class__ = Parameter
+            param.data = value.clone() if param.requires_grad else value
+
+    def _dematerialise(self) -> None:
+        units: dict[int, Unit] = {}
+        for key in self._before:
+            unit, _ = self._engine.places[key]
+            units[id(unit)] = unit
+        self._before.clear()
+        for unit in units.values():
+            self._engine.weights.rest(unit)
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)) if a.numel() else True
+
+
+class _RefuseMoves:
+    """Stands in for ``module._apply``, through which ``to``, ``half``, ``cuda``, ``share_memory`` and others go."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:  # noqa: FBT001, FBT002
+        """Let what changes nothing pass, refuse the rest."""
+        for tensor in [*self._module.parameters(), *self._module.buffers()]:
+            probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            result = function(probe)
+            if result.dtype != probe.dtype or result.device != probe.device:
+                raise UnsupportedError(
+                    f"expected the prepared model to stay on {probe.device} in {probe.dtype}, but {type(self._module).__name__} was asked to become "
+                    f"{result.device}, {result.dtype}; choose device= and precision= in outcore.prepare()"
+                )
+        return self._module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Refuse, naming the way out."""
+        raise UnsupportedError(
+            f"expected a module of its own to copy, but this {type(self._module).__name__} belongs to outcore.prepare(); copy it before prepare, "
+            "or build the copy from state_dict() or outcore.save_pretrained"
+        )

@@ -1,0 +1,147 @@
+"""The optimizer that ``prepare`` returns: a ``torch.optim.Optimizer`` whose step submits and returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.runtime.engine import Engine
+from outcore.spec.model import ModelSpec
+from outcore.spec.plan import Plan
+
+
+class StreamedOptimizer(torch.optim.Optimizer):
+    """Steps parameters wherever they live.
+
+    ``param_groups`` is the user's own list, so schedulers built before ``prepare`` go on working. States are not in ``state``,
+    which stays empty; ``state_dict`` reads them from their homes.
+    """
+
+    def __init__(self, engine: Engine, original: torch.optim.Optimizer) -> None:
+        """Take over the groups of the user's optimizer, and states that it already has.
+
+        Args:
+            engine: Attached.
+            original: Keeps its groups, which stay the same list; its states are written home and forgotten.
+        """
+        self.engine = engine
+        self._original = original
+        self._is_complete = False
+        super().__init__(original.param_groups, dict(original.defaults))
+        self.param_groups = original.param_groups
+        self._is_complete = True
+        self.step_was_skipped = False
+        for param, values in list(original.state.items()):
+            self.load_state_of(param, values)
+        original.state.clear()
+
+    @property
+    def plan(self) -> Plan:
+        """Where everything lives."""
+        return self.engine.plan
+
+    @property
+    def model_spec(self) -> ModelSpec:
+        """The model that the plan is for."""
+        return self.engine.model_spec
+
+    def traffic(self) -> dict[str, int]:
+        """Bytes given to each lane since the run began."""
+        return self.engine.traffic.totals()
+
+    @torch._disable_dynamo
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Submit the update of every parameter that has a gradient and return; errors of earlier steps surface here."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.engine.step(self.param_groups)
+        self._original._opt_called = True  # type: ignore[attr-defined]  # a scheduler built on it warns otherwise
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse once the model is prepared."""
+        if not self._is_complete:
+            super().add_param_group(param_group)
+            return
+        raise UnsupportedError(
+            "expected all param groups before outcore.prepare(), which gives every trained parameter its memory, but one was added; "
+            "build the optimizer completely first"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """States in torch's format, in host memory; bf16 training adds ``master``.
+
+        Memory: host, all states.
+        """
+        groups, state, index = [], {}, 0
+        for group in self.param_groups:
+            entry = {k: v for k, v in group.items() if k != "params"}
+            entry["params"] = list(range(index, index + len(group["params"])))
+            for param in group["params"]:
+                values = self._state_of(param)
+                if values:
+                    state[index] = values
+                index += 1
+            groups.append(entry)
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Write states home. Settings of the groups are taken over.
+
+        Raises:
+            ConfigError: Made for other groups, or a tensor of another shape.
+        """
+        groups = state_dict["param_groups"]
+        sizes = [len(g["params"]) for g in self.param_groups]
+        if [len(g["params"]) for g in groups] != sizes:
+            raise ConfigError(
+                f"optimizer.load_state_dict: expected groups of {sizes} parameters, but got {[len(g['params']) for g in groups]}"
+            )
+        for mine, theirs in zip(self.param_groups, groups, strict=True):
+            mine.update({k: v for k, v in theirs.items() if k != "params"})
+        keys = [key for group in groups for key in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for key, param in zip(keys, params, strict=True):
+            self.load_state_of(param, state_dict["state"].get(key, {}))
+
+    def load_state_of(self, param: torch.Tensor, values: dict[str, Any]) -> None:
+        """Write one parameter's states home."""
+        place = self.engine.places.get(id(param))
+        if place is None or not values:
+            return
+        unit, i = place
+        for name, value in values.items():
+            if name == "step":
+                unit.steps[i] = int(value)
+            elif name in unit.state_names and value is not None:
+                if tuple(value.shape) != unit.spec.params[i].shape:
+                    raise ConfigError(
+                        f"optimizer.load_state_dict: expected {name} of '{unit.spec.params[i].name}' with shape {unit.spec.params[i].shape}, but got "
+                        f"{tuple(value.shape)}"
+                    )
+                self.engine.access.write_state(unit, name, i, value)
+
+    def _state_of(self, param: torch.Tensor) -> dict[str, Any]:
+        place = self.engine.places.get(id(param))
+        if place is None or not place[0].steps[place[1]]:
+            return {}
+        unit, i = place
+        values: dict[str, Any] = {"step": torch.tensor(float(unit.steps[i]))}
+        for name in unit.state_names:
+            if name != "master" or unit.spec.params[i].dtype != unit.spec.params[i].update_dtype:
+                values[name] = self.engine.access.read_state(unit, name, i)
+        return values
+
+    def close(self) -> None:
+        """Give memory, files and threads back; see ``outcore.close``."""
+        self.engine.close()
+
+    def __getstate__(self) -> NoReturn:
+        """Refuse."""
+        raise UnsupportedError("expected optimizer.state_dict() to save, but the prepared optimizer itself is being copied or pickled")
+

@@ -1,0 +1,181 @@
+"""A unit at run time: its module and parameters, the homes of its bytes, and what has been submitted for them so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from outcore.memory.arena import TEMPORARY, Buffer, Region
+from outcore.memory.disk import Extent
+from outcore.planning.reservations import has_master, states_of
+from outcore.runtime.absent import AbsentParameter, Owner, absent_class
+from outcore.runtime.homes import Home, HomeKind, Slot
+from outcore.runtime.lanes import Handle
+from outcore.spec.model import ModelSpec, ParamSpec, UnitSpec
+from outcore.spec.plan import UnitPlan
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a spec's dtype name."""
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise AssertionError(f"no dtype '{name}'")
+    return dtype
+
+
+class Unit:
+    """State of one unit. Bookkeeping only; the bytes are moved by ``Weights``, ``Gradients`` and ``Updates``.
+
+    [Note: handles of a unit] Every home remembers the operation that wrote it last (``*_ready``) and those that still
+    read it (``*_readers``). A reader waits for ``ready``; a writer for ``ready`` and all readers, and becomes ``ready``.
+    """
+
+    def __init__(
+        self,
+        spec: UnitSpec,
+        plan: UnitPlan,
+        model: ModelSpec,
+        module: nn.Module,
+        params: list[Parameter],
+        homes: Mapping[tuple[str, HomeKind], Home],
+        owner: Owner,
+    ) -> None:
+        """Args: params: In the spec's order. homes: Of all units. owner: Answers for absent parameters."""
+        self.spec, self.plan, self.module, self.params = spec, plan, module, params
+        self.weights = homes.get((spec.name, "weights"))
+        self.gradients = homes.get((spec.name, "gradients"))
+        self.states = homes.get((spec.name, "states"))
+        self.state_names = states_of(plan, model)
+        self.has_master = has_master(plan, model.precision)
+        self.modules = list(module.modules()) if spec.name else []
+        self.absent_class: type[AbsentParameter] = absent_class(owner)
+        self.weights_ready: Handle | None = None
+        self.weights_readers: list[Handle] = []
+        self.gradients_ready: Handle | None = None
+        self.gradients_readers: list[Handle] = []
+        self.states_ready: Handle | None = None
+        self.steps = [0] * len(spec.trainable)
+        # Where the weights can be bound now.
+        self.slot: Slot | None = None
+        self.fetched: Handle | None = None
+        self.num_bound = 0
+        self.is_gathered = False
+        # Views are made once per buffer; buffers live as long as the unit.
+        self._views: dict[tuple[str, Region], list[torch.Tensor]] = {}
+        self.update_dtypes = [torch_dtype(p.update_dtype) for p in spec.trainable]
+        # Native and update form of gradients are the same bytes.
+        self.has_one_layout = all(p.dtype == p.update_dtype for p in spec.trainable)
+
+    @property
+    def name(self) -> str:
+        """Fully qualified name of the module; "" for the root."""
+        return self.spec.name
+
+    @property
+    def label(self) -> str:
+        """Name for people."""
+        return self.spec.name or "root"
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether its weights live on the device."""
+        return self.plan.weights == "device"
+
+    @property
+    def num_trainable(self) -> int:
+        """Number of trainable parameters; they come first in ``params``."""
+        return len(self.spec.trainable)
+
+    def device_buffer(self) -> Buffer | None:
+        """Where the weights are on the device now, if they are."""
+        if self.is_resident:
+            return self.weights if isinstance(self.weights, Buffer) else None
+        return None if self.slot is None else self.slot.buffer
+
+    def weight_views(self, buffer: Buffer) -> list[torch.Tensor]:
+        """All parameters over a buffer in the weights layout."""
+        return self._cached("weights", buffer, lambda: weight_views(self.spec, buffer, len(self.params)))
+
+    def native_views(self, buffer: Buffer) -> list[torch.Tensor]:
+        """Gradients of the trainable parameters over a bucket, or another buffer in native form."""
+        return self._cached("native", buffer, lambda: weight_views(self.spec, buffer, self.num_trainable))
+
+    def update_views(self, buffer: Buffer) -> list[torch.Tensor]:
+        """Trainable parameters as flat tensors (1D) over a buffer in the update layout."""
+        return self._cached("update", buffer, lambda: update_views(self.spec, buffer))
+
+    def state_views(self, buffer: Buffer, name: str) -> list[torch.Tensor]:
+        """One state of the trainable parameters (1D each) over the states home or a copy of it."""
+        start, stop = self.state_span(name)
+        return self.update_views(buffer.part(start, stop))
+
+    def _cached(self, kind: str, buffer: Buffer, make: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+        if buffer.region.arena == TEMPORARY:
+            return make()
+        key = (kind, buffer.region)
+        views = self._views.get(key)
+        if views is None:
+            views = self._views[key] = make()
+        return views
+
+    def point_at(self, buffer: Buffer | None) -> None:
+        """Make the parameters present: views into ``buffer`` (None: the unit has no bytes at all)."""
+        views = [torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in self.params] if buffer is None else self.weight_views(buffer)
+        for param, view in zip(self.params, views, strict=True):
+            param.__class__ = Parameter
+            param.data = view
+
+    def mark_absent(self, *, device: torch.device | None = None) -> None:
+        """Make the parameters absent. With ``device`` their bytes are replaced by a NaN there, else left in place."""
+        for param, spec in zip(self.params, self.spec.params, strict=True):
+            if device is not None:
+                param.__class__ = Parameter
+                param.data = absent_view(spec, device)
+            param.__class__ = self.absent_class
+
+    def forget(self) -> None:
+        """Let go of all memory, so that it can be given back."""
+        self._views.clear()
+        self.weights = self.gradients = self.states = self.slot = None
+
+    def state_span(self, name: str) -> tuple[int, int]:
+        """Bytes [start, stop) of a state in the states home."""
+        start = self.state_names.index(name) * self.spec.update_bytes
+        return start, start + self.spec.update_bytes
+
+
+def absent_view(spec: ParamSpec, device: torch.device) -> torch.Tensor:
+    """A view of one NaN with the parameter's shape and no strides: a few bytes whatever the shape."""
+    nan = torch.full((1,), float("nan"), dtype=torch_dtype(spec.dtype), device=device)
+    return nan.as_strided(spec.shape, (0,) * len(spec.shape))
+
+
+def weight_views(spec: UnitSpec, buffer: Buffer, count: int) -> list[torch.Tensor]:
+    """The first ``count`` parameters as tensors over a buffer in the weights layout."""
+    pairs = list(zip(spec.params, spec.weight_offsets, strict=True))[:count]
+    return [buffer.tensor(torch_dtype(p.dtype), p.shape, offset) for p, offset in pairs]
+
+
+def update_views(spec: UnitSpec, buffer: Buffer) -> list[torch.Tensor]:
+    """Trainable parameters as flat tensors (1D) over a buffer in the update layout."""
+    return [
+        buffer.tensor(torch_dtype(p.update_dtype), (p.numel,), offset)
+        for p, offset in zip(spec.trainable, spec.update_offsets, strict=True)
+    ]
+
+
+def expect_buffer(home: Home | None, what: str) -> Buffer:
+    """A home that the plan puts in memory."""
+    if not isinstance(home, Buffer):
+        raise AssertionError(f"{what}: expected a buffer, but got {home!r}")
+    return home
+
+
+def expect_extent(home: Home | None, what: str) -> Extent:
+    """A home that the plan puts on disk."""
+    if not isinstance(home, Extent):
+        raise AssertionError(f"{what}: expected an extent, but got {home!r}")
+    return home

@@ -1,0 +1,129 @@
+"""Gradients of one unit: what is held, in which form, under which handles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from outcore.core.errors import UnsupportedError
+from outcore.memory.arena import Buffer
+from outcore.runtime import kernels
+from outcore.runtime.grad_handle import GradHandle
+from outcore.runtime.homes import Slot, SlotPool
+from outcore.runtime.unit import Unit
+
+
+class GradientStore(Protocol):
+    """What a unit's gradients need of the store that all units share."""
+
+    def refuse_norm_if_promised(self, name: str) -> None:
+        """Raise if it was promised that no norm is asked for."""
+
+    def snapshot(self, factor: torch.Tensor) -> torch.Tensor:
+        """A 0-dim copy of a factor."""
+
+    def value(self, gradients: UnitGradients, handle: GradHandle) -> torch.Tensor:
+        """The gradient as the user sees it, on the device (1D, update dtype)."""
+
+    def change(self, gradients: UnitGradients, handle: GradHandle, change: Callable[[torch.Tensor], Any]) -> None:
+        """Apply an in-place change to the stored gradient."""
+
+    def deposit(self, unit: Unit, grads: dict[int, torch.Tensor]) -> None:
+        """Take gradients that autograd made in the pass that is running now."""
+
+
+@dataclass(slots=True, eq=False)
+class Pass:
+    """What one backward pass has given a unit so far: in a bucket, or loose."""
+
+    present: set[int] = field(default_factory=set)
+    loose: dict[int, torch.Tensor] = field(default_factory=dict)
+    bucket: tuple[SlotPool, Slot] | None = None
+
+
+class UnitGradients:
+    """Bookkeeping of one unit, and the owner of the handles on ``p.grad``.
+
+    Attributes:
+        handles: By parameter index. A gradient is held while its handle is what ``p.grad`` says.
+        norms: 2-norms of held gradients as stored, where known.
+        is_native: The home holds the sums of one pass in the weights layout, not yet the update layout.
+        num_expected: Calls whose backward is still to come.
+        num_passes: Backward passes since the last step.
+        open: The pass that is running.
+    """
+
+    def __init__(self, unit: Unit, store: GradientStore) -> None:
+        """Hold nothing."""
+        self.unit, self._store = unit, store
+        self.handles: dict[int, GradHandle] = {}
+        self.norms: dict[int, torch.Tensor] = {}
+        self.is_native = False
+        self.num_expected = 0
+        self.num_passes = 0
+        self.open: Pass | None = None
+
+    def held(self, index: int) -> GradHandle | None:
+        """The handle on a parameter's ``p.grad``, if its gradient is held.
+
+        Raises:
+            UnsupportedError: Somebody put a tensor of their own there.
+        """
+        grad = self.unit.params[index].grad
+        if grad is None:
+            return None
+        if grad is not self.handles.get(index):
+            raise UnsupportedError(
+                f"expected p.grad of '{self.unit.spec.params[index].name}' to be what backward left there, or None, but it was set "
+                f"to a {type(grad).__name__}; gradients can be clipped, scaled and zeroed, not replaced"
+            )
+        return self.handles[index]
+
+    def held_handles(self) -> dict[int, GradHandle]:
+        """All handles that are held, zeroed ones included."""
+        held = ((i, self.held(i)) for i in range(self.unit.num_trainable))
+        return {i: handle for i, handle in held if handle is not None}
+
+    def stored_view(self, buffer: Buffer, index: int) -> torch.Tensor:
+        """A gradient as it is stored now (1D), in ``buffer``: the home or a copy of it."""
+        if self.is_native:
+            return self.unit.native_views(buffer)[index].view(-1)
+        return self.unit.update_views(buffer)[index]
+
+    def gradient_name(self, handle: GradHandle) -> str:
+        """Name of the parameter."""
+        return self.unit.spec.params[handle.index].name
+
+    def gradient_norm(self, handle: GradHandle, order: float) -> torch.Tensor:
+        """Norm as the plain loop takes it: by the device's kernel, over the accumulated and scaled gradient."""
+        self._store.refuse_norm_if_promised(self.gradient_name(handle))
+        is_stored_norm = order == 2 and not handle.is_zero and not handle.factors
+        if is_stored_norm and handle.index in self.norms:
+            return self.norms[handle.index]
+        value = self._store.value(self, handle)
+        norm = kernels.norms([value])[0] if order == 2 else torch.linalg.vector_norm(value, order)
+        if is_stored_norm:
+            self.norms[handle.index] = norm
+        return norm
+
+    def gradient_is_finite(self, handle: GradHandle) -> torch.Tensor:
+        """Whether every element is. A finite norm proves it; a norm may overflow where no element does."""
+        known = self.norms.get(handle.index)
+        if known is not None and not handle.factors and not handle.is_zero and bool(torch.isfinite(known)):
+            return torch.isfinite(known)
+        return torch.isfinite(self._store.value(self, handle)).all()
+
+    def snapshot(self, factor: torch.Tensor) -> torch.Tensor:
+        """A copy of a factor, shared by the parameters that it scales."""
+        return self._store.snapshot(factor)
+
+    def add_to_gradient(self, handle: GradHandle, more: torch.Tensor) -> None:
+        """Autograd accumulates by itself: a parameter used outside of its unit's forward."""
+        self._store.deposit(self.unit, {handle.index: more})
+
+    def change_gradient(self, handle: GradHandle, change: Callable[[torch.Tensor], Any]) -> None:
+        """Fetch, change, write back."""
+        self._store.change(self, handle, change)

@@ -1,0 +1,283 @@
+"""Updates: what ``step()`` submits, unit by unit, so that they run behind the next forward.
+
+[Note: forward window] ``step()`` takes a snapshot of settings and clip factors, submits every update and returns. Units are
+submitted in the order in which forward will need them, and a unit's fetch waits for its own update only. Units whose states
+live on the device are updated on compute at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outcore.memory.arena import Buffer, Region
+from outcore.memory.disk import DiskStore
+from outcore.runtime.blocks import Piece, update_blocks
+from outcore.runtime.device import Device
+from outcore.runtime.grad_handle import GradHandle
+from outcore.runtime.gradient_homes import GradientHomes
+from outcore.runtime.homes import Homes, Slot, SlotPool
+from outcore.runtime.lanes import After, Handle, Lane
+from outcore.runtime.rules import Hyper
+from outcore.runtime.traffic import Traffic
+from outcore.runtime.unit import Unit, expect_buffer, expect_extent
+from outcore.runtime.unit_gradients import UnitGradients
+from outcore.runtime.weights import Weights
+from outcore.runtime.workers import UpdateWorkers
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What one step does to one parameter, all of it known when ``step()`` is called."""
+
+    step: int
+    hyper: Hyper
+    factors: tuple[torch.Tensor, ...]
+    """On the device of the update."""
+    is_zero: bool
+
+
+@dataclass(slots=True)
+class _Borrowed:
+    """Bytes that an update needs in memory: a buffer, what must have happened before it holds them, and its slot if any."""
+
+    buffer: Buffer
+    after: After
+    slot: tuple[SlotPool, Slot] | None = None
+
+
+class Updates:
+    """Runs the update rule over units, wherever their bytes live."""
+
+    def __init__(
+        self, homes: Homes, device: Device, traffic: Traffic, weights: Weights, resting: GradientHomes, workers: UpdateWorkers | None
+    ) -> None:
+        """Args: workers: None if every unit is updated on the device."""
+        self._homes, self._device, self._traffic = homes, device, traffic
+        self._weights, self._resting, self._workers = weights, resting, workers
+
+    def submit(self, unit: Unit, gradients: UnitGradients, changes: Mapping[int, Change], copied: Sequence[Handle]) -> None:
+        """Start the update of a unit.
+
+        Args:
+            unit: Its parameters are not bound.
+            gradients: Only read, also by the update: without zeroing, the next backward accumulates on them.
+            changes: By parameter index; others keep weights and states.
+            copied: Copies of clip factors to the host that may be under way.
+        """
+        self._weights.invalidate(unit)
+        if unit.is_resident:  # as the plain step would: a graph that saved the old weights must not be walked any more
+            for i in changes:
+                torch.autograd.graph.increment_version(unit.params[i])
+        if unit.plan.states == "device":
+            self._on_device(unit, gradients, changes)
+        else:
+            self._on_host(unit, gradients, changes, copied)
+
+    def host_factors(self, handle: GradHandle, cache: dict[int, tuple[torch.Tensor, Handle | None]]) -> tuple[list[torch.Tensor], list[Handle]]:
+        """Bring a handle's factors to the host without blocking it.
+
+        Args:
+            handle: Of a gradient that is updated on the host.
+            cache: Of this step, by identity: one clip factor serves all parameters.
+        """
+        found, ready = [], []
+        for factor in handle.factors:
+            if id(factor) not in cache:
+                cache[id(factor)] = self._factor_to_host(factor)
+            value, copied = cache[id(factor)]
+            found.append(value)
+            if copied is not None:
+                ready.append(copied)
+        return found, ready
+
+    def _factor_to_host(self, factor: torch.Tensor) -> tuple[torch.Tensor, Handle | None]:
+        if factor.device.type == "cpu":
+            return factor, None
+        target = torch.empty((), dtype=factor.dtype, pin_memory=True)
+        self._device.hand_over(factor, Lane.D2H)
+        made = self._device.mark("clip factor made")
+        copied = self._device.submit(
+            Lane.D2H, "clip factor", lambda: _copy(target, factor), after={"clip factor made": made}
+        )
+        return target, copied
+
+    # On the device: no transfer, no lane.
+
+    def _on_device(self, unit: Unit, gradients: UnitGradients, changes: Mapping[int, Change]) -> None:
+        weights, grads = expect_buffer(unit.weights, unit.label), expect_buffer(unit.gradients, unit.label)
+        states = unit.states if isinstance(unit.states, Buffer) else None
+        writes = [weights.region] + ([states.region] if states is not None else [])
+        pool = self._homes.pool("device", "scratch", 1)
+        scratch = pool.slots[0].buffer
+        after: After = {"gradients stored": unit.gradients_ready, "states written": unit.states_ready, "weights updated": unit.weights_ready}
+        self._device.compute(f"update {unit.label}", reads=[grads.region], writes=[*writes, scratch.region], after=after)
+        update_blocks(self._pieces(unit, gradients, changes, grads, states, weights), scratch.bytes)
+        unit.weights_ready = unit.states_ready = self._device.mark(f"updated {unit.label}")
+
+    # On the host: fetch what is missing, update, write back.
+
+    def _on_host(self, unit: Unit, gradients: UnitGradients, changes: Mapping[int, Change], copied: Sequence[Handle]) -> None:
+        grads = self._gradients(unit)
+        states = self._states(unit)
+        target = self._weights_target(unit)
+        pieces = self._pieces(unit, gradients, changes, grads.buffer, None if states is None else states.buffer, target.buffer)
+        unchanged = self._unchanged(unit, changes, states, target)
+        workers = self._workers
+        if workers is None:
+            raise AssertionError("an update on the host without workers")
+
+        def work() -> None:
+            workers.run(pieces)
+            for to, origin in unchanged:
+                to.copy_(origin)
+
+        regions: list[Region] = [target.buffer.region] + ([states.buffer.region] if states is not None else [])
+        after: dict[str, object] = {**grads.after, **target.after, "clip factor copied": list(copied)}
+        if states is not None:
+            after |= states.after
+        done = self._device.submit(
+            Lane.UPDATE, f"update {unit.label}", work, reads=[grads.buffer.region], writes=regions, after=after  # type: ignore[arg-type]
+        )
+        self._give_back_gradients(unit, grads, done)
+        self._write_back_states(unit, states, done)
+        self._write_back_weights(unit, target, done)
+
+    def _gradients(self, unit: Unit) -> _Borrowed:
+        if unit.plan.gradients == "host":
+            return _Borrowed(expect_buffer(unit.gradients, unit.label), {"gradients stored": unit.gradients_ready})
+        fetch = self._resting.fetch_from_disk if unit.plan.gradients == "disk" else self._resting.fetch_from_device
+        buffer, slot, after = fetch(unit)
+        return _Borrowed(buffer, after, slot)
+
+    def _states(self, unit: Unit) -> _Borrowed | None:
+        if unit.states is None:
+            return None
+        if isinstance(unit.states, Buffer):
+            return _Borrowed(unit.states, {"states written": unit.states_ready})
+        extent, disk = unit.states, self._disk()
+        pool, slot = self._homes.take("host", "states", extent.nbytes)
+        buffer = slot.buffer.part(0, extent.nbytes)
+        read = self._device.submit(
+            Lane.STATES_READ,
+            f"read states of {unit.label}",
+            lambda: disk.read(extent, buffer.bytes),
+            reads=[extent.region],
+            writes=[buffer.region],
+            after={"state slot free": slot.free_after, "states written": unit.states_ready},
+        )
+        self._traffic.add(Lane.STATES_READ, extent.nbytes)
+        return _Borrowed(buffer, {"states read": read}, (pool, slot))
+
+    def _weights_target(self, unit: Unit) -> _Borrowed:
+        """Where the new trainable weights are written: their home, or a slot on the way there."""
+        nbytes = unit.spec.trainable_bytes
+        if unit.plan.weights == "host":
+            home = expect_buffer(unit.weights, unit.label).part(0, nbytes)
+            return _Borrowed(home, {"weights fetched": unit.weights_readers, "weights updated": unit.weights_ready})
+        pool, slot = self._homes.take("host", "new_weights", nbytes)
+        return _Borrowed(slot.buffer.part(0, nbytes), {"new weights slot free": slot.free_after}, (pool, slot))
+
+    def _pieces(
+        self,
+        unit: Unit,
+        gradients: UnitGradients,
+        changes: Mapping[int, Change],
+        grads: Buffer,
+        states: Buffer | None,
+        weights: Buffer,
+    ) -> list[Piece]:
+        views = {name: unit.state_views(states, name) for name in unit.state_names} if states is not None else {}
+        weight_views = [v.view(-1) for v in unit.native_views(weights)]
+        pieces = []
+        for i, change in changes.items():
+            pieces.append(
+                Piece(
+                    target=views["master"][i] if unit.has_master else weight_views[i],
+                    grad=None if change.is_zero else gradients.stored_view(grads, i),
+                    states={name: view[i] for name, view in views.items() if name != "master"},
+                    weights=weight_views[i] if unit.has_master else None,
+                    step=change.step,
+                    hyper=change.hyper,
+                    factors=change.factors,
+                    zero=change.is_zero,
+                )
+            )
+        return pieces
+
+    def _unchanged(
+        self, unit: Unit, changes: Mapping[int, Change], states: _Borrowed | None, target: _Borrowed
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Weights that the slot must carry home although they were not updated: the home is overwritten as a whole."""
+        if target.slot is None or states is None:
+            return []
+        masters, weights = unit.state_views(states.buffer, "master"), unit.native_views(target.buffer)
+        return [(weights[i].view(-1), masters[i]) for i in range(unit.num_trainable) if i not in changes]
+
+    def _give_back_gradients(self, unit: Unit, grads: _Borrowed, done: Handle) -> None:
+        if grads.slot is None:
+            unit.gradients_readers.append(done)
+        else:
+            self._give(grads.slot, done, Lane.UPDATE)
+
+    def _write_back_states(self, unit: Unit, states: _Borrowed | None, done: Handle) -> None:
+        if states is None:
+            return
+        if states.slot is None:
+            unit.states_ready = done
+            return
+        extent, disk, buffer = expect_extent(unit.states, unit.label), self._disk(), states.buffer
+        unit.states_ready = self._device.submit(
+            Lane.DISK_WRITE,
+            f"write states of {unit.label}",
+            lambda: disk.write(extent, buffer.bytes),
+            reads=[buffer.region],
+            writes=[extent.region],
+            after={"states updated": done},
+        )
+        self._traffic.add(Lane.DISK_WRITE, extent.nbytes)
+        self._give(states.slot, unit.states_ready, Lane.DISK_WRITE)
+
+    def _write_back_weights(self, unit: Unit, target: _Borrowed, done: Handle) -> None:
+        if target.slot is None:
+            unit.weights_ready, unit.weights_readers = done, []
+            return
+        buffer, nbytes = target.buffer, target.buffer.nbytes
+        lane = Lane.H2D if unit.plan.weights == "device" else Lane.DISK_WRITE
+        work, home, label = self._way_home(unit, buffer)
+        readers: list[Handle] = [self._device.mark(f"weights of {unit.label} used")] if lane is Lane.H2D else unit.weights_readers
+        unit.weights_ready = self._device.submit(
+            lane,
+            f"write weights of {unit.label}",
+            work,
+            reads=[buffer.region],
+            writes=[home],
+            after={"weights updated on the host": done, label: readers, "weights written": unit.weights_ready},
+        )
+        unit.weights_readers = []
+        self._traffic.add(lane, nbytes)
+        self._give(target.slot, unit.weights_ready, lane)
+        if unit.is_resident:
+            unit.mark_absent()  # reading one before the copy is done must wait for it
+
+    def _way_home(self, unit: Unit, buffer: Buffer) -> tuple[Callable[[], None], Region, str]:
+        if unit.plan.weights == "device":
+            home = expect_buffer(unit.weights, unit.label).part(0, buffer.nbytes)
+            return lambda: _copy(home.bytes, buffer.bytes), home.region, "weights used"
+        extent, disk = expect_extent(unit.weights, unit.label).part(0, buffer.nbytes), self._disk()
+        return lambda: disk.write(extent, buffer.bytes), extent.region, "weights read from disk"
+
+    def _give(self, slot: tuple[SlotPool, Slot], last_use: Handle, lane: Lane) -> None:
+        poison = self._device.poison(slot[1].buffer, lane=lane)
+        slot[0].give(slot[1], [h for h in (last_use, poison) if h is not None])
+
+    def _disk(self) -> DiskStore:
+        if self._homes.disk is None:
+            raise AssertionError("bytes on disk without a disk tier")
+        return self._homes.disk
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=True)
