@@ -1,0 +1,49 @@
+"""What holds for every test: no GPU is needed, arithmetic is repeatable, and nothing stays behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+LANE_EXIT_S = 5.0  # a closed lane's thread may still be on its last instructions
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch finds none"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _repeatable_arithmetic() -> None:
+    # The bits of sums depend on the number of threads: one for every machine. It is 1, since kernels this small gain
+    # nothing from a second thread, and wait for it a thousand times longer than they work when another has its core.
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves threads running, or files of the disk tier in its tmp_path."""
+    before = set(threading.enumerate())
+    # Asked for first, so that it is still there afterwards.
+    is_watched = "tmp_path" in request.fixturenames and "leaves_files" not in request.keywords
+    folder = request.getfixturevalue("tmp_path") if is_watched else None
+    yield
+    deadline_s = time.monotonic() + LANE_EXIT_S
+    while (left := _started_since(before)) and time.monotonic() < deadline_s:
+        gc.collect()  # what was dropped unclosed ends with its last reference
+        time.sleep(0.01)
+    assert not left, f"threads left running: {sorted(t.name for t in left)}"
+    if folder is not None:
+        files = sorted(str(path.relative_to(folder)) for path in folder.rglob("outcore-*"))
+        assert not files, f"files of the disk tier left behind: {files}"
+
+
+def _started_since(before: set[threading.Thread]) -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread not in before and thread.name.startswith("outcore")}

@@ -1,0 +1,123 @@
+"""Requests take turns, errors wait for what is under way, nobody waits for ever."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+
+from outcore.memory.piece_pool import ClosedError, PiecePool, StalledError
+
+
+@pytest.fixture
+def pool():
+    pool = PiecePool(1, name="outcore-test")
+    yield pool
+    assert pool.close(timeout_s=10)
+
+
+def test_a_short_request_does_not_wait_behind_all_of_a_long_one(pool):
+    order = []
+    gate, started = threading.Event(), threading.Event()
+
+    def work(piece):
+        started.set()
+        gate.wait(10)
+        order.append(piece)
+
+    long = threading.Thread(
+        target=pool.run, args=(work, [f"long{i}" for i in range(5)]), kwargs={"stall_timeout_s": 10}
+    )
+    long.start()
+    started.wait(10)
+    short = threading.Thread(target=pool.run, args=(work, ["short"]), kwargs={"stall_timeout_s": 10})
+    short.start()
+    while len(pool._requests) < 2:
+        threading.Event().wait(0.001)
+    gate.set()
+    short.join(10)
+    long.join(10)
+    assert order.index("short") <= 2
+    assert [piece for piece in order if piece != "short"] == [f"long{i}" for i in range(5)]
+
+
+def test_every_piece_is_done_once():
+    pool = PiecePool(4, name="outcore-test")
+    done = []
+    pool.run(done.append, range(199), stall_timeout_s=10)
+    pool.run(done.append, [], stall_timeout_s=10)
+    assert sorted(done) == list(range(199))
+    assert pool.close(timeout_s=10)
+
+
+def test_the_first_error_is_raised_after_what_is_under_way_has_ended():
+    pool = PiecePool(2, name="outcore-test")
+    ended = []
+    both = threading.Barrier(2, timeout=10)
+
+    def work(piece):
+        if piece < 2:
+            both.wait()
+        if piece == 0:
+            raise ValueError("first")
+        threading.Event().wait(0.05)
+        ended.append(piece)
+
+    with pytest.raises(ValueError, match="first"):
+        pool.run(work, range(100), stall_timeout_s=10)
+    assert 1 in ended
+    assert len(ended) < 99
+    assert pool.close(timeout_s=10)
+
+
+def test_slow_progress_is_no_stall_and_none_is_one(pool):
+    gate = threading.Event()
+    pool.run(lambda piece: threading.Event().wait(0.03), range(10), stall_timeout_s=0.1)
+    with pytest.raises(StalledError) as caught:
+        pool.run(lambda piece: gate.wait(10), ["a", "b"], stall_timeout_s=0.05)
+    assert caught.value.piece == "a"
+    gate.set()
+
+
+def test_closing_fails_what_waits():
+    pool = PiecePool(1, name="outcore-test")
+    gate, started, errors = threading.Event(), threading.Event(), []
+
+    def work(piece):
+        started.set()
+        gate.wait(10)
+
+    def caller():
+        try:
+            pool.run(work, range(9), stall_timeout_s=10)
+        except ClosedError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=caller)
+    thread.start()
+    started.wait(10)
+    assert not pool.close(timeout_s=0)
+    gate.set()
+    thread.join(10)
+    assert len(errors) == 1
+    assert pool.close(timeout_s=10)
+    with pytest.raises(ClosedError):
+        pool.run(work, [1], stall_timeout_s=1)
+
+
+def test_an_idle_pool_holds_no_piece(pool):
+    class Piece:
+        pass
+
+    piece = Piece()
+    alive = weakref.ref(piece)
+    pool.run(lambda piece: None, [piece], stall_timeout_s=10)
+    del piece
+    for _ in range(1000):  # the thread is still on its way back to waiting
+        gc.collect()
+        if alive() is None:
+            break
+        threading.Event().wait(0.001)
+    assert alive() is None
