@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import MappingProxyType
@@ -63,6 +64,8 @@ class Device(abc.ABC):
         self.faults = faults
         self.labels_seen: set[str] = set()
         """Labels under which some handle was ever a dependency, skipped ones included."""
+        self.exposed_s: dict[str, float] = {lane.value: 0.0 for lane in Lane}
+        """Seconds that the calling thread was blocked by an operation, under the lane of that operation."""
         self._checker = race_checker
         self._delays = Delays(faults)
         self._execution = execution
@@ -140,7 +143,7 @@ class Device(abc.ABC):
         """
         handles = self._dependencies({label: handle})
         for one in handles:
-            one.wait()
+            self._blocked_by(one, one.wait)
         if self._checker is not None:
             self._checker.wait(one.clock for one in handles)
 
@@ -172,6 +175,14 @@ class Device(abc.ABC):
         self.compute(name, writes=[region], after=after)
         _fill(buffer)
         return self.mark(name)
+
+    def _blocked_by(self, handle: Handle, wait: Callable[[], None]) -> None:
+        start = time.perf_counter()
+        try:
+            wait()
+        finally:
+            if handle.lane in self.exposed_s:
+                self.exposed_s[handle.lane] += time.perf_counter() - start
 
     def check(self) -> None:
         """Raise the first error that a lane hit and nobody has seen yet.

@@ -52,7 +52,7 @@ class CpuDevice(Device):
 
     def _order_compute(self, dependencies: tuple[Handle, ...]) -> None:
         for handle in dependencies:
-            handle.wait()
+            self._blocked_by(handle, handle.wait)
 
     def _compute_point(self, *, is_late: bool) -> None:
         return None

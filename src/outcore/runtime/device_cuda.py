@@ -145,7 +145,7 @@ class CudaDevice(Device):
 
     def _order_compute(self, dependencies: tuple[Handle, ...]) -> None:
         for handle in dependencies:
-            handle.wait_issued()
+            self._blocked_by(handle, handle.wait_issued)
             if handle.failure is not None:
                 handle.failure.throw()
         order_behind(torch.cuda.current_stream(self.torch_device), dependencies)

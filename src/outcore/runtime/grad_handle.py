@@ -111,6 +111,18 @@ def _divide(handle: GradHandle, divisor: torch.Tensor | float) -> GradHandle:
     return handle
 
 
+def _change(operation: Callable[..., Any]) -> Callable[..., GradHandle]:
+    """Serve an in-place operation without other tensors: the stored bytes are changed."""
+
+    def serve(handle: GradHandle, *args: Any, **kwargs: Any) -> GradHandle:
+        if any(isinstance(a, torch.Tensor) for a in (*args, *kwargs.values())):
+            raise UnsupportedError(_refusal(handle, f"{operation} with another tensor"))
+        handle._owner.change_gradient(handle, lambda gradient: operation(gradient, *args, **kwargs))  # noqa: SLF001
+        return handle
+
+    return serve
+
+
 def _zero(handle: GradHandle) -> GradHandle:
     handle.is_zero = True
     handle.factors.clear()
@@ -135,9 +147,21 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse
             gradient.multiply(inverse_scale)
 
 
-def _zero_all(gradients: Sequence[torch.Tensor]) -> None:
-    for gradient in gradients:
-        gradient.zero_()
+def _each(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """Serve an operation on a list of gradients, some of which may be plain tensors, one by one."""
+
+    def serve(gradients: Sequence[torch.Tensor], *args: Any) -> Any:
+        return [operation(gradient, *args) for gradient in gradients]
+
+    return serve
+
+
+def _each_in_place(operation: Callable[..., Any]) -> Callable[..., None]:
+    def serve(gradients: Sequence[torch.Tensor], *args: Any) -> None:
+        for gradient in gradients:
+            operation(gradient, *args)
+
+    return serve
 
 
 def _detach(handle: GradHandle) -> GradHandle:
@@ -151,7 +175,18 @@ _SERVED: dict[Any, Callable[..., Any]] = {
     aten.div_.Tensor: _divide,
     aten.div_.Scalar: _divide,
     aten.zero_.default: _zero,
-    aten._foreach_zero_.default: _zero_all,
+    aten.clamp_.default: _change(torch.clamp_),
+    aten.clamp_min_.default: _change(torch.clamp_min_),
+    aten.clamp_max_.default: _change(torch.clamp_max_),
+    aten.nan_to_num_.default: _change(torch.nan_to_num_),
+    aten._foreach_norm.Scalar: _each(torch.linalg.vector_norm),
+    aten._foreach_zero_.default: _each_in_place(torch.zero_),
+    aten._foreach_mul_.Tensor: _each_in_place(torch.Tensor.mul_),
+    aten._foreach_mul_.Scalar: _each_in_place(torch.Tensor.mul_),
+    aten._foreach_div_.Tensor: _each_in_place(torch.Tensor.div_),
+    aten._foreach_div_.Scalar: _each_in_place(torch.Tensor.div_),
+    aten._foreach_clamp_min_.Scalar: _each_in_place(torch.clamp_min_),
+    aten._foreach_clamp_max_.Scalar: _each_in_place(torch.clamp_max_),
     aten.add_.Tensor: _add,
     aten.detach.default: _detach,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,

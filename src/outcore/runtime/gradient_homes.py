@@ -14,7 +14,7 @@ from outcore.memory.disk import DiskStore
 from outcore.runtime.device import Device
 from outcore.runtime.grad_handle import GradHandle
 from outcore.runtime.homes import Homes, Slot, SlotPool
-from outcore.runtime.lanes import After, Handle, Lane
+from outcore.runtime.lanes import After, Handle, Lane, newest
 from outcore.runtime.traffic import Traffic
 from outcore.runtime.unit import Unit, expect_buffer, expect_extent
 from outcore.runtime.unit_gradients import Pass, UnitGradients
@@ -177,7 +177,7 @@ class GradientHomes:
             after={"gradient slot free": slot.free_after, "gradients stored": unit.gradients_ready},
         )
         self._traffic.add(Lane.STATES_READ, extent.nbytes)
-        unit.gradients_readers.append(read)
+        unit.gradients_readers = newest([*unit.gradients_readers, read])
         return buffer, (pool, slot), {"gradients fetched": read}
 
     def fetch_from_device(self, unit: Unit) -> tuple[Buffer, tuple[SlotPool, Slot], After]:
@@ -194,7 +194,7 @@ class GradientHomes:
             after={"gradient slot free": slot.free_after, "gradients stored": unit.gradients_ready},
         )
         self._traffic.add(Lane.D2H, home.nbytes)
-        unit.gradients_readers.append(copied)
+        unit.gradients_readers = newest([*unit.gradients_readers, copied])
         return buffer, (pool, slot), {"gradients fetched": copied}
 
     # Values, for what cannot be answered otherwise.

@@ -95,7 +95,7 @@ class Homes:
             if item.tier == "disk":
                 if self.disk is None:
                     raise AssertionError("disk reservation without a disk store")
-                home = self.disk.take(item.nbytes, owner=item.owner)
+                home = self.disk.take(item.nbytes, owner=f"{item.owner or 'root'} {item.kind}")
             else:
                 arena = device_arena if item.tier == "device" else host_arena
                 if arena is None:

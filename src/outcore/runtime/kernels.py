@@ -64,19 +64,22 @@ _norm_takers: dict[tuple[str, torch.dtype], _NormTaker] = {}
 
 
 def apply(step: FusedStep) -> None:
-    """Update as one step of ``torch.optim`` with ``fused=True`` does, bit for bit. See [Note: first use]."""
+    """Update as one step of ``torch.optim`` with ``fused=True`` does, bit for bit; to be called under ``no_grad``.
+
+    See [Note: first use].
+    """
     if step.targets:
-        with torch.no_grad():
-            stepper_for(step.hyper, step.targets[0].device, step.targets[0].dtype)(step)
+        stepper_for(step.hyper, step.targets[0].device, step.targets[0].dtype)(step)
 
 
 def stepper_for(hyper: Hyper, device: torch.device, dtype: torch.dtype) -> Stepper:
     """What updates with such settings there; the first call does the check of [Note: first use]."""
     key = (_kernel_name(hyper), device.type, dtype)
-    with _lock, torch.no_grad():
-        if key not in _steppers:
-            _steppers[key] = _choose_stepper(key[0], device, dtype)
-        return _steppers[key]
+    if key not in _steppers:  # asked without the lock, which workers would fight for at every block
+        with _lock, torch.no_grad():
+            if key not in _steppers:
+                _steppers[key] = _choose_stepper(key[0], device, dtype)
+    return _steppers[key]
 
 
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:

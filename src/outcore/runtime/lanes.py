@@ -264,14 +264,9 @@ def run_operation(operation: Operation, service: Service) -> None:
 
 
 def closed_failure(operation: str, lane: str) -> Failure:
-    """Why an operation that was still queued fails when its lane closes."""
-    failure = Failure(
-        LaneError(f"expected '{operation}' to run on lane {lane}, but the device was closed before its turn"),
-        operation,
-        lane,
-    )
-    failure.is_seen = True  # nobody has to hear of it who does not wait for it
-    return failure
+    """Why an operation that was still queued fails when its lane closes. Only who waits for it hears of it."""
+    error = LaneError(f"expected '{operation}' to run on lane {lane}, but the device was closed before its turn")
+    return Failure(error, operation, lane)
 
 
 def refuse_closed(operation: Operation) -> NoReturn:

@@ -112,7 +112,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
     def load_state_of(self, param: torch.Tensor, values: dict[str, Any]) -> None:
         """Write one parameter's states home."""
         place = self.engine.places.get(id(param))
-        if place is None or not values:
+        if place is None or not param.requires_grad or not values:
             return
         unit, i = place
         for name, value in values.items():
@@ -128,7 +128,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def _state_of(self, param: torch.Tensor) -> dict[str, Any]:
         place = self.engine.places.get(id(param))
-        if place is None or not place[0].steps[place[1]]:
+        if place is None or not param.requires_grad or not place[0].steps[place[1]]:
             return {}
         unit, i = place
         values: dict[str, Any] = {"step": torch.tensor(float(unit.steps[i]))}

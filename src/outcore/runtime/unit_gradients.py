@@ -74,6 +74,7 @@ class UnitGradients:
         """
         grad = self.unit.params[index].grad
         if grad is None:
+            self.handles.pop(index, None)  # put back later it would stand for bytes that may be overwritten by then
             return None
         if grad is not self.handles.get(index):
             raise UnsupportedError(

@@ -19,7 +19,7 @@ from outcore.runtime.device import Device
 from outcore.runtime.grad_handle import GradHandle
 from outcore.runtime.gradient_homes import GradientHomes
 from outcore.runtime.homes import Homes, Slot, SlotPool
-from outcore.runtime.lanes import After, Handle, Lane
+from outcore.runtime.lanes import After, Handle, Lane, newest
 from outcore.runtime.rules import Hyper
 from outcore.runtime.traffic import Traffic
 from outcore.runtime.unit import Unit, expect_buffer, expect_extent
@@ -218,7 +218,7 @@ class Updates:
 
     def _give_back_gradients(self, unit: Unit, grads: _Borrowed, done: Handle) -> None:
         if grads.slot is None:
-            unit.gradients_readers.append(done)
+            unit.gradients_readers = newest([*unit.gradients_readers, done])
         else:
             self._give(grads.slot, done, Lane.UPDATE)
 

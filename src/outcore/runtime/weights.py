@@ -17,7 +17,7 @@ from outcore.memory.arena import Buffer
 from outcore.memory.disk import DiskStore
 from outcore.runtime.device import Device
 from outcore.runtime.homes import Homes, Slot, SlotPool
-from outcore.runtime.lanes import After, Handle, Lane
+from outcore.runtime.lanes import After, Handle, Lane, newest
 from outcore.runtime.traffic import Traffic
 from outcore.runtime.unit import Unit, expect_buffer, expect_extent
 
@@ -167,7 +167,7 @@ class Weights:
         )
         self._traffic.add(Lane.H2D, nbytes)
         if give_back is None:
-            unit.weights_readers = [h for h in unit.weights_readers if not h.done()] + [handle]
+            unit.weights_readers = newest([*unit.weights_readers, handle])
         else:
             staging_pool, staging = give_back
             poison = self._device.poison(staging.buffer, lane=Lane.H2D)
@@ -192,7 +192,7 @@ class Weights:
             after={"staging free": slot.free_after, "weights written": unit.weights_ready},
         )
         self._traffic.add(Lane.WEIGHTS_READ, nbytes)
-        unit.weights_readers = [h for h in unit.weights_readers if not h.done()] + [read]
+        unit.weights_readers = newest([*unit.weights_readers, read])
         return buffer, (pool, slot), {"weights read": read}
 
     def _steal(self, pool: SlotPool, *, is_demand: bool) -> Slot | None:

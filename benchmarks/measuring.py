@@ -1,0 +1,63 @@
+"""What every benchmark says about itself: machine, versions, command, commit, median and spread."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from outcore.memory.limits import usable_cores
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, extremes and number of repetitions."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "repetitions": len(values)}
+
+
+def context(*packages: str) -> dict[str, object]:
+    """Command, commit, versions and hardware of this run."""
+    return {
+        "command": " ".join(["python", *sys.argv]),
+        "commit": _output("git", "describe", "--always", "--dirty", "--exclude=*"),
+        "versions": {"python": platform.python_version(), **{p: _version(p) for p in ("torch", "outcore", *packages)}},
+        "hardware": hardware(),
+    }
+
+
+def hardware() -> dict[str, object]:
+    """What the numbers depend on."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    found: dict[str, object] = {
+        "cpu": _field("/proc/cpuinfo", "model name"),
+        "cores": usable_cores(),
+        "memory_bytes": memory,
+        "kernel": platform.release(),
+    }
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        found |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory, "cuda": torch.version.cuda}
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _field(path: str, key: str) -> str | None:
+    lines = Path(path).read_text().splitlines()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(key)), None)
+
+
+def _output(*command: str) -> str | None:
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
+    return done.stdout.strip() or None if done.returncode == 0 else None

@@ -1,0 +1,194 @@
+"""Whole training steps: outcore on the device, on the host and on disk, over plain PyTorch with activation checkpointing.
+
+Prints one JSON object. The model is a Llama of 217M parameters (12 layers, hidden 1024), bf16 weights with fp32 masters, clipping
+on, one micro-batch of 4 x 256 tokens. All contestants stand in memory at once and take turns, since machines are noisy; ratios are taken
+within a turn. A turn is a warm-up step and ``--steps`` timed ones, from the return of one ``optimizer.step()`` to that of the
+last, so that an update that runs behind the next forward is counted where it delays something, and then everything is drained.
+Exposed seconds are those that compute waited for a lane. DeepSpeed ZeRO-3 with CPU offload joins where it can be imported.
+
+    python benchmarks/step.py --turns 3 --steps 2 --disk .
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from measuring import context, spread
+from torch.nn.utils import clip_grad_norm_
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import outcore
+from outcore.planning.partition import partition
+from outcore.planning.pools import Comfort, pools_for
+from outcore.spec.model import ModelSpec
+from outcore.spec.plan import Plan, Tier, UnitPlan
+
+COMFORT = Comfort(prefetch_depth=2, num_buckets=2, max_slots_host=3)
+STATES = ("exp_avg", "exp_avg_sq")
+HYPER = {"lr": 1e-4, "weight_decay": 0.01}
+
+
+class Contestant:
+    """A training loop that can be driven step by step."""
+
+    def __init__(self, name: str, step: Callable[[], None], drain: Callable[[], None], exposed: Callable[[], dict[str, float]]) -> None:
+        """Keep what the turns need."""
+        self.name, self.step, self.drain, self.exposed = name, step, drain, exposed
+        self.seconds: list[float] = []
+        self.exposed_s: dict[str, list[float]] = {}
+
+    def turn(self, steps: int) -> float:
+        """Run one turn; seconds per step."""
+        self.step()
+        before, start = self.exposed(), time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        seconds = (time.perf_counter() - start) / steps
+        for lane, after in self.exposed().items():
+            self.exposed_s.setdefault(lane, []).append((after - before[lane]) / steps)
+        self.drain()
+        self.seconds.append(seconds)
+        return seconds
+
+
+def plain(model: LlamaForCausalLM, batch: dict[str, torch.Tensor]) -> Contestant:
+    """The loop that outcore is held against, with the model's own activation checkpointing."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    weights = list(model.parameters())
+    masters = [torch.nn.Parameter(w.detach().float()) for w in weights]
+    sums = [torch.zeros_like(m) for m in masters]
+    optimizer = torch.optim.AdamW(masters, fused=True, **HYPER)
+
+    def step() -> None:
+        model(**batch).loss.backward()
+        for weight, total, master in zip(weights, sums, masters, strict=True):
+            master.grad = total.zero_().add_(weight.grad)
+            weight.grad = None
+        clip_grad_norm_(masters, 1.0)
+        optimizer.step()
+        with torch.no_grad():
+            for weight, master in zip(weights, masters, strict=True):
+                weight.copy_(master)
+
+    return Contestant("plain", step, synchronize, dict)
+
+
+def streamed(name: Tier, model: LlamaForCausalLM, batch: dict[str, torch.Tensor], disk: Path, device: str) -> Contestant:
+    """outcore with everything but the root's weights on one tier; on the disk plan gradients pass through the host."""
+    optimizer = torch.optim.AdamW(model.parameters(), **HYPER)
+    budget = outcore.Budget(disk=disk)
+    plan = plan_for(partition(model, state_names=STATES).spec, name)
+    model, optimizer = outcore.prepare(model, optimizer, plan=plan, budget=budget, accumulation_steps=1, device=device)
+
+    def step() -> None:
+        model(**batch).loss.backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    engine_device = optimizer.engine.device
+    return Contestant(name, step, engine_device.synchronize, lambda: dict(engine_device.exposed_s))
+
+
+def plan_for(model: ModelSpec, tier: Tier) -> Plan:
+    """All units on one tier."""
+    gradients: Tier = "host" if tier == "disk" else tier
+    units = tuple(
+        UnitPlan(name=u.name, weights=tier if u.name else "device", gradients=gradients, states=tier) for u in model.units
+    )
+    pools = pools_for(model, units, 1, COMFORT)
+    return Plan(precision=model.precision, units=units, pools=pools, prefetch_depth=COMFORT.prefetch_depth, accumulation_steps=1)
+
+
+def deepspeed(model: LlamaForCausalLM, batch: dict[str, torch.Tensor]) -> Contestant | str:
+    """ZeRO-3 with parameters and optimizer on the CPU, or why not."""
+    try:
+        import deepspeed as engine_of
+    except Exception as error:  # noqa: BLE001 (importing it builds things: anything may fail, and none of it is ours)
+        return f"not run: {type(error).__name__}: {error}"
+    offload = {"device": "cpu", "pin_memory": True}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": batch["input_ids"].shape[0],
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload},
+        "optimizer": {"type": "AdamW", "params": HYPER},
+    }
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    engine, *_ = engine_of.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+    def step() -> None:
+        engine.backward(engine(**batch).loss)
+        engine.step()
+
+    return Contestant("deepspeed_zero3_offload", step, synchronize, dict)
+
+
+def synchronize() -> None:
+    """Drain the accelerator, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def build(args: argparse.Namespace) -> LlamaForCausalLM:
+    """Make the model, the same for every contestant."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=args.vocabulary,
+        hidden_size=args.hidden,
+        intermediate_size=43 * args.hidden // 16,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden // 64,
+        num_key_value_heads=args.hidden // 64,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=2, help="timed steps per turn")
+    parser.add_argument("--plans", nargs="*", default=["device", "host", "disk"])
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--vocabulary", type=int, default=32000)
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--disk", type=Path, default=Path(), help="folder of the disk tier")
+    args = parser.parse_args()
+    model = build(args)
+    tokens = torch.randint(args.vocabulary, (args.batch_size, args.seq_len), generator=torch.Generator().manual_seed(0)).to(args.device)
+    batch = {"input_ids": tokens, "labels": tokens}
+    contestants = [plain(copy.deepcopy(model).to(args.device), batch)]
+    contestants += [streamed(name, copy.deepcopy(model), batch, args.disk, args.device) for name in args.plans]
+    rival = deepspeed(copy.deepcopy(model), batch)
+    skipped = {} if isinstance(rival, Contestant) else {"deepspeed_zero3_offload": rival}
+    contestants += [rival] if isinstance(rival, Contestant) else []
+    for _ in range(args.turns):
+        for contestant in contestants:
+            contestant.turn(args.steps)
+    baseline = contestants[0].seconds
+    results = {
+        c.name: {
+            "seconds_per_step": spread(c.seconds),
+            "over_plain": spread([s / b for s, b in zip(c.seconds, baseline, strict=True)]),
+            "exposed_s_per_step": {lane: spread(values)["median"] for lane, values in c.exposed_s.items()},
+        }
+        for c in contestants
+    }
+    shape = {"parameters": sum(p.numel() for p in model.parameters()), "tokens_per_step": args.batch_size * args.seq_len}
+    print(json.dumps({"benchmark": "step", **shape, "results": results, "skipped": skipped, **context("transformers")}))
+
+
+if __name__ == "__main__":
+    main()

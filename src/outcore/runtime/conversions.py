@@ -1,0 +1,191 @@
+"""How names and tensors of a Hugging Face checkpoint correspond to those of a model, in both directions.
+
+[Note: weight conversions] Transformers may store a model in another form than it runs in: other names, experts one by
+one instead of fused. Its rules are applied to groups of tensors that belong together, first on the meta device, which
+gives every name and shape before a byte is read, then group by group on real tensors. Which groups there are follows
+the library's own loading and saving; the rules themselves are the library's.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+Read = Callable[[str], torch.Tensor]
+"""Name -> tensor, on either side."""
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Tensors that are converted together: most are one tensor under one name."""
+
+    target: str
+    """Name of the result; of the first one if there are several."""
+    sources: list[tuple[str, str]] = field(default_factory=list)
+    """Pattern of the rule that matched, and the name on the other side."""
+    converter: Any = None
+    """The library's rule; None where only the name differs."""
+    model: nn.Module | None = None
+    rename: Callable[[str], str] = str
+
+    def convert(self, read: Read) -> dict[str, torch.Tensor]:
+        """Make the results from the sources.
+
+        Args:
+            read: Gives a source by name; called once for each. Meta tensors give meta results.
+
+        Memory: host, sources and results of this group.
+        """
+        if self.converter is None:
+            return {self.target: read(self.sources[0][1])}
+        converter = copy.deepcopy(self.converter)
+        for pattern, source in self.sources:
+            converter.add_tensor(self.target, source, pattern, read(source))
+        config = getattr(self.model, "config", None)
+        made = converter.convert(self.target, model=self.model, config=config)
+        return {self.rename(name): value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The library's rules for one direction, and those of them that matched a name."""
+
+    renamings: list[Any]
+    converters: list[Any]
+
+    @property
+    def used(self) -> list[Any]:
+        """What ``save_pretrained`` must revert later."""
+        return [rule for rule in (*self.renamings, *self.converters) if rule.was_used()]
+
+
+def is_pretrained_model(module: nn.Module) -> bool:
+    """Whether it is a Transformers model. Imports nothing: without the library there are none."""
+    library = sys.modules.get("transformers.modeling_utils")
+    return library is not None and isinstance(module, library.PreTrainedModel)
+
+
+def is_adapter_model(module: nn.Module) -> bool:
+    """Whether it is a model wrapped by peft. Imports nothing."""
+    library = sys.modules.get("peft.peft_model")
+    return library is not None and isinstance(module, library.PeftModel)
+
+
+def loading_groups(model: nn.Module, names: Iterable[str], state: Mapping[str, Any]) -> tuple[list[Group], Rules]:
+    """Group a checkpoint's tensors by what they become in a model.
+
+    Args:
+        model: Whose rules apply. Any other than a Transformers model takes names as they are.
+        names: Of the checkpoint.
+        state: Names of the model.
+
+    Returns:
+        The groups, whether or not the model knows their targets; and the rules, for ``Rules.used``.
+    """
+    if not is_pretrained_model(model):
+        return [Group(name, [("", name)]) for name in names], Rules([], [])
+    from transformers import conversion_mapping, core_model_loading as library
+
+    rules = _rules(conversion_mapping.get_model_conversion_mapping(model))
+    prefix = model.base_model_prefix
+
+    def target_of(name: str) -> tuple[str, str | None]:
+        target, pattern = library.rename_source_key(name, rules.renamings, rules.converters, prefix, state)
+        if target not in state and name in state:
+            target, pattern = library.rename_source_key(name, [], [], prefix, state)
+        return target, pattern
+
+    return _grouped(model, sorted(names, key=library.dot_natural_key), target_of, rules.converters, str), rules
+
+
+def saving_groups(model: nn.Module, names: Iterable[str]) -> list[Group]:
+    """Group a model's tensors by what they become in a checkpoint; the reverse of ``loading_groups``.
+
+    What the model was loaded from decides the form, as in ``model.save_pretrained``.
+    """
+    if not is_pretrained_model(model):
+        return [Group(name, [("", name)]) for name in names]
+    from transformers import conversion_mapping, core_model_loading as library
+
+    forward = getattr(model, "_weight_conversions", None)
+    if forward is None:
+        # A prefix says how a checkpoint was loaded; this model was not loaded from any.
+        known = conversion_mapping.get_model_conversion_mapping(model, add_legacy=False)
+        forward = [rule for rule in known if not isinstance(rule, library.PrefixChange)]
+    rules = _rules([rule.reverse_transform() for rule in reversed(forward)])
+
+    def rename(name: str) -> str:
+        return library.apply_renamings(name, rules.renamings)
+
+    def target_of(name: str) -> tuple[str, str | None]:
+        target, pattern = library.apply_converters(name, rules.converters)
+        return (rename(name), None) if pattern is None else (target, pattern)
+
+    return _grouped(model, sorted(names, key=library.dot_natural_key), target_of, rules.converters, rename)
+
+
+def remember_used(model: nn.Module, rules: Rules) -> None:
+    """Leave the rules that were used where ``from_pretrained`` leaves them, so that saving reverts them."""
+    if is_pretrained_model(model):
+        model.__dict__["_weight_conversions"] = rules.used
+
+
+def tied_targets(model: nn.Module) -> frozenset[str]:
+    """Names that Transformers ties to another parameter: neither initialised nor saved under this name."""
+    found: set[str] = set()
+    for prefix, module in model.named_modules():
+        if is_pretrained_model(module):
+            found |= {f"{prefix}.{name}" if prefix else name for name in getattr(module, "all_tied_weights_keys", {})}
+    return frozenset(found)
+
+
+def is_ignored(model: nn.Module, name: str, *, when: str) -> bool:
+    """Whether Transformers takes a checkpoint for good although ``name`` is "missing" in it or "unexpected".
+
+    Args:
+        model: Any module.
+        name: In the model's terms.
+        when: "missing" or "unexpected".
+    """
+    patterns = set(getattr(model, f"_keys_to_ignore_on_load_{when}", None) or ())
+    if when == "unexpected" and is_pretrained_model(model):
+        ends = {end for end in _COMPUTED for buffer, _ in model.named_buffers() if buffer.endswith(end)}
+        patterns |= {_COMPUTED[end] for end in ends}
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+# Buffers that checkpoints of older versions hold, and that are computed now.
+_COMPUTED = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
+
+
+def _rules(transforms: Iterable[Any]) -> Rules:
+    from transformers import core_model_loading as library
+
+    transforms = list(transforms)
+    converters = [rule for rule in transforms if isinstance(rule, library.WeightConverter)]
+    return Rules([rule for rule in transforms if isinstance(rule, library.WeightRenaming)], converters)
+
+
+def _grouped(
+    model: nn.Module,
+    names: Iterable[str],
+    target_of: Callable[[str], tuple[str, str | None]],
+    converters: Iterable[Any],
+    rename: Callable[[str], str],
+) -> list[Group]:
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    groups: dict[tuple[str, bool], Group] = {}
+    for name in names:
+        target, pattern = target_of(name)
+        key = target, pattern is None
+        if key not in groups:
+            groups[key] = Group(target, [], by_pattern[pattern], model, rename) if pattern is not None else Group(target)
+        groups[key].sources.append((pattern or "", name))
+    return list(groups.values())

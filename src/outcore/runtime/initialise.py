@@ -1,0 +1,258 @@
+"""First values of a model on the meta device: every module initialises itself, unit by unit, in memory of its own.
+
+[Note: unit by unit] While a unit is initialised, its tensors stand in the model as fresh memory and all others as meta
+tensors, so that modules above and beside it may run their initialisers unchanged: what they write elsewhere goes
+nowhere. The same run with *everything* on meta, before any memory is taken, shows what nobody initialises.
+
+Modules run in the order in which ``PreTrainedModel.initialize_weights`` and module construction go: children first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from outcore.core.errors import ConfigError
+from outcore.runtime.conversions import is_adapter_model, is_pretrained_model, tied_targets
+from outcore.runtime.state_names import Place, places
+
+Initialiser = Callable[[], object]
+
+
+@final
+class Initialisation:
+    """How the tensors of a model come to their first values."""
+
+    def __init__(self, model: nn.Module, tensors: Collection[int]) -> None:
+        """Find an initialiser for every tensor. Allocates nothing and draws no random numbers.
+
+        Args:
+            model: With everything in place.
+            tensors: Ids of the parameters and buffers to initialise; all on the meta device.
+
+        Raises:
+            ConfigError: Nobody initialises one of them, or an initialiser needs values.
+        """
+        self._model, self._tensors = model, frozenset(tensors)
+        self._places = list(places(model))
+        self._used = _places_that_count(model, self._places)
+        self._twins = {id(p.tensor): _like(p.tensor, "meta") for p in self._places}
+        self._order = list(_children_first(model))
+        self._initialisers = dict(_initialisers(model))
+        self._resets: set[int] = set()
+        if self._tensors:
+            self._resets = self._find_resets()
+
+    @torch.no_grad()
+    def run(self, tensors: Collection[int]) -> dict[int, torch.Tensor]:
+        """Initialise some of the tensors.
+
+        Args:
+            tensors: Ids, of those given to the constructor.
+
+        Returns:
+            Id -> value in host memory. The model itself is as before.
+
+        Memory: host, the tensors.
+        """
+        fresh = {id(p.tensor): _like(p.tensor, "cpu") for p in self._places if id(p.tensor) in tensors}
+        made, written = self._run(fresh, self._resets)
+        missed = next((p.name for p in self._places if id(p.tensor) in fresh and id(p.tensor) not in written), None)
+        if missed is not None:
+            raise AssertionError(f"'{missed}' was initialised on meta, but not in memory")
+        return made
+
+    def _find_resets(self) -> set[int]:
+        """Modules that initialise themselves as torch does: their model leaves some of their tensors alone."""
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            fresh = {key: self._twins[key].clone() for key in self._tensors}
+            _, written = self._run(fresh, set())
+            resets = {id(p.module) for p in self._places if id(p.tensor) in self._tensors - written}
+            _, written = self._run(fresh, resets)
+        left = [p for p in self._places if id(p.tensor) in self._tensors - written]
+        if left:
+            what = "buffer" if left[0].is_buffer else "parameter"
+            raise ConfigError(
+                f"expected every tensor on the meta device to be initialised by its module, but {what} '{left[0].name}' of "
+                f"{type(left[0].module).__name__} is not ({len({id(p.tensor) for p in left})} in all); give the module a "
+                "reset_parameters() that sets it, pass weights=, or build the model on the CPU"
+            )
+        return resets
+
+    def _run(self, fresh: Mapping[int, torch.Tensor], resets: Collection[int]) -> tuple[dict[int, torch.Tensor], set[int]]:
+        """Run the initialisers around ``fresh``; return what stands there afterwards, and what was written."""
+        scope = _scope(self._order, fresh)
+        with _standing_in(self._places, self._used, self._twins, fresh), _Writes() as writes:
+            before = {key: _storage(tensor) for key, tensor in fresh.items()}
+            for module in scope:
+                for initialise in self._of(module, resets):
+                    _call(initialise, module)
+            after = {id(p.tensor): _standing(p) for p in self._places if id(p.tensor) in fresh and p.name in self._used}
+        replaced = {key for key, tensor in after.items() if _storage(tensor) != before[key]}
+        return after, replaced | {key for key, storage in before.items() if storage in writes.storages}
+
+    def _of(self, module: nn.Module, resets: Collection[int]) -> Iterator[Initialiser]:
+        reset = _torch_initialiser(module)
+        own = self._initialisers.get(id(module), [])
+        if reset is not None and (not own or id(module) in resets):
+            yield reset
+        yield from own
+
+
+def _initialisers(model: nn.Module) -> Iterator[tuple[int, list[Initialiser]]]:
+    """What libraries do beyond torch: id of a module -> its initialisers, in order."""
+    adapters = _adapter_initialisers(model) if is_adapter_model(model) else {}
+    inside = {id(m) for m in model.modules() if _is_tuner_layer(m) for m in _adapter_modules(m)} if adapters else set()
+    yield from adapters.items()
+
+    def walk(module: nn.Module, owner: Any) -> Iterator[tuple[int, list[Initialiser]]]:
+        owner = module if is_pretrained_model(module) else owner
+        if id(module) in inside:
+            return
+        if owner is not None and id(module) not in adapters:
+            yield id(module), [lambda: owner._init_weights(module)]  # noqa: SLF001 (the hook that models define)
+        for child in module.children():
+            yield from walk(child, owner)
+
+    yield from walk(model, None)
+
+
+def _adapter_initialisers(model: nn.Module) -> dict[int, list[Initialiser]]:
+    from peft.tuners.lora import LoraLayer
+
+    found: dict[int, list[Initialiser]] = {}
+    configs: Mapping[str, Any] = model.peft_config  # type: ignore[assignment]
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer):
+            names = [name for name in configs if name in layer.r]
+            found[id(layer)] = [lambda a=name, m=layer: m.reset_lora_parameters(a, configs[a].init_lora_weights) for name in names]
+    return found
+
+
+def _is_tuner_layer(module: nn.Module) -> bool:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return isinstance(module, BaseTunerLayer)
+
+
+def _adapter_modules(layer: Any) -> Iterator[nn.Module]:
+    """Modules of an adapter inside its layer: the model they were added to does not know them."""
+    base = {id(m) for m in layer.get_base_layer().modules()}
+    return (m for m in layer.modules() if m is not layer and id(m) not in base)
+
+
+def _torch_initialiser(module: nn.Module) -> Initialiser | None:
+    for name in ("reset_parameters", "_reset_parameters"):
+        found = getattr(module, name, None)
+        if callable(found):
+            return found
+    return None
+
+
+def _call(initialise: Initialiser, module: nn.Module) -> None:
+    try:
+        initialise()
+    except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"expected {type(module).__name__} to initialise itself while the rest of the model is on the meta device, but it "
+            f"failed: {error!r}; pass weights=, or build the model on the CPU"
+        ) from error
+
+
+def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+    seen: set[int] = set()
+
+    def walk(module: nn.Module) -> Iterator[nn.Module]:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        for child in module.children():
+            yield from walk(child)
+        yield module
+
+    return walk(module)
+
+
+def _scope(order: Iterable[nn.Module], fresh: Mapping[int, torch.Tensor]) -> list[nn.Module]:
+    """Modules that hold one of the tensors, directly or below. Asked before anything stands in for them."""
+    holding: set[int] = set()
+    scope = []
+    for module in order:
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if any(id(t) in fresh for t in own) or any(id(child) in holding for child in module.children()):
+            holding.add(id(module))
+            scope.append(module)
+    return scope
+
+
+def _places_that_count(model: nn.Module, everything: Iterable[Place]) -> set[str]:
+    """One place per tensor: a tied parameter is initialised by its source, as if tying came afterwards."""
+    targets = tied_targets(model)
+    first: dict[int, str] = {}
+    for place in sorted(everything, key=lambda p: p.name in targets):  # sorting is stable
+        first.setdefault(id(place.tensor), place.name)
+    return set(first.values())
+
+
+@contextmanager
+def _standing_in(
+    everything: Iterable[Place], used: Collection[str], twins: Mapping[int, torch.Tensor], fresh: Mapping[int, torch.Tensor]
+) -> Iterator[None]:
+    everything = list(everything)
+    try:
+        for place in everything:
+            key = id(place.tensor)
+            _slots(place)[place.key] = fresh[key] if key in fresh and place.name in used else twins[key]
+        yield
+    finally:
+        for place in everything:
+            _slots(place)[place.key] = place.tensor
+
+
+def _slots(place: Place) -> dict[str, Any]:
+    found = place.module._buffers if place.is_buffer else place.module._parameters  # noqa: SLF001 (identity must survive)
+    return found  # type: ignore[return-value]
+
+
+def _standing(place: Place) -> torch.Tensor:
+    tensor = _slots(place)[place.key]
+    if not isinstance(tensor, torch.Tensor) or tensor.shape != place.tensor.shape:
+        raise ConfigError(
+            f"expected initialisation to keep the shape {tuple(place.tensor.shape)} of '{place.name}', but "
+            f"{type(place.module).__name__} replaced it; build the model on the CPU"
+        )
+    return tensor.detach()
+
+
+def _like(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata  # noqa: SLF001 (meta tensors have no other identity that views share)
+
+
+class _Writes(TorchDispatchMode):
+    """Notes the storages that operations write to, also through ``.data`` and views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for i, argument in enumerate(func._schema.arguments):  # noqa: SLF001 (what an operation writes stands nowhere else)
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[i] if i < len(args) else kwargs.get(argument.name)
+                for tensor in value if isinstance(value, list | tuple) else [value]:
+                    if isinstance(tensor, torch.Tensor):
+                        self.storages.add(_storage(tensor))
+        return func(*args, **kwargs)

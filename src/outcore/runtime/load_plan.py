@@ -1,0 +1,216 @@
+"""Which tensor of a checkpoint becomes which tensor of a model: settled and checked before any memory is taken.
+
+Reads headers only, except where two tied names both stand in the checkpoint: they must agree.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import final
+
+import torch
+from torch import nn
+
+from outcore.core.errors import ConfigError
+from outcore.memory.weights_file import WeightsDirectory
+from outcore.runtime.conversions import (
+    Group,
+    Rules,
+    is_adapter_model,
+    is_ignored,
+    loading_groups,
+    remember_used,
+    tied_targets,
+)
+from outcore.runtime.state_names import Place, places
+
+_SHOWN = 5
+_ADAPTER_COPY = re.compile(r"\.(original_module|modules_to_save\.[^.]+)\.")
+
+
+@final
+class LoadPlan:
+    """Where every tensor of a model comes from. Made by ``plan_loading``."""
+
+    def __init__(self, model: nn.Module, directory: WeightsDirectory, rules: Rules) -> None:
+        """Start without sources."""
+        self._model, self._directory, self._rules = model, directory, rules
+        self._sources: dict[int, tuple[Group, str]] = {}
+        self._made: tuple[Group, dict[str, torch.Tensor]] | None = None
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the checkpoint has it."""
+        return id(tensor) in self._sources
+
+    def add(self, tensor: torch.Tensor, group: Group, name: str) -> None:
+        """A group of the checkpoint's tensors makes this one."""
+        self._sources[id(tensor)] = group, name
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Read a tensor's value, in the checkpoint's dtype.
+
+        Memory: host, this tensor; where the checkpoint holds it in another form, its whole group, until another is read.
+        """
+        group, name = self._sources[id(tensor)]
+        if group.converter is None:
+            self._made = None
+            return self._directory.read(group.sources[0][1])
+        if self._made is None or self._made[0] is not group:
+            self._made = None
+            self._made = group, group.convert(self._directory.read)
+        return self._made[1][name]
+
+    def finish(self) -> None:
+        """All is read: let go of the last group, and leave what saving must know."""
+        self._made = None
+        remember_used(self._model, self._rules)
+
+
+def plan_loading(model: nn.Module, path: str | Path) -> LoadPlan:
+    """Match a checkpoint directory with a model.
+
+    Names match as ``from_pretrained`` matches them: base-model prefixes, tied weights, renamed and fused tensors.
+    A model wrapped by peft takes its base model's weights; adapters come from elsewhere.
+
+    Args:
+        model: On any device, also meta.
+        path: With ``model.safetensors``, or shards and their index.
+
+    Raises:
+        ConfigError: Tensors are missing, unexpected, of another shape, quantized, or in a form that cannot be converted.
+
+    Memory: host, headers; the two tensors of a tie that stands in the checkpoint twice, while they are compared.
+    """
+    directory = WeightsDirectory.open(path)
+    base, state = _state(model)
+    groups, rules = loading_groups(base, directory.names(), state)
+    plan = LoadPlan(base, directory, rules)
+    loaded: dict[str, Group] = {}
+    unexpected: list[str] = []
+    mismatched: list[str] = []
+    for group in groups:
+        for name, made in _shapes(group, directory).items():
+            if name in state:
+                loaded[name] = group
+                mismatched += _mismatch(name, made, state[name][0])
+            elif not is_ignored(base, name, when="unexpected"):
+                unexpected += [source for _, source in group.sources]
+    _refuse_mismatch(path, mismatched)
+    _assign(plan, state, loaded, tied_targets(base), directory)
+    _refuse_names(path, _missing(base, plan, state), list(dict.fromkeys(unexpected)), directory.names())
+    return plan
+
+
+def _state(model: nn.Module) -> tuple[nn.Module, dict[str, list[Place]]]:
+    """The model that a checkpoint is of, and its tensors by the names that they have there.
+
+    An adapter model wraps the base model's modules, so a base name may have several places.
+    """
+    if not is_adapter_model(model):
+        return model, {p.name: [p] for p in places(model) if p.is_persistent}
+    base = model.get_base_model()  # type: ignore[operator]
+    state: dict[str, list[Place]] = {}
+    adapters = adapter_tensors(model)
+    for place in places(base):
+        is_trained_copy = ".modules_to_save." in f".{place.name}" and not place.tensor.is_meta
+        if place.is_persistent and id(place.tensor) not in adapters and not is_trained_copy:
+            name = _ADAPTER_COPY.sub(".", f".{place.name}").removeprefix(".").replace(".base_layer.", ".")
+            state.setdefault(name, []).append(place)
+    return base, state
+
+
+def _missing(model: nn.Module, plan: LoadPlan, state: Mapping[str, Sequence[Place]]) -> list[str]:
+    """Where a part of the model is on the meta device, the rest has its values on purpose and may keep them."""
+    wanted = {name: ps[0].tensor for name, ps in state.items() if not plan.holds(ps[0].tensor)}
+    if any(p.tensor.is_meta for ps in state.values() for p in ps):
+        wanted = {name: tensor for name, tensor in wanted.items() if tensor.is_meta}
+    return [name for name in wanted if not is_ignored(model, name, when="missing")]
+
+
+def adapter_tensors(model: nn.Module) -> set[int]:
+    """Ids of the tensors that peft added to a model's layers; copies of base modules (``modules_to_save``) are none."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
+    base = {id(p.tensor) for layer in layers for p in places(layer.get_base_layer())}
+    return {id(p.tensor) for layer in layers for p in places(layer)} - base
+
+
+def _shapes(group: Group, directory: WeightsDirectory) -> Mapping[str, torch.Tensor]:
+    """What a group makes, as meta tensors."""
+
+    def read(name: str) -> torch.Tensor:
+        return torch.empty(directory.shape(name), dtype=directory.dtype(name), device="meta")
+
+    try:
+        return group.convert(read)
+    except Exception as error:  # the library's rules raise whatever they like
+        raise ConfigError(
+            f"weights '{directory.path}': expected tensors that can be converted to '{group.target}', but converting "
+            f"'{group.sources[0][1]}' failed: {error!r}; load the model with from_pretrained instead of weights="
+        ) from error
+
+
+def _mismatch(name: str, made: torch.Tensor, place: Place) -> list[str]:
+    if made.shape != place.tensor.shape:
+        return [f"'{name}' has shape {tuple(place.tensor.shape)} in the model and {tuple(made.shape)} in the checkpoint"]
+    if place.tensor.is_floating_point() and (not made.is_floating_point() or made.dtype.itemsize < 2):
+        return [f"'{name}' is {place.tensor.dtype} in the model and quantized ({made.dtype}) in the checkpoint"]
+    return []
+
+
+def _assign(
+    plan: LoadPlan,
+    state: Mapping[str, Sequence[Place]],
+    loaded: Mapping[str, Group],
+    targets: frozenset[str],
+    directory: WeightsDirectory,
+) -> None:
+    # Sources of ties first: what stands under the name of a target is only used if there is nothing else.
+    first: dict[int, str] = {}
+    for name in sorted(loaded, key=lambda name: name in targets):
+        for place in state[name]:
+            known = first.setdefault(id(place.tensor), name)
+            if known == name:
+                plan.add(place.tensor, loaded[name], name)
+            elif not torch.equal(plan.read(place.tensor), _read(loaded[name], name, directory)):
+                raise ConfigError(
+                    f"weights '{directory.path}': expected equal tensors under '{known}' and '{name}', which are one "
+                    "parameter in the model, but they differ; build the model untied (tie_word_embeddings=False)"
+                )
+
+
+def _read(group: Group, name: str, directory: WeightsDirectory) -> torch.Tensor:
+    return group.convert(directory.read)[name]
+
+
+def _refuse_mismatch(path: str | Path, mismatched: Sequence[str]) -> None:
+    if mismatched:
+        raise ConfigError(
+            f"weights '{path}': expected a checkpoint of this model, but {_few(mismatched)}; build the model from the "
+            "checkpoint's own config.json"
+        )
+
+
+def _refuse_names(path: str | Path, missing: Sequence[str], unexpected: Sequence[str], names: Sequence[str]) -> None:
+    if not missing and not unexpected:
+        return
+    parts = [
+        f"{len(found)} of the {where} tensors {what} ({_few(found, quote=repr)})"
+        for found, where, what in (
+            (missing, "model's", "are missing"),
+            (unexpected, f"checkpoint's {len(names)}", "are unexpected"),
+        )
+        if found
+    ]
+    raise ConfigError(
+        f"weights '{path}': expected exactly the tensors of this model, but {' and '.join(parts)}; build the model from "
+        "the checkpoint's own config.json and with the class that it was saved from"
+    )
+
+
+def _few(items: Sequence[str], quote: Callable[[str], str] = str) -> str:
+    shown = ", ".join(quote(item) for item in items[:_SHOWN])
+    return shown if len(items) <= _SHOWN else f"{shown}, and {len(items) - _SHOWN} more"

@@ -1,0 +1,33 @@
+"""Where a model's tensors hang: every place of every parameter and buffer, by the name that ``state_dict`` gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+
+class Place(NamedTuple):
+    """One place of a tensor; a tied tensor has several."""
+
+    name: str
+    module: nn.Module
+    key: str
+    tensor: torch.Tensor
+    is_buffer: bool
+    is_persistent: bool
+
+
+def places(model: nn.Module) -> Iterator[Place]:
+    """Yield all places in the order of ``state_dict``; non-persistent buffers stand among the others."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        for key, param in module._parameters.items():  # noqa: SLF001 (named_parameters drops tied names per module)
+            if param is not None:
+                yield Place(dot + key, module, key, param, is_buffer=False, is_persistent=True)
+        hidden = module._non_persistent_buffers_set  # noqa: SLF001 (torch offers no other way to ask)
+        for key, buffer in module._buffers.items():  # noqa: SLF001
+            if buffer is not None:
+                yield Place(dot + key, module, key, buffer, is_buffer=True, is_persistent=key not in hidden)
