@@ -89,13 +89,17 @@ def _in_module_order(model: nn.Module, found: dict[int, nn.Module]) -> dict[str,
 
 
 def _no_split_classes(model: nn.Module) -> frozenset[str]:
-    """Class names that a Transformers model, or one inside a wrapper, calls indivisible."""
+    """Class names that a Transformers model, also one inside a wrapper, calls indivisible, if several are of the class.
+
+    Single ones are no blocks: BERT lists its embeddings.
+    """
     names: set[str] = set()
+    count = Counter(type(m).__name__ for m in model.modules())
     for module in model.modules():
         listed = getattr(module, "_no_split_modules", None)
         if isinstance(listed, Iterable):
             names.update(n for n in listed if isinstance(n, str))
-    return frozenset(names)
+    return frozenset(n for n in names if count[n] > 1)
 
 
 def _walk_blocks(module: nn.Module, no_split: frozenset[str], found: dict[int, nn.Module], seen: set[int]) -> None:

@@ -24,7 +24,9 @@ def plan_table(model: ModelSpec, plan: Plan, limits: Limits | None = None) -> st
     for tier in TIERS:
         items = [r for r in reservations(model, plan) if r.tier == tier]
         if items or limits is not None:
-            rows.append((tier, "", _total(sum(r.nbytes for r in items), tier, limits)))
+            budget = None if limits is None else _budget(tier, limits)
+            against = "" if budget is None else f"budget {format_bytes(budget)}"
+            rows.append((tier, against, format_bytes(sum(r.nbytes for r in items))))
             rows += _tier_rows(items, [u.name for u in model.units], plan)
     how = f"precision {plan.precision}, prefetch depth {plan.prefetch_depth}, policy {_policies(plan)}"
     return _align(rows) + "\n" + how
@@ -49,8 +51,8 @@ def infeasible_table(
     for tier in TIERS:
         budget, need = _budget(tier, limits), required_bytes[tier]
         verdict = "fits" if need <= (budget or 0) else "too little"
-        against = "none" if budget is None else format_bytes(budget)
-        rows.append((tier, f"need {format_bytes(need)}, budget {against}", verdict))
+        against = "no budget" if budget is None else f"budget {format_bytes(budget)}"
+        rows.append((tier, f"{against}: {verdict}", format_bytes(need)))
         items = [r for r in reservations(model, plan) if r.tier == tier]
         consumers = sorted(_sums(items, plan).items(), key=lambda item: -item[1])[:3]
         rows += [(f"  {label}", "", format_bytes(nbytes)) for label, nbytes in consumers]
@@ -133,11 +135,6 @@ def _policies(plan: Plan) -> str:
 
 def _budget(tier: Tier, limits: Limits) -> int | None:
     return {"device": limits.device_bytes, "host": limits.host_bytes, "disk": limits.disk_bytes}[tier]
-
-
-def _total(nbytes: int, tier: Tier, limits: Limits | None) -> str:
-    budget = None if limits is None else _budget(tier, limits)
-    return format_bytes(nbytes) if budget is None else f"{format_bytes(nbytes)} of {format_bytes(budget)}"
 
 
 def _as_budget(required_bytes: Mapping[Tier, int]) -> str:

@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outcore.core.errors import PlanInfeasibleError
+from outcore.core.quantities import PAGE_BYTES
+from outcore.planning.check import check_plan
+from outcore.planning.placement import place
+from outcore.planning.reservations import reservations, tier_bytes
+from outcore.spec.budget import Limits
+from outcore.spec.plan import TIERS, Plan
+
+from .models import layered, model_specs
+
+MIB = 2**20
+PLENTY = 10**12
+DEVICE_KINDS = (("device", "weights"), ("device", "bucket"))
+
+steps = st.sampled_from([None, 1, 3])
+reserves = st.sampled_from([0, 4096, 12_345])
+sizes = st.one_of(st.just(0), st.integers(0, 64).map(lambda n: n * 32 * 1024), st.integers(0, 100 * MIB))
+
+
+@st.composite
+def limits(draw):
+    return Limits(device_bytes=draw(sizes), host_bytes=draw(sizes), disk_bytes=draw(st.one_of(st.none(), sizes)))
+
+
+def bytes_of(model, plan: Plan, reserve: int = 0) -> dict[str, int]:
+    need = tier_bytes(model, plan)
+    return {**need, "device": need["device"] + reserve}
+
+
+def budget_of(given: Limits) -> dict[str, int]:
+    return {"device": given.device_bytes, "host": given.host_bytes, "disk": given.disk_bytes or 0}
+
+
+def as_limits(required: dict[str, int]) -> Limits:
+    return Limits(device_bytes=required["device"], host_bytes=required["host"], disk_bytes=required["disk"] or None)
+
+
+@settings(deadline=None, max_examples=150)
+@given(model=model_specs(), given_limits=limits(), accumulation_steps=steps, reserve=reserves)
+def test_keeps_to_the_limits_or_says_what_would_do(model, given_limits, accumulation_steps, reserve):
+    options = {"accumulation_steps": accumulation_steps, "activation_reserve_bytes": reserve}
+    try:
+        plan = place(model, given_limits, **options)
+    except PlanInfeasibleError as error:
+        required = error.required_bytes
+        assert any(required[t] > budget_of(given_limits)[t] for t in TIERS)
+        plan = place(model, as_limits(required), **options)
+        given_limits = as_limits(required)
+    assert all(bytes_of(model, plan, reserve)[t] <= budget_of(given_limits)[t] for t in TIERS)
+    assert plan.tier_bytes == tier_bytes(model, plan)
+    check_plan(model, plan, given_limits, activation_reserve_bytes=reserve)
+    assert all(r.nbytes % PAGE_BYTES == 0 for r in reservations(model, plan))
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@settings(deadline=None, max_examples=100)
+@given(model=model_specs(), accumulation_steps=steps, disk=st.booleans(), host=st.booleans(), data=st.data())
+def test_one_page_less_than_required_raises(model, accumulation_steps, disk, host, data):
+    nothing = Limits(device_bytes=0, host_bytes=int(host), disk_bytes=1 if disk else None)
+    try:
+        place(model, nothing, accumulation_steps=accumulation_steps)
+    except PlanInfeasibleError as error:
+        required = error.required_bytes
+    else:
+        assert not any(p.numel for u in model.units for p in u.params)
+        return
+    tier = data.draw(st.sampled_from([t for t in TIERS if required[t]]))
+    less = dataclasses.replace(as_limits(required), **{f"{tier}_bytes": required[tier] - PAGE_BYTES})
+    with pytest.raises(PlanInfeasibleError):
+        place(model, less, accumulation_steps=accumulation_steps)
+
+
+@settings(deadline=None, max_examples=100)
+@given(model=model_specs(), given_limits=limits(), more=limits(), accumulation_steps=steps)
+def test_more_budget_is_never_refused_where_less_was_enough(model, given_limits, more, accumulation_steps):
+    try:
+        place(model, given_limits, accumulation_steps=accumulation_steps)
+    except PlanInfeasibleError:
+        return
+    has_disk = given_limits.disk_bytes is not None or more.disk_bytes is not None
+    larger = Limits(
+        device_bytes=given_limits.device_bytes + more.device_bytes,
+        host_bytes=given_limits.host_bytes + more.host_bytes,
+        disk_bytes=(given_limits.disk_bytes or 0) + (more.disk_bytes or 0) if has_disk else None,
+    )
+    place(model, larger, accumulation_steps=accumulation_steps)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "pure_bf16"])
+def test_more_device_memory_never_means_less_on_the_device(precision):
+    model = layered(7, precision=precision)
+    before = (-1, -1, -1, -1)
+    for device_mib in range(2, 120):
+        limits = Limits(device_bytes=device_mib * MIB, host_bytes=PLENTY, disk_bytes=None)
+        try:
+            plan = place(model, limits)
+        except PlanInfeasibleError:
+            assert before == (-1, -1, -1, -1)
+            continue
+        slots = {p.kind: p.num_slots for p in plan.pools if p.tier == "device"}
+        resident = sum(u.weights == "device" for u in plan.units)
+        updated = sum(u.states == "device" for u in plan.units)
+        fetched = len(plan.units) - resident
+        # Enough slots for every unit that is fetched counts as all the slots one could want.
+        depth = 3 if slots.get("weights", 0) >= fetched else slots["weights"]
+        buckets = 2 if updated == len(plan.units) else slots["bucket"]
+        now = (depth, buckets, resident, updated)
+        assert now >= before
+        before = now
+    assert before == (3, 2, 8, 8)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "pure_bf16"])
+def test_first_units_first(precision):
+    model = layered(9, precision=precision)
+    for device, host in [(4, 20), (6, 40), (9, 60), (40, 10), (60, 60)]:
+        plan = place(model, Limits(device_bytes=device * MIB, host_bytes=host * MIB, disk_bytes=PLENTY))
+        for kind in ("weights", "gradients", "states"):
+            homes = [TIERS.index(getattr(u, kind)) for u in plan.units]
+            assert homes == sorted(homes)
+        updated = [u.states == "device" for u in plan.units]
+        assert not any(updated) or all(u.weights == "device" for u in plan.units)
+
+
+def test_all_on_the_device_takes_no_slots_but_one_bucket_and_scratch():
+    model = layered(4)
+    plan = place(model, Limits(device_bytes=PLENTY, host_bytes=0, disk_bytes=None))
+    assert {(u.weights, u.gradients, u.states) for u in plan.units} == {("device", "device", "device")}
+    assert [(p.tier, p.kind, p.num_slots) for p in plan.pools] == [("device", "bucket", 1), ("device", "scratch", 1)]
+    assert plan.prefetch_depth == 0
+    assert plan.tier_bytes["host"] == plan.tier_bytes["disk"] == 0
+    exactly = Limits(device_bytes=plan.tier_bytes["device"], host_bytes=0, disk_bytes=None)
+    assert place(model, exactly) == plan
+
+
+def test_without_a_host_budget_the_device_must_hold_all():
+    model = layered(4)
+    with pytest.raises(PlanInfeasibleError) as caught:
+        place(model, Limits(device_bytes=MIB, host_bytes=0, disk_bytes=None))
+    whole = place(model, Limits(device_bytes=PLENTY, host_bytes=0, disk_bytes=None))
+    assert caught.value.required_bytes == {"device": whole.tier_bytes["device"], "host": 0, "disk": 0}
+
+
+def test_bytes_in_closed_form():
+    # 12 layers of 400_000: 2 B of weights each, and 4 B each of gradient, master, exp_avg, exp_avg_sq.
+    model = layered(12)
+    assert model.units[1].weight_bytes == 196 * PAGE_BYTES
+    weights, update = model.units[1].weight_bytes, model.units[1].update_bytes
+    root_weights, root_update = model.units[0].weight_bytes, model.units[0].update_bytes
+    plan = place(model, Limits(device_bytes=root_weights + 5 * weights, host_bytes=PLENTY, disk_bytes=None))
+    assert plan.prefetch_depth == 2
+    assert plan.tier_bytes == {
+        "device": root_weights + 5 * weights,  # three slots and two buckets
+        "host": 12 * weights + 4 * (12 * update + root_update) + root_weights + 2 * weights,
+        "disk": 0,
+    }
+
+
+def test_one_large_unit_does_not_inflate_every_slot():
+    model = layered(12)
+    big = dataclasses.replace(layered(1, layer=4_000_000).units[1], name="model.embed")
+    model = dataclasses.replace(model, units=(*model.units, big))
+    plan = place(model, Limits(device_bytes=20 * MIB, host_bytes=PLENTY, disk_bytes=None))
+    layer = model.units[1]
+    slots = {k: [(p.slot_bytes, p.num_slots) for p in plan.pools if (p.tier, p.kind) == k] for k in DEVICE_KINDS}
+    assert slots["device", "weights"] == [(big.weight_bytes, 1), (layer.weight_bytes, 3)]
+    assert slots["device", "bucket"] == [(big.trainable_bytes, 1), (layer.trainable_bytes, 2)]
+
+
+def test_activation_reserve_counts_against_the_device():
+    model = layered(4)
+    whole = place(model, Limits(device_bytes=PLENTY, host_bytes=PLENTY, disk_bytes=None)).tier_bytes["device"]
+    tight = Limits(device_bytes=whole, host_bytes=PLENTY, disk_bytes=None)
+    assert place(model, tight, activation_reserve_bytes=MIB).tier_bytes["device"] <= whole - MIB
+
+
+def test_policy_is_that_of_all_units_but_the_root():
+    plan = place(layered(2), Limits(device_bytes=PLENTY, host_bytes=0, disk_bytes=None), policy="keep")
+    assert [u.policy for u in plan.units] == ["keep"] * 3
+    plan = place(layered(2), Limits(device_bytes=PLENTY, host_bytes=0, disk_bytes=None))
+    assert [u.policy for u in plan.units] == ["keep", "recompute", "recompute"]
+
+
+def test_a_promise_of_one_micro_batch_needs_no_landing_slots():
+    limits = Limits(device_bytes=8 * MIB, host_bytes=PLENTY, disk_bytes=None)
+    kinds = {p.kind for p in place(layered(4), limits, accumulation_steps=1).pools}
+    assert "landing" not in kinds
+    assert "landing" in {p.kind for p in place(layered(4), limits, accumulation_steps=2).pools}
+
+
+def test_message_names_need_budget_and_consumers():
+    limits = Limits(device_bytes=MIB, host_bytes=3 * MIB, disk_bytes=30 * MIB)
+    with pytest.raises(PlanInfeasibleError) as caught:
+        place(layered(4), limits, activation_reserve_bytes=MIB)
+    required = caught.value.required_bytes
+    assert str(caught.value) == (
+        "expected a plan within the budget, but no placement fits; the least that would do is:\n"
+        "device                    budget 1.00 MiB: too little    2.63 MiB\n"
+        "  slots for weights                                    784.00 KiB\n"
+        "  slots for bucket                                     784.00 KiB\n"
+        "  weights of the root                                  100.00 KiB\n"
+        "  activations (reserved)                                 1.00 MiB\n"
+        "host                      budget 3.00 MiB: too little    8.41 MiB\n"
+        "  slots for states                                       4.58 MiB\n"
+        "  slots for gradients                                    1.53 MiB\n"
+        "  slots for weights                                    784.00 KiB\n"
+        "disk                      budget 30.00 MiB: fits        28.27 MiB\n"
+        "  states of the units                                   18.33 MiB\n"
+        "  gradients of the units                                 6.11 MiB\n"
+        "  weights of the units                                   3.06 MiB\n"
+        f"give Budget(device={required['device']}, host={required['host']}, disk=..., "
+        f"disk_bytes={required['disk']}) or more, or train a smaller model or with smaller units"
+    )

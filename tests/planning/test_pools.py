@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import pytest
+
+from outcore.planning.pools import LEAST, SCRATCH_BYTES, Comfort, pools_for
+from outcore.spec.model import ModelSpec
+from outcore.spec.plan import UnitPlan
+
+from .models import unit
+
+GENEROUS = Comfort(prefetch_depth=2, num_buckets=2, max_slots_host=3)
+
+
+def pools(model, homes, *, steps=None, comfort=GENEROUS):
+    """{(tier, kind): [(slot bytes, slots)]} for homes written as 'weights gradients states' per unit."""
+    units = []
+    for spec, text in zip(model.units, homes, strict=True):
+        weights, gradients, states = text.split()
+        units.append(UnitPlan(name=spec.name, weights=weights, gradients=gradients, states=states))
+    found: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    for pool in pools_for(model, units, steps, comfort):
+        found.setdefault((pool.tier, pool.kind), []).append((pool.slot_bytes, pool.num_slots))
+    return found
+
+
+def model(*layers, root=0, precision="bf16"):
+    units = (unit("", root), *(unit(f"l.{i}", n) for i, n in enumerate(layers)))
+    return ModelSpec(units=units, state_names=("exp_avg", "exp_avg_sq"), precision=precision)
+
+
+M = 2048  # elements in a page of bf16 weights; two pages of update
+
+
+def test_all_resident():
+    needed = pools(model(M, M, root=M), ["device device device"] * 3)
+    assert needed == {("device", "bucket"): [(4096, 1)], ("device", "scratch"): [(SCRATCH_BYTES, 1)]}
+
+
+def test_all_on_the_host():
+    needed = pools(model(M, M, M, M), ["device host host", *["host host host"] * 4])
+    assert needed == {
+        ("device", "weights"): [(4096, 3)],
+        ("device", "bucket"): [(4096, 2)],
+        ("host", "landing"): [(4096, 2)],
+    }
+
+
+def test_all_on_disk():
+    needed = pools(model(M, M, M, M), ["device host host", *["disk disk disk"] * 4])
+    assert needed == {
+        ("device", "weights"): [(4096, 3)],
+        ("device", "bucket"): [(4096, 2)],
+        ("host", "weights"): [(4096, 3)],
+        ("host", "new_weights"): [(4096, 2)],
+        ("host", "states"): [(3 * 8192, 3)],  # master, exp_avg, exp_avg_sq
+        ("host", "gradients"): [(8192, 2)],
+        ("host", "landing"): [(4096, 2)],
+    }
+
+
+def test_least_is_one_slot_of_the_largest_size():
+    homes = ["device disk disk", "disk disk disk", "disk disk disk"]
+    needed = pools(model(M, 5 * M, root=9 * M), homes, comfort=LEAST)
+    assert needed["device", "weights"] == needed["device", "bucket"] == [(5 * 4096, 1)]  # not the root
+    assert needed["host", "states"] == [(9 * 3 * 8192, 1)]  # the root too
+    assert all(len(slots) == 1 for slots in needed.values())
+
+
+def test_host_gradients_land_unless_one_micro_batch_was_promised():
+    homes = ["device host host", "device host host", "device disk disk"]
+    needed = pools(model(M, 2 * M, root=3 * M), homes, steps=1, comfort=LEAST)
+    assert needed["host", "landing"] == [(2 * 4096, 1)]  # only where disk is the home
+    needed = pools(model(M, 2 * M, root=3 * M), homes, steps=2, comfort=LEAST)
+    assert needed["host", "landing"] == [(3 * 4096, 1)]
+
+
+def test_gradients_on_the_device_with_states_elsewhere_pass_through_the_host():
+    needed = pools(model(M), ["device device host", "device device host"])
+    assert needed == {
+        ("device", "bucket"): [(4096, 1)],
+        ("host", "new_weights"): [(4096, 1)],
+        ("host", "gradients"): [(8192, 1)],
+    }
+
+
+def test_frozen_units_need_weight_slots_only():
+    frozen = ModelSpec(units=(unit("", 0, 7), unit("l.0", 0, M)), state_names=("a",), precision="fp32")
+    needed = pools(frozen, ["device device device", "disk disk disk"])
+    assert needed == {("device", "weights"): [(4096, 1)], ("host", "weights"): [(4096, 1)]}
+
+
+@pytest.mark.parametrize(
+    ("layers", "slots"),
+    [
+        ((M, M, M, M), [(4096, 3)]),
+        ((M, M), [(4096, 2)]),  # never more slots than units
+        ((9 * M, M, M, M), [(9 * 4096, 1), (4096, 3)]),
+        ((9 * M, 9 * M, M, M, M), [(9 * 4096, 2), (4096, 3)]),
+        ((3 * M, 2 * M, 2 * M, 2 * M), [(3 * 4096, 3)]),  # cut at 1.5: both take 9 pages, then one pool it is
+        ((4 * M, 2 * M, 2 * M, 2 * M), [(4 * 4096, 1), (2 * 4096, 3)]),
+    ],
+)
+def test_pools_are_cut_by_size_where_that_saves_memory(layers, slots):
+    homes = ["device host host"] + ["host host host"] * len(layers)
+    assert pools(model(*layers), homes)["device", "weights"] == slots
