@@ -14,21 +14,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from measuring import context, spread
 
 from outcore.core.quantities import parse_bytes
 from outcore.memory.disk import DEFAULT_NUM_THREADS, DiskStore, Extent
 from outcore.memory.host import HostMemory
-from outcore.memory.limits import usable_cores
 
 DEPTHS = (1, 2, 4, 8, 16, 32, 64)
 GOAL_FRACTION = 0.9
@@ -106,25 +104,17 @@ def _compare(store: Callable[[], float], fio: Fio | None, repetitions: int) -> d
         store_rates.append(store())
         if fio is not None:
             fio_rates.append(fio.run(fio.depth))
-    result: dict[str, object] = {"store": _spread(store_rates)}
+    result: dict[str, object] = {"store_bytes_per_s": spread(store_rates)}
     if fio is None:
         return result | {"fio": "not found on PATH: apt-get install fio"}
     ratio = statistics.median(store_rates) / statistics.median(fio_rates)
     return result | {
-        "fio": _spread(fio_rates) | {"engine": fio.engine, "iodepth": fio.depth},
+        "fio_bytes_per_s": spread(fio_rates),
+        "fio_settings": {"engine": fio.engine, "iodepth": fio.depth},
         "fio_sweep_bytes_per_s": fio.sweep,
         "store_over_fio": ratio,
-        "store_over_fio_by_pair": [a / b for a, b in zip(store_rates, fio_rates, strict=True)],
+        "store_over_fio_by_pair": spread([a / b for a, b in zip(store_rates, fio_rates, strict=True)]),
         "meets_goal": ratio >= GOAL_FRACTION,
-    }
-
-
-def _spread(rates: Sequence[float]) -> dict[str, object]:
-    return {
-        "median_bytes_per_s": statistics.median(rates),
-        "min_bytes_per_s": min(rates),
-        "max_bytes_per_s": max(rates),
-        "all_bytes_per_s": list(rates),
     }
 
 
@@ -132,33 +122,17 @@ def _report(args: argparse.Namespace, nbytes: int, extent_bytes: int, *, is_dire
     fio = shutil.which("fio")
     return {
         "benchmark": "disk_io",
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "goal_store_over_fio": GOAL_FRACTION,
         "nbytes": nbytes,
         "extent_bytes": extent_bytes,
         "num_threads": args.num_threads,
         "repetitions": args.repetitions,
         "direct_io": is_direct,
-        "hardware": {
-            "cpu": _first("/proc/cpuinfo", "model name"),
-            "cores": usable_cores(),
-            "memory": _first("/proc/meminfo", "MemTotal"),
-            "filesystem": _output("findmnt", "-no", "FSTYPE,SOURCE", "--target", str(args.folder)),
-            "drives": _output("lsblk", "-dno", "NAME,MODEL,SIZE,ROTA"),
-        },
-        "versions": {
-            "commit": _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "kernel": platform.release(),
-            "fio": _output("fio", "--version") if fio else None,
-        },
+        "filesystem": _output("findmnt", "-no", "FSTYPE,SOURCE", "--target", str(args.folder)),
+        "drives": _output("lsblk", "-dno", "NAME,MODEL,SIZE,ROTA"),
+        "fio_version": _output("fio", "--version") if fio else None,
+        **context(),
     }
-
-
-def _first(path: str, key: str) -> str:
-    lines = [line for line in Path(path).read_text().splitlines() if line.startswith(key)]
-    return lines[0].partition(":")[2].strip() if lines else "unknown"
 
 
 def _output(*command: str) -> str:

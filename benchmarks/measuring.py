@@ -17,8 +17,10 @@ from outcore.memory.limits import usable_cores
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, extremes and number of repetitions."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values), "repetitions": len(values)}
+    """Median, quartiles, extremes and number of repetitions."""
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    numbers = {"median": median, "quartile_1": low, "quartile_3": high, "min": min(values), "max": max(values)}
+    return {name: float(f"{value:.4g}") for name, value in numbers.items()} | {"repetitions": len(values)}
 
 
 def context(*packages: str) -> dict[str, object]:
@@ -38,7 +40,9 @@ def hardware() -> dict[str, object]:
         "cpu": _field("/proc/cpuinfo", "model name"),
         "cores": usable_cores(),
         "memory_bytes": memory,
+        "simd": torch.backends.cpu.get_cpu_capability(),
         "kernel": platform.release(),
+        "load_average_at_end": os.getloadavg()[0],
     }
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)

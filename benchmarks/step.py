@@ -38,7 +38,9 @@ HYPER = {"lr": 1e-4, "weight_decay": 0.01}
 class Contestant:
     """A training loop that can be driven step by step."""
 
-    def __init__(self, name: str, step: Callable[[], None], drain: Callable[[], None], exposed: Callable[[], dict[str, float]]) -> None:
+    def __init__(
+        self, name: str, step: Callable[[], None], drain: Callable[[], None], exposed: Callable[[], dict[str, float]]
+    ) -> None:
         """Keep what the turns need."""
         self.name, self.step, self.drain, self.exposed = name, step, drain, exposed
         self.seconds: list[float] = []
@@ -80,7 +82,9 @@ def plain(model: LlamaForCausalLM, batch: dict[str, torch.Tensor]) -> Contestant
     return Contestant("plain", step, synchronize, dict)
 
 
-def streamed(name: Tier, model: LlamaForCausalLM, batch: dict[str, torch.Tensor], disk: Path, device: str) -> Contestant:
+def streamed(
+    name: Tier, model: LlamaForCausalLM, batch: dict[str, torch.Tensor], disk: Path, device: str
+) -> Contestant:
     """outcore with everything but the root's weights on one tier; on the disk plan gradients pass through the host."""
     optimizer = torch.optim.AdamW(model.parameters(), **HYPER)
     budget = outcore.Budget(disk=disk)
@@ -101,17 +105,20 @@ def plan_for(model: ModelSpec, tier: Tier) -> Plan:
     """All units on one tier."""
     gradients: Tier = "host" if tier == "disk" else tier
     units = tuple(
-        UnitPlan(name=u.name, weights=tier if u.name else "device", gradients=gradients, states=tier) for u in model.units
+        UnitPlan(name=u.name, weights=tier if u.name else "device", gradients=gradients, states=tier)
+        for u in model.units
     )
     pools = pools_for(model, units, 1, COMFORT)
-    return Plan(precision=model.precision, units=units, pools=pools, prefetch_depth=COMFORT.prefetch_depth, accumulation_steps=1)
+    return Plan(
+        precision=model.precision, units=units, pools=pools, prefetch_depth=COMFORT.prefetch_depth, accumulation_steps=1
+    )
 
 
 def deepspeed(model: LlamaForCausalLM, batch: dict[str, torch.Tensor]) -> Contestant | str:
     """ZeRO-3 with parameters and optimizer on the CPU, or why not."""
     try:
         import deepspeed as engine_of
-    except Exception as error:  # noqa: BLE001 (importing it builds things: anything may fail, and none of it is ours)
+    except Exception as error:
         return f"not run: {type(error).__name__}: {error}"
     offload = {"device": "cpu", "pin_memory": True}
     config: dict[str, Any] = {
@@ -167,7 +174,9 @@ def main() -> None:
     parser.add_argument("--disk", type=Path, default=Path(), help="folder of the disk tier")
     args = parser.parse_args()
     model = build(args)
-    tokens = torch.randint(args.vocabulary, (args.batch_size, args.seq_len), generator=torch.Generator().manual_seed(0)).to(args.device)
+    tokens = torch.randint(
+        args.vocabulary, (args.batch_size, args.seq_len), generator=torch.Generator().manual_seed(0)
+    ).to(args.device)
     batch = {"input_ids": tokens, "labels": tokens}
     contestants = [plain(copy.deepcopy(model).to(args.device), batch)]
     contestants += [streamed(name, copy.deepcopy(model), batch, args.disk, args.device) for name in args.plans]
@@ -186,7 +195,10 @@ def main() -> None:
         }
         for c in contestants
     }
-    shape = {"parameters": sum(p.numel() for p in model.parameters()), "tokens_per_step": args.batch_size * args.seq_len}
+    shape = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "tokens_per_step": args.batch_size * args.seq_len,
+    }
     print(json.dumps({"benchmark": "step", **shape, "results": results, "skipped": skipped, **context("transformers")}))
 
 

@@ -3,18 +3,24 @@
 A plan decides where bytes live and when they move; it never changes the result. Start at ``prepare``.
 """
 
-from outcore.api import close, gathered, named_tensors, prepare, save_pretrained
-from outcore.core.errors import (
-    AbsentParameterError,
-    ConfigError,
-    DiskError,
-    MemoryBudgetError,
-    OutcoreError,
-    PlanInfeasibleError,
-    UnsupportedError,
-)
-from outcore.spec.budget import Budget
-from outcore.spec.plan import Plan
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from outcore.api import close, gathered, named_tensors, prepare, save_pretrained
+    from outcore.core.errors import (
+        AbsentParameterError,
+        ConfigError,
+        DiskError,
+        MemoryBudgetError,
+        OutcoreError,
+        PlanInfeasibleError,
+        UnsupportedError,
+    )
+    from outcore.spec.budget import Budget
+    from outcore.spec.plan import Plan
 
 __all__ = [
     "AbsentParameterError",
@@ -32,3 +38,17 @@ __all__ = [
     "prepare",
     "save_pretrained",
 ]
+
+_HOMES = {"Budget": "outcore.spec.budget", "Plan": "outcore.spec.plan"}
+
+
+def __getattr__(name: str) -> object:
+    """Import on first use, so that ``outcore --help`` does not wait for torch."""
+    if name not in __all__:
+        raise AttributeError(f"module 'outcore' has no attribute '{name}'")
+    home = _HOMES.get(name) or ("outcore.core.errors" if name.endswith("Error") else "outcore.api")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -12,21 +12,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.core.errors import ConfigError
 from outcore.memory.limits import disk_free_bytes, host_free_bytes
 from outcore.planning.check import check_plan
 from outcore.planning.partition import Partition, partition
 from outcore.planning.placement import place
 from outcore.runtime.device import Device, open_device
 from outcore.runtime.engine import Engine, Promises
+from outcore.runtime.export import save_model, stream_tensors
 from outcore.runtime.faults import Faults
-from outcore.runtime.fill import Values
+from outcore.runtime.first_values import FirstValues
 from outcore.runtime.gather import gathered_units
 from outcore.runtime.module_guard import attachment_of
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.runtime.race import RaceChecker
 from outcore.runtime.rules import rule_for
-from outcore.runtime.unit import Unit
 from outcore.spec.budget import Budget, Limits
 from outcore.spec.model import Precision
 from outcore.spec.plan import Plan
@@ -114,6 +114,7 @@ def close(model: nn.Module) -> None:
     attachment = attachment_of(model)
     if attachment is not None:
         attachment.engine.close()
+        _CLOSED.add(model)
     elif model not in _CLOSED:
         raise ConfigError(f"close: expected a model that outcore.prepare() returned, but got a {type(model).__name__} that is not prepared")
 
@@ -151,14 +152,26 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     Raises:
         ConfigError: Not a prepared model.
     """
-    engine = _engine_of(model, "named_tensors")
-    for name, param in model.named_parameters():
-        unit, index = engine.places[id(param)]
-        yield name, engine.access.read_weight(unit, index)
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:  # noqa: SLF001 (torch offers no other way to ask)
-                yield f"{prefix}.{name}" if prefix else name, buffer.detach().to("cpu", copy=True)
+    return stream_tensors(_engine_of(model, "named_tensors"))
+
+
+def save_pretrained(model: nn.Module, directory: str | Path) -> None:
+    """Save a prepared model so that ``from_pretrained`` loads it; of a model with adapters, the adapters alone.
+
+    Any other module is saved as ``model.safetensors`` under the names of its ``state_dict``, tied ones once.
+
+    Args:
+        model: Prepared. Updates that are under way are waited for.
+        directory: Made if missing; an older save there is replaced, file by file.
+
+    Raises:
+        ConfigError: Not a prepared model, or a directory that is a file.
+        UnsupportedError: A module brings its own way of saving.
+        DiskError: The directory cannot be written.
+
+    Memory: host, one tensor at a time.
+    """
+    save_model(_engine_of(model, "save_pretrained"), directory)
 
 
 _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -186,6 +199,7 @@ def _prepare(
         model.requires_grad_(requires_grad=False)
     state_names = rule.state_names(optimizer.param_groups) if rule is not None and optimizer is not None else ()
     cut = partition(model, units=options.units, state_names=state_names, precision=options.precision)
+    first_values = FirstValues(model, options.weights)
     device = open_device(options.device, faults, race_checker)
     try:
         plan = _choose_plan(cut, options, device)
@@ -193,10 +207,15 @@ def _prepare(
         device.close()
         raise
     engine = Engine(
-        cut, plan, device, [Path(p) for p in options.budget.paths], rule, Promises(accumulation_steps=options.accumulation_steps, clipping=options.clipping)
+        cut, plan, device, [Path(p) for p in options.budget.paths], rule, Promises(accumulation_steps=plan.accumulation_steps, clipping=options.clipping)
     )
     _switch_off_checkpointing(model)
-    engine.attach(_first_values)
+    try:
+        first_values.take_over(engine.device.torch_device)
+        engine.attach(first_values.of)
+    except BaseException:
+        engine.close()
+        raise
     _ENGINES.add(engine)
     return Prepared(model, None if optimizer is None else StreamedOptimizer(engine, optimizer))
 
@@ -226,12 +245,18 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
 
 
 def _choose_plan(cut: Partition, options: _Options, device: Device) -> Plan:
-    reserve = 0 if device.kind == "cpu" else int(_ACTIVATION_SHARE * (options.budget.device or device.memory_bytes()))
-    if options.plan is not None:
-        check_plan(cut.spec, options.plan)
-        return options.plan
     limits = _limits(options.budget, device)
-    return place(cut.spec, limits, accumulation_steps=options.accumulation_steps, activation_reserve_bytes=reserve)
+    if options.plan is None:
+        reserve = 0 if device.kind == "cpu" else int(_ACTIVATION_SHARE * limits.device_bytes)
+        return place(cut.spec, limits, accumulation_steps=options.accumulation_steps, activation_reserve_bytes=reserve)
+    promised, given = options.plan.accumulation_steps, options.accumulation_steps
+    if given is not None and promised != given:
+        raise ConfigError(
+            f"prepare: expected the accumulation_steps that the plan was made for ({promised}), but got {given}; leave it out, or make "
+            "the plan again"
+        )
+    check_plan(cut.spec, options.plan, limits)
+    return options.plan
 
 
 def _limits(budget: Budget, device: Device) -> Limits:
@@ -243,10 +268,6 @@ def _limits(budget: Budget, device: Device) -> Limits:
     if budget.disk is not None and disk_bytes is None:
         disk_bytes = sum(disk_free_bytes(Path(p)) for p in budget.paths)
     return Limits(device_bytes=device_bytes, host_bytes=host_bytes, disk_bytes=disk_bytes)
-
-
-def _first_values(unit: Unit) -> Values:
-    return lambda index: unit.params[index].data
 
 
 def _switch_off_checkpointing(model: nn.Module) -> None:
@@ -265,8 +286,3 @@ def _engine_of(model: nn.Module, what: str) -> Engine:
     if attachment is None:
         raise ConfigError(f"{what}: expected a model that outcore.prepare() returned, but got a {type(model).__name__} that is not prepared")
     return attachment.engine
-
-
-def save_pretrained(model: nn.Module, directory: str | Path) -> None:
-    """Save a prepared model in Hugging Face's format."""
-    raise UnsupportedError("not written yet")

@@ -33,7 +33,9 @@ M = 2048  # elements in a page of bf16 weights; two pages of update
 
 def test_all_resident():
     needed = pools(model(M, M, root=M), ["device device device"] * 3)
-    assert needed == {("device", "bucket"): [(4096, 1)], ("device", "scratch"): [(SCRATCH_BYTES, 1)]}
+    assert needed == {("device", "scratch"): [(8192, 1)]}  # no more than the largest update
+    large = pools(model(SCRATCH_BYTES, root=M), ["device device device"] * 2)
+    assert large == {("device", "scratch"): [(SCRATCH_BYTES, 1)]}
 
 
 def test_all_on_the_host():
@@ -76,11 +78,7 @@ def test_host_gradients_land_unless_one_micro_batch_was_promised():
 
 def test_gradients_on_the_device_with_states_elsewhere_pass_through_the_host():
     needed = pools(model(M), ["device device host", "device device host"])
-    assert needed == {
-        ("device", "bucket"): [(4096, 1)],
-        ("host", "new_weights"): [(4096, 1)],
-        ("host", "gradients"): [(8192, 1)],
-    }
+    assert needed == {("host", "new_weights"): [(4096, 1)], ("host", "gradients"): [(8192, 1)]}
 
 
 def test_frozen_units_need_weight_slots_only():

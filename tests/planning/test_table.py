@@ -49,7 +49,7 @@ def test_all_on_the_device_without_limits():
 
 
 ALL_DEVICE = """
-device                                    31.41 MiB
+device                                    16.17 MiB
   weights    root                        100.00 KiB
   weights    model.layers.0-1 (2 units)    1.53 MiB
   weights    encoder.0                     8.00 KiB
@@ -60,8 +60,7 @@ device                                    31.41 MiB
   states     model.layers.0-1 (2 units)    9.16 MiB
   states     encoder.0                    12.00 KiB
   buffers    all units                     4.00 KiB
-  slots      bucket, 1 x 784.00 KiB      784.00 KiB
-  slots      scratch, 1 x 16.00 MiB       16.00 MiB
+  slots      scratch, 1 x 1.53 MiB         1.53 MiB
 precision bf16, prefetch depth 0, policy keep
 """
 

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import cast
 
 import torch
 from rich.console import Console
@@ -18,10 +19,11 @@ from transformers import LlamaForCausalLM
 import outcore
 from outcore.cli import plain_loop
 from outcore.cli.progress import StepReport, follow
-from outcore.core.errors import ConfigError, DiskError
+from outcore.core.errors import ConfigError, DiskError, UnsupportedError
 from outcore.core.quantities import format_bytes
 from outcore.memory.disk import DiskStore
 from outcore.planning.table import plan_table
+from outcore.runtime.optimizer import StreamedOptimizer
 
 STATE_BYTES = 18  # per parameter: 2 bf16 weight, 4 accumulated gradient, 12 master weights and two moments
 DEVICE_FRACTION, HOST_FRACTION = 0.1, 0.85  # of all training state; what does not fit goes to disk
@@ -44,10 +46,14 @@ def run_demo(*, steps: int, device: str | None, folder: Path | None) -> bool:
     Raises:
         ConfigError: The folder or the device cannot be used.
     """
+    # Kernels this small gain little from a second thread, and lose much when an update or another program has its core.
+    torch.set_num_threads(1)
     console = Console(highlight=False)
-    folder = folder or _disk_folder()
+    folder = _disk_folder(folder)
     text = plain_loop.corpus()
-    console.print(f"Corpus: {len(text):,} bytes of Python's standard library. Disk tier: {escape(str(folder))}", soft_wrap=True)
+    console.print(
+        f"Corpus: {len(text):,} bytes of Python's standard library. Disk tier: {escape(str(folder))}", soft_wrap=True
+    )
     _train(console, text, steps=steps, device=device, folder=folder)
     comparison = _compare(text, folder)
     console.print(f"\n[bold]Does it equal the plain loop?[/bold] {comparison}", soft_wrap=True)
@@ -73,9 +79,10 @@ def _train(console: Console, text: torch.Tensor, *, steps: int, device: str | No
         console.print(f"Moved per lane: {', '.join(moved)}", soft_wrap=True)
 
 
-def _prepared(
-    device: str | None, folder: Path
-) -> AbstractContextManager[tuple[torch.nn.Module, torch.optim.Optimizer]]:
+Pair = tuple[LlamaForCausalLM, StreamedOptimizer]
+
+
+def _prepared(device: str | None, folder: Path) -> AbstractContextManager[Pair]:
     """The demo's model with budgets that force every tier into use."""
     model = plain_loop.build(seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=plain_loop.LR)
@@ -84,29 +91,32 @@ def _prepared(
         device=int(DEVICE_FRACTION * total_bytes), host=int(HOST_FRACTION * total_bytes), disk=folder
     )
     try:
-        return outcore.prepare(model, optimizer, budget=budget, precision="bf16", device=device)
-    except DiskError as error:  # nothing has run yet: the folder was a wrong choice
+        pair = outcore.prepare(model, optimizer, budget=budget, precision="bf16", device=device)
+    except (DiskError, UnsupportedError) as error:  # nothing has run yet: folder or device were a wrong choice
         raise ConfigError(str(error)) from error
+    return cast("AbstractContextManager[Pair]", pair)  # there is no optimizer only where none was given
 
 
-def _disk_folder() -> Path:
-    """The first of a few folders that can serve the disk tier; the temporary one is in memory on many machines."""
+def _disk_folder(wanted: Path | None) -> Path:
+    """The folder that was asked for, or the first of a few that can serve the disk tier.
+
+    Not only the temporary one: it is in memory on many machines.
+    """
+    usual = (Path.cwd(), Path("/var/tmp"), Path.home(), Path(tempfile.gettempdir()))
     reasons = []
-    for folder in (Path.cwd(), Path("/var/tmp"), Path.home(), Path(tempfile.gettempdir())):
+    for folder in (wanted,) if wanted else usual:
         try:
             DiskStore.open([folder], nbytes=1).close()
         except DiskError as error:
             reasons.append(str(error))
         else:
             return folder
-    raise ConfigError(
-        "demo: expected a folder on a disk, but none was found; name one with --folder.\n" + "\n".join(reasons)
-    )
+    raise ConfigError("\n".join([*reasons, "name a folder on a drive with --folder"]))
 
 
 def _streamed(
     model: LlamaForCausalLM,
-    optimizer: torch.optim.Optimizer,
+    optimizer: StreamedOptimizer,
     data: Iterator[plain_loop.Batch],
     steps: int,
     micro_batches: int,
@@ -129,7 +139,7 @@ def _streamed(
 
 
 def _reports(
-    model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, data: Iterator[plain_loop.Batch], steps: int
+    model: LlamaForCausalLM, optimizer: StreamedOptimizer, data: Iterator[plain_loop.Batch], steps: int
 ) -> Iterator[StepReport]:
     tokens = plain_loop.BATCH_SIZE * plain_loop.SEQUENCE
     for loss, _ in _streamed(model, optimizer, data, steps, micro_batches=1):

@@ -25,7 +25,7 @@ def outcore() -> None:
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 300,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 250,
     device: Annotated[str | None, typer.Option(help="Such as cpu or cuda:0; the accelerator by default.")] = None,
     folder: Annotated[
         Path | None, typer.Option(help="Folder of the disk tier; by default the first of a few that is on a disk.")

@@ -219,7 +219,7 @@ class _Search:
         needs = Needs()
         for key, count in self._alike_homes(line):
             unit = self._footprint(*key)
-            needs.add(unit.needs, unit.plan, count)
+            needs.add(unit.needs, count)
         return needs
 
     def _measure(self, index: int, homes: _Homes) -> _Footprint:

@@ -67,14 +67,11 @@ class Needs:
     """Slot sizes asked for, and how many units ask for each."""
 
     sizes: dict[tuple[Tier, PoolKind], Counter[int]] = field(default_factory=dict)
-    gradients_leave: bool = False
-    """Some bucket is copied away from the device, so a second one would be of use."""
 
-    def add(self, needs: Iterable[Need], unit: UnitPlan, count: int = 1) -> None:
+    def add(self, needs: Iterable[Need], count: int = 1) -> None:
         """Add what ``count`` equal units need."""
         for need in needs:
             self.sizes.setdefault((need.tier, need.kind), Counter())[need.nbytes] += count
-            self.gradients_leave |= need.kind == "bucket" and unit.gradients != "device"
 
 
 def needs_of(spec: UnitSpec, unit: UnitPlan, model: ModelSpec, accumulation_steps: int | None) -> Iterator[Need]:
@@ -89,14 +86,14 @@ def _needs(spec: UnitSpec, unit: UnitPlan, model: ModelSpec, accumulation_steps:
         yield Need("device", "weights", spec.weight_bytes)
     if unit.weights == "disk":
         yield Need("host", "weights", spec.weight_bytes)
-    if spec.name:  # autograd itself makes the gradients of the root
+    if spec.name and unit.gradients != "device":  # else gradients go home from where autograd made them
         yield Need("device", "bucket", spec.trainable_bytes)
     if not spec.trainable_bytes:
         return
     if unit.gradients != "device" and (accumulation_steps != 1 or unit.gradients == "disk"):
         yield Need("host", "landing", spec.trainable_bytes)
     if unit.states == "device":
-        yield Need("device", "scratch", SCRATCH_BYTES)
+        yield Need("device", "scratch", min(SCRATCH_BYTES, spec.update_bytes))
         return
     if unit.weights != "host":
         yield Need("host", "new_weights", spec.trainable_bytes)
@@ -119,7 +116,7 @@ def pools_for(
     """
     needs = Needs()
     for spec, unit in zip(model.units, units, strict=True):
-        needs.add(needs_of(spec, unit, model, accumulation_steps), unit)
+        needs.add(needs_of(spec, unit, model, accumulation_steps))
     return tuple(build_pools(needs, comfort))
 
 
@@ -127,8 +124,7 @@ def build_pools(needs: Needs, comfort: Comfort) -> Iterator[Pool]:
     """Turn needs into pools, never with more slots than there are units to use them."""
     for tier, kind in POOL_ORDER:
         sizes = needs.sizes.get((tier, kind))
-        wanted = 1 if kind == "bucket" and not needs.gradients_leave else comfort.num_slots(tier, kind)
-        for slot_bytes, num_slots in _cut(sizes, wanted) if sizes else ():
+        for slot_bytes, num_slots in _cut(sizes, comfort.num_slots(tier, kind)) if sizes else ():
             yield Pool(tier=tier, kind=kind, slot_bytes=slot_bytes, num_slots=num_slots)
 
 

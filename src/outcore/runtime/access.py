@@ -41,6 +41,7 @@ class Access:
         spec = unit.spec.params[index]
         weight = value.detach().to(torch_dtype(spec.dtype))
         self._weights.invalidate(unit)
+        unit.weights_version += 1
         for handle in unit.weights_readers:
             self._device.wait("weights fetched", handle)
         self._write(unit.weights, unit.spec.weight_offsets[index], weight, unit.weights_ready, "weights updated")

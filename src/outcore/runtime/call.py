@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol, cast
 
@@ -21,6 +21,7 @@ from torch.nn import Parameter
 
 from outcore.core.errors import UnsupportedError
 from outcore.runtime.device import Device
+from outcore.runtime.inner_graph import drop_saved, foreign_leaves, guarded_leaf, save_weights_by_place, without_hooks
 from outcore.runtime.replay import ForwardState, autocast_cache_off
 from outcore.runtime.structure import Structure, take_apart
 from outcore.runtime.unit import Unit
@@ -52,10 +53,14 @@ class Call:
     shapes: list[torch.Size]
     outputs: list[torch.Tensor]
     """Only until they were handed to the outer graph."""
+    weights_version: int
     settle: Callable[[], None]
     state: ForwardState | None = None
     graph: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
+    watched: list[int] = field(default_factory=list)
+    """Results that must not be changed in place outside."""
     returned: list[tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=list)
+    foreign_versions: list[int] = field(default_factory=list)
 
     def __del__(self) -> None:
         self.settle()
@@ -68,10 +73,11 @@ class UnitCall:
         """Take over ``unit.module.forward``."""
         self.unit, self._index, self._weights, self._sink, self._device = unit, index, weights, sink, device
         self._forward = unit.module.forward
-        # Makes backward run when no input needs a gradient, and tells whether the caller wants parameter gradients at all.
+        # Makes backward run when nothing else needs a gradient, and tells an ordinary backward() from one for chosen inputs.
         self._anchor = torch.empty(0, requires_grad=True)
         self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
         functools.update_wrapper(self, self._forward)
+        self._flags = [p.requires_grad for p in unit.params]
         self._trains = any(p.requires_grad for p in unit.module.parameters())
 
     def restore(self) -> None:
@@ -92,40 +98,47 @@ class UnitCall:
             "pickled; its weights are not inside it"
         )
 
+    @torch._disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block."""
-        tensors, structure = take_apart(_without_caches(args, kwargs, self._where), self._where)
-        if not torch.is_grad_enabled() or not (self._trains or any(t.requires_grad for t in tensors)):
+        if not torch.is_grad_enabled():
             return self._run_plain(args, kwargs)
-        wants_grad = [t.requires_grad for t in tensors]
-        inner = [t.detach().requires_grad_() if w else t for t, w in zip(tensors, wants_grad, strict=True)]
-        versions = [t._version for t in tensors]
-        recomputes = self.unit.plan.policy == "recompute"
-        state = ForwardState(self.unit.modules, self._device) if recomputes else None
-        start = cast("Any", self._anchor.view_as(self._anchor).grad_fn)._sequence_nr()
-        with self._bound(Phase.FORWARD):
-            saving = _drop_saved() if recomputes else self._save_weights_by_place()
-            outputs, out_structure = self._run(structure, inner, saving)
-            self._refuse_weights_outside(outputs)
-        if state is not None:
-            state.drop_unchanged()
-        if [t._version for t in tensors] != versions:
-            raise UnsupportedError(f"{self._where} changed one of its arguments in place, which recompute would do twice; copy it first")
-        made = [t for t in outputs if t.grad_fn is not None]
-        foreign = foreign_leaves(made, inner, self.unit.params, start, self._where)
-        call = Call(structure, wants_grad, foreign, [t.shape for t in made], made, _nothing, state)
-        if not recomputes:
-            call.graph = inner, list(made)
-        if made:
+        tensors, structure = take_apart(_without_caches(args, kwargs, self._where), self._where)
+        if not (self._trains or any(t.requires_grad for t in tensors)):
+            return self._run_plain(args, kwargs)
+        call, inner, outputs, out_structure = self._run_forward(tensors, structure)
+        if call.outputs:
             call.settle = self._sink.expect(self.unit)
-            given = [t for t, w in zip(tensors, wants_grad, strict=True) if w] + call.foreign
-            results = iter(UnitFunction.apply(self, call, tensors if recomputes else [], self._anchor, *given))  # type: ignore[no-untyped-call]
+            given = [t for t, w in zip(tensors, call.wants_grad, strict=True) if w]
+            saved = [] if call.state is None else tensors
+            # Parameters are inputs too: for torch.autograd.grad, backward(inputs=...) and their own gradient hooks.
+            results = iter(UnitFunction.apply(self, call, saved, self._anchor, *given, *call.foreign, *self._trainable))  # type: ignore[no-untyped-call]
         outer = {id(i): t for i, t in zip(inner, tensors, strict=True)}
         return out_structure.fill([outer.get(id(t), t) if t.grad_fn is None else next(results) for t in outputs])
 
     @property
     def _where(self) -> str:
         return f"unit '{self.unit.label}'"
+
+    @property
+    def _trainable(self) -> list[Parameter]:
+        return self.unit.params[: self.unit.num_trainable]
+
+    def _refuse_changes(self) -> None:
+        """What a user may have done to parameters that live on the device, where nothing stops him."""
+        for param, spec, flag in zip(self.unit.params, self.unit.spec.params, self._flags, strict=True):
+            if param.requires_grad is not flag:
+                raise UnsupportedError(
+                    f"expected requires_grad to stay as it was at outcore.prepare(), which decided who owns gradient and optimizer bytes, but "
+                    f"that of '{spec.name}' was set to {param.requires_grad}; freeze, unfreeze or add adapters before prepare"
+                )
+            if flag and len(param._post_accumulate_grad_hooks or ()) > 1:  # type: ignore[attr-defined]
+                raise UnsupportedError(post_accumulate_refusal(spec.name))
+        if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+            raise UnsupportedError(
+                f"{self._where}: expected an ordinary forward, but torch.func transforms (vmap, grad, jvp, ...) or forward-mode AD are active, "
+                "which cannot follow streamed weights; call it under torch.no_grad(), or use backward()"
+            )
 
     def _run_plain(self, args: Any, kwargs: Any) -> Any:
         with self._bound(Phase.INFERENCE), autocast_cache_off():
@@ -147,15 +160,47 @@ class UnitCall:
         finally:
             self._weights.unbind(self._index)
 
+    def _run_forward(self, tensors: list[torch.Tensor], structure: Structure) -> tuple[Call, list[torch.Tensor], list[torch.Tensor], Structure]:
+        """Run the block for the first time. Returns also its inner inputs, all results, and how they nest."""
+        wants_grad = [t.requires_grad for t in tensors]
+        inner = [guarded_leaf(t, self._where) if w else t for t, w in zip(tensors, wants_grad, strict=True)]
+        versions = [_version(t) for t in tensors]
+        recomputes = self.unit.plan.policy == "recompute"
+        state = ForwardState(self.unit.modules, self._device) if recomputes else None
+        start = cast("Any", self._anchor.view_as(self._anchor).grad_fn)._sequence_nr()
+        with self._bound(Phase.FORWARD):
+            self._refuse_changes()
+            saving = drop_saved(self._where) if recomputes else save_weights_by_place(self.unit, self._where)
+            outputs, out_structure = self._run(structure, inner, saving)
+            self._refuse_weights_outside(outputs)
+        if state is not None:
+            state.drop_unchanged()
+        if [_version(t) for t in tensors] != versions:
+            raise UnsupportedError(f"{self._where} changed one of its arguments in place, which recompute would do twice; copy it first")
+        made = [t for t in outputs if t.grad_fn is not None]
+        foreign = foreign_leaves(made, inner, self.unit.params, start, self._where)
+        call = Call(structure, wants_grad, foreign, [t.shape for t in made], made, self.unit.weights_version, _nothing, state)
+        call.foreign_versions = [_version(t) for t in foreign]
+        call.watched = _sharing(made, tensors) if recomputes else list(range(len(made)))
+        if not recomputes:
+            call.graph = inner, list(made)
+        return call, inner, outputs, out_structure
+
     def _run(self, structure: Structure, tensors: Sequence[torch.Tensor], saving: Any) -> tuple[list[torch.Tensor], Structure]:
-        args, kwargs = structure.fill(tensors)
+        nest = structure.fill(tensors)
+        args, kwargs = nest
         try:
             with torch.enable_grad(), saving, autocast_cache_off():
-                return take_apart(self._forward(*args, **kwargs), self._where)
+                results = take_apart(self._forward(*args, **kwargs), self._where)
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error):
                 raise UnsupportedError(f"{self._where} changes one of its arguments in place, which cannot be recomputed; copy it first") from error
             raise
+        if not structure.still_holds(nest, tensors, self._where):
+            raise UnsupportedError(
+                f"{self._where} changed a list, dict or dataclass that it got as an argument, which recompute would do twice; return what it adds"
+            )
+        return results
 
     def _refuse_weights_outside(self, outputs: Sequence[torch.Tensor]) -> None:
         buffer = None if self.unit.is_resident else self.unit.device_buffer()
@@ -169,58 +214,52 @@ class UnitCall:
                     "return a clone"
                 )
 
-    def _save_weights_by_place(self) -> Any:
-        buffer = None if self.unit.is_resident else self.unit.device_buffer()
-        if buffer is None:
-            return _keep_saved()
-        base, first = buffer.bytes.untyped_storage().data_ptr(), buffer.bytes.storage_offset()
-        unit = self.unit
+    def backward(self, ctx: Any, call: Call, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Gradients of inputs, foreign leaves and parameters, in the order of ``UnitFunction``'s inputs.
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor | _Placed:
-            if tensor.layout is not torch.strided or tensor.untyped_storage().data_ptr() != base:
-                return tensor
-            offset = tensor.storage_offset() * tensor.element_size() - first
-            return _Placed(offset, tensor.dtype, tensor.size(), tensor.stride())
-
-        def unpack(saved: torch.Tensor | _Placed) -> torch.Tensor:
-            if isinstance(saved, torch.Tensor):
-                return saved
-            now = unit.device_buffer()
-            if now is None or not unit.num_bound:
-                raise AssertionError(f"unit '{unit.label}' is not bound in its backward")
-            return saved.at(now.bytes)
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-
-    def backward(self, call: Call, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Gradients of the inputs that want one and of foreign leaves; those of parameters go to the sink."""
-        if torch.is_grad_enabled():
-            raise UnsupportedError(
-                f"{self._where}: expected a backward without create_graph=True; double backward through streamed weights is not supported"
-            )
+        In an ordinary backward those of parameters go to the sink instead.
+        """
+        self._refuse_stale(call)
         keeps_graph = bool(_autograd._autograd._get_current_graph_task_keep_graph())
-        takes_params = bool(_autograd._will_engine_execute_node(self._anchor_node))
-        params = self.unit.params[: self.unit.num_trainable] if takes_params else []
+        params = self._trainable
+        is_ordinary = bool(_autograd._will_engine_execute_node(self._anchor_node))
+        wanted = [is_ordinary or _is_wanted(node) for node, _ in ctx.next_functions[len(ctx.next_functions) - len(params) :]]
         with self._bound(Phase.BACKWARD):
             inner, outputs = self._graph(call, saved)
             if not keeps_graph:
                 call.graph = None
-            sources: list[torch.Tensor] = [t for t, w in zip(inner, call.wants_grad, strict=True) if w]
+            outer = [*(t for t, w in zip(inner, call.wants_grad, strict=True) if w), *call.foreign]
+            sources = [*outer, *(p for p, w in zip(params, wanted, strict=True) if w)]
             pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None]
-            found = torch.autograd.grad(
-                [o for o, _ in pairs],
-                [*sources, *call.foreign, *params],
-                [g for _, g in pairs],
-                retain_graph=keeps_graph,
-                allow_unused=True,
-            ) if pairs else [None] * (len(sources) + len(call.foreign) + len(params))
-            outer = len(sources) + len(call.foreign)
-            if takes_params:
-                self._sink.deposit(self.unit, {i: g for i, g in enumerate(found[outer:]) if g is not None})
-        if takes_params:
+            found = iter(without_hooks(params, lambda: _gradients(pairs, sources, keeps_graph=keeps_graph)))
+            given = [next(found) for _ in outer]
+            grads_of = {i: g for i, w in enumerate(wanted) if w and (g := next(found)) is not None}
+            # Autograd itself takes those of chosen inputs, and of parameters with hooks, which see the sum of all calls.
+            outside = {i: g for i, g in grads_of.items() if not is_ordinary or params[i]._backward_hooks}
+            if is_ordinary:
+                self._sink.deposit(self.unit, {i: g for i, g in grads_of.items() if i not in outside})
+        if is_ordinary:
             call.settle()
             self._sink.close_if_complete(self.unit)
-        return list(found[:outer])
+        return [*given, *(outside.get(i) for i in range(len(params)))]
+
+    def _refuse_stale(self, call: Call) -> None:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"{self._where}: expected a backward without create_graph=True; double backward through streamed weights is not supported"
+            )
+        if call.weights_version != self.unit.weights_version:
+            raise UnsupportedError(
+                f"{self._where}: expected the weights of its forward, but they have changed since (optimizer.step(), load_state_dict, "
+                "gathered(write=True)); run forward again"
+            )
+        for i in call.watched:
+            reference, version = call.returned[i]
+            tensor = reference()
+            if tensor is not None and tensor._version != version:
+                raise UnsupportedError(f"a result of {self._where} was changed in place after the call; change a copy instead")
+        if [_version(t) for t in call.foreign] != call.foreign_versions:
+            raise UnsupportedError(f"{self._where}: a tensor that it captured was changed in place after the call; change a copy instead")
 
     def _graph(self, call: Call, saved: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Inner inputs and outputs: kept, or made again."""
@@ -229,14 +268,10 @@ class UnitCall:
                 raise UnsupportedError(
                     f"{self._where}: expected one backward through this graph, but it is the second; pass retain_graph=True to the first"
                 )
-            for reference, version in call.returned:
-                tensor = reference()
-                if tensor is not None and tensor._version != version:
-                    raise UnsupportedError(f"a result of {self._where} was changed in place after the call; copy it first, or plan recompute")
             return call.graph
-        inner = [t.detach().requires_grad_() if w else t for t, w in zip(saved, call.wants_grad, strict=True)]
+        inner = [guarded_leaf(t, self._where) if w else t for t, w in zip(saved, call.wants_grad, strict=True)]
         with call.state.restored():
-            outputs, _ = self._run(call.inputs, inner, _keep_saved())
+            outputs, _ = self._run(call.inputs, inner, nullcontext())
         made = [t for t in outputs if t.grad_fn is not None]
         if [t.shape for t in made] != call.shapes:
             raise UnsupportedError(
@@ -244,20 +279,6 @@ class UnitCall:
                 f"{[tuple(shape) for shape in call.shapes]}; the block depends on something besides its arguments, random numbers and buffers"
             )
         return inner, made
-
-
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """A saved weight, or a view of one: where it is in the unit."""
-
-    offset: int
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-
-    def at(self, memory: torch.Tensor) -> torch.Tensor:
-        start = (memory.storage_offset() + self.offset) // self.dtype.itemsize
-        return torch.empty(0, dtype=self.dtype, device=memory.device).set_(memory.untyped_storage(), start, self.size, self.stride)
 
 
 class UnitFunction(torch.autograd.Function):
@@ -278,55 +299,43 @@ class UnitFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         """Run the inner backward."""
-        found = ctx.unit_call.backward(ctx.call, ctx.saved_tensors, grads)
+        found = ctx.unit_call.backward(ctx, ctx.call, ctx.saved_tensors, grads)
         return (None, None, None, None, *found)
 
 
-def foreign_leaves(
-    outputs: Sequence[torch.Tensor], inner: Sequence[torch.Tensor], params: Sequence[Parameter], start: int, where: str
-) -> list[torch.Tensor]:
-    """Leaves with gradient that the block reached by other ways than its arguments and its own parameters.
-
-    Args:
-        outputs: Results that need a gradient.
-        inner: The detached arguments.
-        params: The unit's own.
-        start: Sequence number at the start of the block; a node with a smaller one was made outside of it.
-        where: For the error.
-
-    Raises:
-        UnsupportedError: A tensor that was computed outside of the block was captured.
-    """
-    known = {id(t) for t in inner} | {id(p) for p in params}
-    found: dict[int, torch.Tensor] = {}
-    seen: set[Any] = set()
-    stack: list[Any] = [t.grad_fn for t in outputs]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            if id(leaf) not in known:
-                found[id(leaf)] = leaf
-        elif node._sequence_nr() < start:
-            raise UnsupportedError(
-                f"{where} uses a tensor made outside of it ({node.name()}) by closure, so its gradient would be lost; pass it to the "
-                "block as an argument"
-            )
-        else:
-            stack.extend(edge for edge, _ in node.next_functions)
-    return list(found.values())
+def post_accumulate_refusal(name: str) -> str:
+    """The error for a hook that would find no gradient."""
+    return (
+        f"expected no post-accumulate-grad hooks, but '{name}' has one, and its gradient leaves the device as soon as it is there; use "
+        "register_hook, or act on p.grad between backward() and step()"
+    )
 
 
-def _drop_saved() -> Any:
-    return torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: None)
+def _gradients(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], sources: Sequence[torch.Tensor], *, keeps_graph: bool
+) -> Sequence[torch.Tensor | None]:
+    if not pairs or not sources:
+        return [None] * len(sources)
+    outputs, grads = [o for o, _ in pairs], [g for _, g in pairs]
+    return torch.autograd.grad(outputs, sources, grads, retain_graph=keeps_graph, allow_unused=True)
 
 
-@contextmanager
-def _keep_saved() -> Iterator[None]:
-    yield
+def _is_wanted(node: Any) -> bool:
+    """Whether a backward for chosen inputs needs the gradient that flows into a leaf's node."""
+    try:
+        return bool(_autograd._will_engine_execute_node(node))
+    except RuntimeError:  # torch's answer where torch.autograd.grad captures this very leaf
+        return True
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _sharing(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[int]:
+    """Results that share memory with an argument or with one another."""
+    places = [t.untyped_storage().data_ptr() if t.layout is torch.strided else 0 for t in (*outputs, *inputs)]
+    return [i for i, place in enumerate(places[: len(outputs)]) if place and places.count(place) > 1]
 
 
 def _nothing() -> None:

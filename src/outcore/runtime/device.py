@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 import torch
 
-from outcore.core.errors import LaneError, UnsupportedError
+from outcore.core.errors import ConfigError, LaneError, UnsupportedError
 from outcore.core.quantities import PAGE_BYTES
 from outcore.memory.arena import Buffer, Region
 from outcore.runtime.faults import NO_FAULTS, POISON, Delays, Faults, PermutedLanes
@@ -55,6 +55,8 @@ class Device(abc.ABC):
 
     kind: str
     """``cpu`` or ``cuda``."""
+    update_block_bytes: int
+    """Gradients that an update on the device takes at a time: little enough for a cache, or much enough to fill the device."""
 
     def __init__(
         self, torch_device: torch.device, execution: Execution, faults: Faults, race_checker: RaceChecker | None
@@ -316,11 +318,15 @@ def open_device(
         race_checker: For tests: checks every operation.
 
     Raises:
+        ConfigError: Not the name of a device.
         UnsupportedError: No such device here, or a kind that outcore does not drive.
     """
     if torch_device is None:
         torch_device = "cuda" if torch.cuda.is_available() else "cpu"
-    wanted = torch.device(torch_device)
+    try:
+        wanted = torch.device(torch_device)
+    except RuntimeError as error:
+        raise ConfigError(f"device: expected 'cpu' or 'cuda' with an index or without, but got {torch_device!r}") from error
     if wanted.type == "cpu":
         from outcore.runtime.device_cpu import CpuDevice  # both kinds build on this file
 

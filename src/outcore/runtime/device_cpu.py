@@ -19,6 +19,7 @@ class CpuDevice(Device):
     """Ordinary memory as device memory, the calling thread as compute."""
 
     kind = "cpu"
+    update_block_bytes = 2 * 2**20
 
     def __init__(self, faults: Faults, race_checker: RaceChecker | None) -> None:
         """Start the lanes. Use ``open_device``."""

@@ -96,6 +96,7 @@ class CudaDevice(Device):
     """A CUDA or ROCm device; compute is the calling thread's current stream."""
 
     kind = "cuda"
+    update_block_bytes = 2**30
 
     def __init__(self, torch_device: torch.device, faults: Faults, race_checker: RaceChecker | None) -> None:
         """Start the lanes. Use ``open_device``."""

@@ -126,7 +126,7 @@ class Engine:
         hypers = self._hypers(groups)
         self._refuse_while_gathered()
         cache: dict[int, tuple[torch.Tensor, Handle | None]] = {}
-        for unit in self.units:
+        for unit in self.weights.units_by_next_use():
             gradients = self.gradients.of[unit.name]
             changes, copied = self._changes(unit, gradients, hypers, cache)
             if changes:
@@ -213,7 +213,7 @@ class _Absence:
         engine = self._engine()
         if engine is None or engine.is_closed or not self.unit.is_resident:
             return False
-        engine.weights.present(self.unit)
+        engine.weights.present_on_demand(self.unit)
         return True
 
     def absence(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from typing import final
 
@@ -13,13 +15,13 @@ from outcore.core.errors import ConfigError
 from outcore.runtime.fill import Values
 from outcore.runtime.initialise import Initialisation
 from outcore.runtime.load_plan import LoadPlan, plan_loading
-from outcore.runtime.state_names import places
+from outcore.runtime.state_names import Place, places
 from outcore.runtime.unit import Unit
 
 
 @final
 class FirstValues:
-    """The first value of every parameter and buffer. Buffers get theirs with the unit that they belong to."""
+    """The first value of every parameter and buffer of a model."""
 
     def __init__(self, model: nn.Module, weights: str | Path | None) -> None:
         """Settle where everything comes from.
@@ -31,46 +33,98 @@ class FirstValues:
         Raises:
             ConfigError: The checkpoint does not fit, or nothing gives a tensor on the meta device its value.
 
-        Memory: host, headers; nothing is changed.
+        Memory: host, headers. The model stays as it is.
         """
         self._model = model
+        everything = list(places(model))
         _refuse_hidden(model)
-        self._loading: LoadPlan | None = None if weights is None else plan_loading(model, weights)
-        self._buffers = {id(p.tensor): p.tensor for p in places(model) if p.is_buffer}
-        on_meta = {id(p.tensor): p.tensor for p in places(model) if p.tensor.is_meta}
-        self._to_initialise = {key for key, tensor in on_meta.items() if not self._is_loaded(tensor)}
-        self._initialisation = Initialisation(model, self._to_initialise)
+        for place in everything:
+            _refuse_watched(place)
+        self._loading = None if weights is None else plan_loading(model, weights)
+        self._made_here = {id(p.tensor) for p in everything if p.tensor.is_meta and not self._is_loaded(p.tensor)}
+        self._initialisation = Initialisation(model, self._made_here) if self._made_here else None
 
+    @torch.no_grad()
     def take_over(self, device: torch.device) -> None:
-        """Move parameters from the meta device to ``device``, without bytes: from now on they wait for their values.
+        """Take the model off the meta device: buffers get their values, parameters wait for theirs without any bytes.
 
-        They stay the same objects, so the optimizer goes on knowing them. Called once, just before ``of``.
+        Parameters stay the same objects, so the optimizer goes on knowing them. Called once, before ``of``.
+
+        Memory: on ``device``, all buffers; host, buffers while they are made.
         """
-        for place in places(self._model):
-            if not place.is_buffer and place.tensor.is_meta:
-                _leave_meta(place.tensor, device)
-        self._device = device
+        everything = list(places(self._model))
+        made = self._initialise([p.tensor for p in everything if p.is_buffer])
+        moved: dict[int, torch.Tensor] = {}
+        for place in everything:
+            key = id(place.tensor)
+            if not place.is_buffer:
+                if place.tensor.is_meta:
+                    _leave_meta(place.tensor, device)
+                continue
+            if key not in moved:
+                value = self._loading.read(place.tensor) if self._loading and self._is_loaded(place.tensor) else made.get(key)
+                moved[key] = _placed(place.tensor, value, device)
+            place.module._buffers[place.key] = moved[key]  # noqa: SLF001 (register_buffer would forget what is persistent)
+        if self._loading is not None:
+            self._loading.remember_rules()
 
     def of(self, unit: Unit) -> Values:
-        """The first values of a unit's parameters. Its buffers are given theirs, on the device, at once.
+        """The first values of a unit's parameters.
 
         Memory: host, what the unit's modules initialise; else one tensor at a time.
         """
-        buffers = _buffers_of(unit)
-        ids = {id(p) for p in unit.params} | {id(b) for b in buffers}
-        made = self._initialisation.run(ids & self._to_initialise)
-        for buffer in buffers:
-            self._place_buffer(buffer, made)
-        if self._loading is not None and unit.name == "":
-            self._loading.finish()
+        made = self._initialise(unit.params)
 
         def value(index: int) -> torch.Tensor:
             param = unit.params[index]
-            if self._is_loaded(param):
+            if self._loading is not None and self._loading.holds(param):
                 return self._loading.read(param)
             return made.pop(id(param)) if id(param) in made else param.data
 
         return value
 
+    def _initialise(self, tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
+        wanted = {id(t) for t in tensors} & self._made_here
+        return self._initialisation.run(wanted) if self._initialisation is not None and wanted else {}
+
     def _is_loaded(self, tensor: torch.Tensor) -> bool:
         return self._loading is not None and self._loading.holds(tensor)
+
+
+def _refuse_hidden(model: nn.Module) -> None:
+    """A tensor on the meta device that is no parameter and no buffer would never get a value."""
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                raise ConfigError(
+                    f"expected parameters and buffers on the meta device, but '{name}.{key}' of {type(module).__name__} is a "
+                    "plain attribute, which neither a checkpoint nor an initialiser sets; register it as a buffer, or build "
+                    "the model on the CPU"
+                )
+
+
+def _refuse_watched(place: Place) -> None:
+    """What hangs on a tensor's present bytes would be lost when it leaves the meta device."""
+    tensor = place.tensor
+    hooks = tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)  # noqa: SLF001
+    if tensor.is_meta and not place.is_buffer and (hooks or weakref.getweakrefs(tensor)):
+        raise ConfigError(
+            f"expected parameters on the meta device without hooks and weak references, but '{place.name}' has some; "
+            "register them after outcore.prepare()"
+        )
+
+
+def _leave_meta(param: torch.Tensor, device: torch.device) -> None:
+    # The storage cannot be replaced across these devices: ``param.data = ...`` raises.
+    nothing = torch.full((1,), float("nan"), dtype=param.dtype, device=device).as_strided(param.shape, (0,) * param.ndim)
+    stand_in = Parameter(nothing, requires_grad=param.requires_grad)
+    stand_in.__dict__.update(param.__dict__)
+    torch.utils.swap_tensors(param, stand_in)
+
+
+def _placed(buffer: torch.Tensor, value: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    if value is None:
+        return buffer.to(device)
+    if buffer.is_meta or buffer.device != device:
+        return value.to(device=device, dtype=buffer.dtype)
+    return buffer.copy_(value)

@@ -7,7 +7,7 @@ zeroed; any other use raises. So ``torch.nn.utils.clip_grad_norm_``, ``GradScale
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self, cast
+from typing import Any, NoReturn, Protocol, Self, cast
 
 import torch
 
@@ -65,6 +65,22 @@ class GradHandle(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         """Name and shape: the values are elsewhere."""
         return f"GradHandle('{self._owner.gradient_name(self)}', shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """Refuse."""
+        raise UnsupportedError(_refusal(self, "numpy()"))
+
+    def tolist(self) -> NoReturn:
+        """Refuse."""
+        raise UnsupportedError(_refusal(self, "tolist()"))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Refuse."""
+        raise UnsupportedError(_refusal(self, "copy.deepcopy"))
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse."""
+        raise UnsupportedError(_refusal(self, "pickling"))
 
     def multiply(self, factor: torch.Tensor | float) -> Self:
         """Remember a factor. Tensors are copied: GradScaler changes its own in place."""
@@ -130,7 +146,7 @@ def _zero(handle: GradHandle) -> GradHandle:
 
 
 def _add(handle: GradHandle, more: torch.Tensor, *, alpha: float = 1) -> GradHandle:
-    if alpha != 1 or isinstance(more, GradHandle) or more.shape != handle.shape:
+    if alpha != 1 or not isinstance(more, torch.Tensor) or isinstance(more, GradHandle) or more.shape != handle.shape:
         raise UnsupportedError(_refusal(handle, "addition other than autograd's accumulation"))
     handle._owner.add_to_gradient(handle, more)  # noqa: SLF001
     return handle

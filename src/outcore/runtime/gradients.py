@@ -172,8 +172,8 @@ class Gradients:
         if current is None:
             return
         unit = gradients.unit
-        self._count_pass(gradients)
         held = {i: handle for i, handle in gradients.held_handles().items() if not handle.is_zero}
+        self._count_pass(gradients, is_first=not held)
         added = current.present & held.keys()
         self._take_norms(gradients, current, added)
         done = self._resting.send(gradients, current, held)
@@ -186,8 +186,11 @@ class Gradients:
             gradients.handles[i] = GradHandle(gradients, i, unit.params[i])
             unit.params[i].grad = gradients.handles[i]
 
-    def _count_pass(self, gradients: UnitGradients) -> None:
-        gradients.num_passes += 1
+    def _count_pass(self, gradients: UnitGradients, *, is_first: bool) -> None:
+        if is_first:  # zeroed without a step, as after one that GradScaler skipped
+            gradients.num_passes = 0
+        if gradients.counted_pass_id != self._pass_id:  # a unit may be closed more than once in a pass
+            gradients.num_passes, gradients.counted_pass_id = gradients.num_passes + 1, self._pass_id
         promised = self._accumulation_steps
         if promised is not None and gradients.num_passes > promised:
             raise UnsupportedError(
@@ -198,8 +201,8 @@ class Gradients:
     def _take_norms(self, gradients: UnitGradients, current: Pass, added: set[int]) -> None:
         for i in current.present:
             gradients.norms.pop(i, None)
-        if not self._clipping:
-            return
+        if not self._clipping or gradients.unit.plan.gradients == "device":
+            return  # on the device a norm is taken when it is asked for, as in the plain loop
         views = gradients.unit.native_views(current.bucket[1].buffer) if current.bucket is not None else []
         for i in current.present - added:
             native = current.loose[i] if i in current.loose else views[i]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -44,9 +45,7 @@ class Initialisation:
         self._twins = {id(p.tensor): _like(p.tensor, "meta") for p in self._places}
         self._order = list(_children_first(model))
         self._initialisers = dict(_initialisers(model))
-        self._resets: set[int] = set()
-        if self._tensors:
-            self._resets = self._find_resets()
+        self._resets = self._find_resets()
 
     @torch.no_grad()
     def run(self, tensors: Collection[int]) -> dict[int, torch.Tensor]:
@@ -70,7 +69,7 @@ class Initialisation:
     def _find_resets(self) -> set[int]:
         """Modules that initialise themselves as torch does: their model leaves some of their tensors alone."""
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            fresh = {key: self._twins[key].clone() for key in self._tensors}
+            fresh = {id(p.tensor): _like(p.tensor, "meta") for p in self._places if id(p.tensor) in self._tensors}
             _, written = self._run(fresh, set())
             resets = {id(p.module) for p in self._places if id(p.tensor) in self._tensors - written}
             _, written = self._run(fresh, resets)
@@ -106,8 +105,10 @@ class Initialisation:
 
 def _initialisers(model: nn.Module) -> Iterator[tuple[int, list[Initialiser]]]:
     """What libraries do beyond torch: id of a module -> its initialisers, in order."""
-    adapters = _adapter_initialisers(model) if is_adapter_model(model) else {}
-    inside = {id(m) for m in model.modules() if _is_tuner_layer(m) for m in _adapter_modules(m)} if adapters else set()
+    adapters: dict[int, list[Initialiser]] = {}
+    inside: set[int] = set()  # the model they were added to does not know how to initialise them
+    if is_adapter_model(model):
+        adapters, inside = _adapter_initialisers(model)
     yield from adapters.items()
 
     def walk(module: nn.Module, owner: Any) -> Iterator[tuple[int, list[Initialiser]]]:
@@ -122,28 +123,29 @@ def _initialisers(model: nn.Module) -> Iterator[tuple[int, list[Initialiser]]]:
     yield from walk(model, None)
 
 
-def _adapter_initialisers(model: nn.Module) -> dict[int, list[Initialiser]]:
+def _adapter_initialisers(model: nn.Module) -> tuple[dict[int, list[Initialiser]], set[int]]:
+    """Initialisers of the layers that peft changed, and the modules that it added to them."""
     from peft.tuners.lora import LoraLayer
-
-    found: dict[int, list[Initialiser]] = {}
-    configs: Mapping[str, Any] = model.peft_config  # type: ignore[assignment]
-    for layer in model.modules():
-        if isinstance(layer, LoraLayer):
-            names = [name for name in configs if name in layer.r]
-            found[id(layer)] = [lambda a=name, m=layer: m.reset_lora_parameters(a, configs[a].init_lora_weights) for name in names]
-    return found
-
-
-def _is_tuner_layer(module: nn.Module) -> bool:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    return isinstance(module, BaseTunerLayer)
-
-
-def _adapter_modules(layer: Any) -> Iterator[nn.Module]:
-    """Modules of an adapter inside its layer: the model they were added to does not know them."""
-    base = {id(m) for m in layer.get_base_layer().modules()}
-    return (m for m in layer.modules() if m is not layer and id(m) not in base)
+    found: dict[int, list[Initialiser]] = {}
+    inside: set[int] = set()
+    configs: Mapping[str, Any] = model.peft_config  # type: ignore[assignment]
+    for name, layer in model.named_modules():
+        if not isinstance(layer, BaseTunerLayer):
+            continue
+        base = {id(m) for m in layer.get_base_layer().modules()}
+        added = [m for m in layer.modules() if m is not layer and id(m) not in base]
+        inside |= {id(m) for m in added}
+        if isinstance(layer, LoraLayer):
+            adapters = [adapter for adapter in configs if adapter in layer.r]
+            found[id(layer)] = [partial(layer.reset_lora_parameters, a, configs[a].init_lora_weights) for a in adapters]
+        elif any(p.is_meta for m in added for p in m.parameters()):
+            raise ConfigError(
+                f"expected adapters on the meta device to be LoRA, but '{name}' is {type(layer).__name__}; load the base "
+                "model with its values before adding adapters"
+            )
+    return found, inside
 
 
 def _torch_initialiser(module: nn.Module) -> Initialiser | None:
@@ -203,15 +205,16 @@ def _places_that_count(model: nn.Module, everything: Iterable[Place]) -> set[str
 def _standing_in(
     everything: Iterable[Place], used: Collection[str], twins: Mapping[int, torch.Tensor], fresh: Mapping[int, torch.Tensor]
 ) -> Iterator[None]:
-    everything = list(everything)
+    # Buffers may have been replaced since the places were listed.
+    standing = [(place, _slots(place)[place.key]) for place in everything]
     try:
-        for place in everything:
+        for place, _ in standing:
             key = id(place.tensor)
             _slots(place)[place.key] = fresh[key] if key in fresh and place.name in used else twins[key]
         yield
     finally:
-        for place in everything:
-            _slots(place)[place.key] = place.tensor
+        for place, tensor in standing:
+            _slots(place)[place.key] = tensor
 
 
 def _slots(place: Place) -> dict[str, Any]:

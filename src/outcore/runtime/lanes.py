@@ -32,13 +32,14 @@ class Lane(enum.Enum):
 
     H2D = "h2d"
     D2H = "d2h"
+    WRITE_BACK = "write_back"  # host to device too, apart from fetches: it waits for updates that come after the next fetch
     WEIGHTS_READ = "weights_read"
     STATES_READ = "states_read"
     DISK_WRITE = "disk_write"
     UPDATE = "update"
 
 
-COPY_LANES = frozenset({Lane.H2D, Lane.D2H})
+COPY_LANES = frozenset({Lane.H2D, Lane.D2H, Lane.WRITE_BACK})
 """Lanes whose operations are device work: on CUDA they have a stream of their own."""
 
 

@@ -62,9 +62,12 @@ class LoadPlan:
             self._made = group, group.convert(self._directory.read)
         return self._made[1][name]
 
-    def finish(self) -> None:
-        """All is read: let go of the last group, and leave what saving must know."""
+    def forget(self) -> None:
+        """Let go of the group that was read last."""
         self._made = None
+
+    def remember_rules(self) -> None:
+        """Leave with the model what saving it must know."""
         remember_used(self._model, self._rules)
 
 

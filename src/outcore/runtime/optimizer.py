@@ -115,6 +115,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         if place is None or not param.requires_grad or not values:
             return
         unit, i = place
+        if "step" not in values:  # SGD: what counts is whether a first step was made
+            unit.steps[i] = max(unit.steps[i], int(any(v is not None for v in values.values())))
         for name, value in values.items():
             if name == "step":
                 unit.steps[i] = int(value)
@@ -131,7 +133,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         if place is None or not param.requires_grad or not place[0].steps[place[1]]:
             return {}
         unit, i = place
-        values: dict[str, Any] = {"step": torch.tensor(float(unit.steps[i]))}
+        # torch.optim.SGD keeps no step
+        values: dict[str, Any] = {} if isinstance(self._original, torch.optim.SGD) else {"step": torch.tensor(float(unit.steps[i]))}
         for name in unit.state_names:
             if name != "master" or unit.spec.params[i].dtype != unit.spec.params[i].update_dtype:
                 values[name] = self.engine.access.read_state(unit, name, i)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,17 @@ class Structure:
         return pytree.tree_unflatten(leaves, self.spec)
 
 
+    def still_holds(self, nest: Any, tensors: Sequence[torch.Tensor], where: str) -> bool:
+        """Whether a nest that ``fill`` made is still as it was made: nobody added, took out or replaced anything."""
+        found, now = take_apart(nest, where)
+        return len(found) == len(tensors) and all(a is b for a, b in zip(found, tensors, strict=True)) and self._equals(now)
+
+    def _equals(self, other: Structure) -> bool:
+        if self.spec != other.spec:
+            return False
+        return all(_same_leaf(a, b) for a, b in zip(self.leaves, other.leaves, strict=True))
+
+
 def take_apart(nest: Any, where: str) -> tuple[list[torch.Tensor], Structure]:
     """Take the tensors out of a nest of tuples, lists, dicts, dataclasses and registered containers.
 
@@ -79,8 +90,11 @@ def _skeleton(nest: Any, place: Callable[[torch.Tensor], _Place], where: str) ->
         if isinstance(leaf, torch.Tensor):
             kept.append(place(leaf))
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            values = {f.name: _skeleton(getattr(leaf, f.name), place, where) for f in dataclasses.fields(leaf)}
-            kept.append(_Fields(copy.copy(leaf), values))
+            values = {f.name: _skeleton(getattr(leaf, f.name), place, where) for f in dataclasses.fields(leaf) if hasattr(leaf, f.name)}
+            shell = copy.copy(leaf)
+            for name in values:  # the shell lives as long as the graph and must hold no tensors
+                object.__setattr__(shell, name, None)
+            kept.append(_Fields(shell, values))
         else:
             for hidden in _hidden(leaf):
                 if hidden.requires_grad:
@@ -93,9 +107,24 @@ def _skeleton(nest: Any, place: Callable[[torch.Tensor], _Place], where: str) ->
     return Structure(tuple(kept), spec)
 
 
-def _hidden(leaf: Any) -> Iterator[torch.Tensor]:
-    if leaf is None or isinstance(leaf, bool | int | float | str | bytes | torch.nn.Module):
-        return
-    for value in getattr(leaf, "__dict__", {}).values():
-        if isinstance(value, torch.Tensor):
-            yield value
+def _same_leaf(a: Any, b: Any) -> bool:
+    if isinstance(a, _Place) and isinstance(b, _Place):
+        return a.index == b.index
+    if isinstance(a, _Fields) and isinstance(b, _Fields):
+        return a.values.keys() == b.values.keys() and all(a.values[k]._equals(b.values[k]) for k in a.values)
+    return a is b
+
+
+def _hidden(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
+    """Tensors inside an object that is no registered container, as far as one can reasonably look."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and value is not None and not isinstance(value, bool | int | float | str | bytes | type | torch.nn.Module):
+        slots = (getattr(value, name, None) for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
+        parts = [*getattr(value, "__dict__", {}).values(), *slots]
+        if isinstance(value, Mapping):
+            parts += value.values()
+        elif isinstance(value, list | tuple | set | frozenset):
+            parts += value
+        for part in parts:
+            yield from _hidden(part, depth - 1)

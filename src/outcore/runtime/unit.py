@@ -58,6 +58,7 @@ class Unit:
         self.gradients_readers: list[Handle] = []
         self.states_ready: Handle | None = None
         self.steps = [0] * len(spec.trainable)
+        self.weights_version = 0  # counts changes of weights, so that a backward notices that they are not its forward's
         # Where the weights can be bound now.
         self.slot: Slot | None = None
         self.fetched: Handle | None = None

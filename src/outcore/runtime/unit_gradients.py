@@ -53,6 +53,7 @@ class UnitGradients:
         is_native: The home holds the sums of one pass in the weights layout, not yet the update layout.
         num_expected: Calls whose backward is still to come.
         num_passes: Backward passes since the last step.
+        counted_pass_id: The pass that was counted last.
         open: The pass that is running.
     """
 
@@ -64,6 +65,7 @@ class UnitGradients:
         self.is_native = False
         self.num_expected = 0
         self.num_passes = 0
+        self.counted_pass_id = -1
         self.open: Pass | None = None
 
     def held(self, index: int) -> GradHandle | None:

@@ -14,6 +14,7 @@ import torch
 
 from outcore.memory.arena import Buffer, Region
 from outcore.memory.disk import DiskStore
+from outcore.planning.pools import SCRATCH_BYTES
 from outcore.runtime.blocks import Piece, update_blocks
 from outcore.runtime.device import Device
 from outcore.runtime.grad_handle import GradHandle
@@ -68,6 +69,7 @@ class Updates:
             copied: Copies of clip factors to the host that may be under way.
         """
         self._weights.invalidate(unit)
+        unit.weights_version += 1
         if unit.is_resident:  # as the plain step would: a graph that saved the old weights must not be walked any more
             for i in changes:
                 torch.autograd.graph.increment_version(unit.params[i])
@@ -110,8 +112,8 @@ class Updates:
         weights, grads = expect_buffer(unit.weights, unit.label), expect_buffer(unit.gradients, unit.label)
         states = unit.states if isinstance(unit.states, Buffer) else None
         writes = [weights.region] + ([states.region] if states is not None else [])
-        pool = self._homes.pool("device", "scratch", 1)
-        scratch = pool.slots[0].buffer
+        pool = self._homes.pool("device", "scratch", min(SCRATCH_BYTES, unit.spec.update_bytes))
+        scratch = pool.slots[0].buffer.part(0, min(pool.slot_bytes, self._device.update_block_bytes))
         after: After = {"gradients stored": unit.gradients_ready, "states written": unit.states_ready, "weights updated": unit.weights_ready}
         self._device.compute(f"update {unit.label}", reads=[grads.region], writes=[*writes, scratch.region], after=after)
         update_blocks(self._pieces(unit, gradients, changes, grads, states, weights), scratch.bytes)
@@ -245,9 +247,9 @@ class Updates:
             unit.weights_ready, unit.weights_readers = done, []
             return
         buffer, nbytes = target.buffer, target.buffer.nbytes
-        lane = Lane.H2D if unit.plan.weights == "device" else Lane.DISK_WRITE
+        lane = Lane.WRITE_BACK if unit.plan.weights == "device" else Lane.DISK_WRITE
         work, home, label = self._way_home(unit, buffer)
-        readers: list[Handle] = [self._device.mark(f"weights of {unit.label} used")] if lane is Lane.H2D else unit.weights_readers
+        readers: list[Handle] = [self._device.mark(f"weights of {unit.label} used")] if lane is Lane.WRITE_BACK else unit.weights_readers
         unit.weights_ready = self._device.submit(
             lane,
             f"write weights of {unit.label}",

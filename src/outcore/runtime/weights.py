@@ -79,6 +79,7 @@ class Weights:
         self._units, self._homes, self._device, self._traffic = units, homes, device, traffic
         self._depth = prefetch_depth
         self._order = VisitOrder()
+        self._first_uses: dict[str, None] = {}
         self._holders: dict[SlotPool, list[Unit]] = {}
 
     def bind(self, index: int, phase: Phase) -> None:
@@ -88,6 +89,7 @@ class Weights:
         """
         unit = self._units[index]
         self._order.record(Visit(phase, index))
+        self._first_uses.setdefault(unit.name)
         unit.num_bound += 1
         if unit.is_gathered:
             return
@@ -106,6 +108,17 @@ class Weights:
         after = {"weights updated": unit.weights_ready} if unit.is_resident else {"weights fetched": unit.fetched}
         self._device.compute(f"use weights of {unit.label}", reads=[buffer.region], after=after)
         unit.point_at(buffer)
+
+    def present_on_demand(self, unit: Unit) -> None:
+        """Make the parameters of a resident unit present because somebody reads them: the root has no call of its own."""
+        self._first_uses.setdefault(unit.name)
+        self.present(unit)
+
+    def units_by_next_use(self) -> list[Unit]:
+        """All units in the order in which they were first used since the last step, then those that were not."""
+        rank = {name: i for i, name in enumerate(self._first_uses)}
+        self._first_uses = {}
+        return sorted(self._units, key=lambda unit: rank.get(unit.name, -1 if not unit.name else len(rank)))
 
     def unbind(self, index: int) -> None:
         """Make a unit's parameters absent again; its slot may go to another unit once compute is done with it."""

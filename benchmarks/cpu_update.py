@@ -1,0 +1,153 @@
+"""The blocked CPU update against the memory's own speed, torch unblocked, and DeepSpeed's CPU Adam.
+
+Prints one JSON object. The recipe is bf16 training: a bf16 gradient in, fp32 master weights and two moments updated,
+bf16 weights out. AdamW.
+
+How bytes are counted, per parameter: 14 are read (master, exp_avg, exp_avg_sq: 4 each; gradient: 2) and 14 written (the
+three, and the weights: 2), together 28. The weights are written without being read, so the cache fetches their lines
+first (write-allocate): 2 more, 30 in all. The *stream* moves those 30 bytes through the same tensors and does nothing
+else: ``master.mul_(1)``, ``exp_avg.mul_(1)``, ``exp_avg_sq.mul_(1)`` (4 read and 4 written each) and
+``weights.add_(grad)`` (4 read, 2 written), with all threads. The contestants take turns in every repetition, since
+machines are noisy, and ratios are taken within a repetition.
+
+    python benchmarks/cpu_update.py --repeats 15
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import time
+from collections.abc import Callable
+
+import torch
+from measuring import context, spread
+
+from outcore.runtime.blocks import Piece
+from outcore.runtime.rules import AdamHyper
+from outcore.runtime.workers import SCRATCH_BYTES, UpdateWorkers
+
+COUNTED_BYTES, ALLOCATED_BYTES = 28, 30
+HYPER = AdamHyper(
+    lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, amsgrad=False, maximize=False, decoupled=True
+)
+STEP = 10
+
+
+class Buffers:
+    """The training state of one flat parameter."""
+
+    def __init__(self, numel: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.master = torch.randn(numel, generator=generator)
+        self.exp_avg, self.exp_avg_sq = torch.zeros(numel), torch.full((numel,), 1e-4)
+        self.grad = torch.randn(numel, generator=generator).bfloat16()
+        self.weights = self.master.bfloat16()
+
+
+def blocked(b: Buffers, workers: UpdateWorkers, factors: tuple[torch.Tensor, ...] = ()) -> Callable[[], None]:
+    states = {"exp_avg": b.exp_avg, "exp_avg_sq": b.exp_avg_sq}
+    piece = Piece(
+        target=b.master, grad=b.grad, states=states, weights=b.weights, step=STEP, hyper=HYPER, factors=factors
+    )
+    return lambda: workers.run([piece])
+
+
+def stream(b: Buffers) -> Callable[[], None]:
+    def run() -> None:
+        for tensor in (b.master, b.exp_avg, b.exp_avg_sq):
+            tensor.mul_(1.0)
+        b.weights.add_(b.grad)
+
+    return run
+
+
+def unblocked(b: Buffers) -> Callable[[], None]:
+    """torch's fused AdamW on whole buffers, with the casts around it."""
+    param = torch.nn.Parameter(b.master)
+    optimizer = torch.optim.AdamW([param], lr=HYPER.lr, weight_decay=HYPER.weight_decay, fused=True)
+    optimizer.state[param] = {"step": torch.tensor(float(STEP)), "exp_avg": b.exp_avg, "exp_avg_sq": b.exp_avg_sq}
+    param.grad = torch.empty_like(param)
+
+    def run() -> None:
+        param.grad.copy_(b.grad)
+        optimizer.step()
+        b.weights.copy_(param.detach())
+
+    return run
+
+
+def deepspeed(b: Buffers) -> Callable[[], None]:
+    """DeepSpeedCPUAdam with the casts that its training loop needs."""
+    adam = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
+    param = torch.nn.Parameter(b.master.clone())
+    optimizer = adam([param], lr=HYPER.lr, weight_decay=HYPER.weight_decay, adamw_mode=True)
+    param.grad = torch.empty_like(param)
+
+    def run() -> None:
+        param.grad.copy_(b.grad)
+        optimizer.step()
+        b.weights.copy_(param.detach())
+
+    return run
+
+
+def measure(contestants: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
+    """Seconds per run; everyone once untimed, then in turns."""
+    for run in contestants.values():
+        run()
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(repeats):
+        for name, run in contestants.items():
+            start = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--numel", type=int, default=64 * 2**20, help="parameters (default: 64 Mi)")
+    parser.add_argument("--repeats", type=int, default=15)
+    args = parser.parse_args()
+    buffers, skipped = Buffers(args.numel), {}
+    with UpdateWorkers() as workers:
+        contestants = {
+            "blocked": blocked(buffers, workers),
+            "stream": stream(buffers),
+            "blocked_clipped": blocked(buffers, workers, (torch.tensor(0.5),)),
+            "unblocked": unblocked(buffers),
+        }
+        try:
+            contestants["deepspeed"] = deepspeed(buffers)
+        except Exception as error:  # it is imported and built here: anything may fail, and none of it is ours
+            skipped["deepspeed"] = f"{type(error).__name__}: {error}".splitlines()[0]
+        seconds = measure(contestants, args.repeats)
+    n = args.numel
+    report = {
+        "benchmark": "cpu_update",
+        **context("deepspeed"),
+        "numel": n,
+        "repeats": args.repeats,
+        "num_workers": workers.num_workers,
+        "aten_threads_of_others": torch.get_num_threads(),
+        "scratch_bytes_per_worker": SCRATCH_BYTES,
+        "seconds": {name: spread(s) for name, s in seconds.items()},
+        "gparam_per_s": {name: spread([n / t / 1e9 for t in s]) for name, s in seconds.items() if name != "stream"},
+        "gb_per_s_at_28_bytes": {
+            name: spread([COUNTED_BYTES * n / t / 1e9 for t in s]) for name, s in seconds.items() if name != "stream"
+        },
+        "stream_gb_per_s_at_30_bytes": spread([ALLOCATED_BYTES * n / t / 1e9 for t in seconds["stream"]]),
+        "blocked_over": {  # speed ratio in the same repetition; 30 bytes against 30 for the stream
+            name: spread([other / own for other, own in zip(s, seconds["blocked"], strict=True)])
+            for name, s in seconds.items()
+            if name != "blocked"
+        },
+        "skipped": skipped,
+    }
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Files that somebody else writes, put into a folder only when they are complete."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from outcore.memory.disk_file import disk_error
+
+
+@contextmanager
+def staged_files(directory: str | Path) -> Iterator[Path]:
+    """Give a temporary folder; at the end move every file in it to the same place under ``directory``.
+
+    After an exception nothing is moved. Files of the same name are replaced, others stay.
+
+    Raises:
+        DiskError: The directory cannot be written.
+    """
+    folder = Path(directory)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".staged-", dir=folder) as name:
+            staged = Path(name)
+            yield staged
+            for path in sorted(p for p in staged.rglob("*") if p.is_file()):
+                _sync(path)
+                target = folder / path.relative_to(staged)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                path.replace(target)
+        _sync(folder)
+    except OSError as error:
+        raise disk_error(f"'{folder}': expected a folder that can be written", error) from error
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

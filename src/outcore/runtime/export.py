@@ -1,0 +1,147 @@
+"""A prepared model's weights on their way out: streamed by name, or saved as a Hugging Face directory.
+
+[Note: what is saved] The same keys, shapes and dtypes that ``model.save_pretrained`` writes for the plain model. The names
+are settled on meta tensors, the weights then read from their homes as they are written; the small files (configuration,
+model card, adapters) are written by the library itself into a folder of their own first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.memory.staged_files import staged_files
+from outcore.memory.weights_file import write_safetensors
+from outcore.runtime.conversions import (
+    Group,
+    is_adapter_model,
+    is_pretrained_model,
+    saving_groups,
+    tied_targets,
+)
+from outcore.runtime.engine import Engine
+from outcore.runtime.state_names import Place, places
+
+
+def read_tensor(engine: Engine, tensor: torch.Tensor) -> torch.Tensor:
+    """The current value of a parameter or buffer as a fresh tensor in host memory; waits for its update."""
+    found = engine.places.get(id(tensor))
+    if found is None or found[0].is_gathered:
+        return tensor.detach().to("cpu", copy=True)
+    return engine.access.read_weight(*found)
+
+
+def stream_tensors(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
+    """All parameters, then all persistent buffers, each once under its first name, one at a time."""
+    engine.refuse_if_closed()
+    everything = [p for p in places(engine.model) if p.is_persistent]
+    seen: set[int] = set()
+    for place in sorted(everything, key=lambda p: p.is_buffer):  # sorting is stable
+        if id(place.tensor) not in seen:
+            seen.add(id(place.tensor))
+            yield place.name, read_tensor(engine, place.tensor)
+
+
+def save_model(engine: Engine, directory: str | Path) -> None:
+    """Save weights and configuration; of a model with adapters, the adapters alone.
+
+    Args:
+        engine: Of the model.
+        directory: Made if missing; files of an older save are replaced.
+
+    Raises:
+        ConfigError: The directory is a file.
+        UnsupportedError: A module brings its own way of saving.
+        DiskError: The directory cannot be written.
+
+    Memory: host, one tensor at a time, or the group of tensors that become one in the checkpoint; all adapters.
+    """
+    engine.refuse_if_closed()
+    model = engine.model
+    if Path(directory).is_file():
+        raise ConfigError(f"save_pretrained: expected a directory, but '{directory}' is a file")
+    if is_adapter_model(model) or getattr(model, "_hf_peft_config_loaded", False):
+        _save_adapters(engine, directory)
+        return
+    state = _state(model)
+    groups = saving_groups(model, state)
+    specs = []
+    for group in groups:
+        made = group.convert(lambda name: _without_bytes(state[name]))
+        specs += [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in made.items()]
+    write_safetensors(directory, specs, _converted(engine, groups, state))
+    if is_pretrained_model(model):
+        with staged_files(directory) as staged:
+            _library_save(model, staged, {})
+            for path in staged.glob("model*.safetensors*"):
+                path.unlink()
+
+
+def _converted(
+    engine: Engine, groups: list[Group], state: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for group in groups:
+        yield from group.convert(lambda name: read_tensor(engine, state[name])).items()
+
+
+def _state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What is saved: name -> the parameter or buffer itself. Tied tensors once, as the library's loader expects them."""
+    everything = [p for p in places(model) if p.is_persistent]
+    for place in everything:
+        _refuse_own_format(place)
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ()) if is_pretrained_model(model) else set()
+    targets = tied_targets(model)
+    kept: dict[int, str] = {}
+    for place in sorted(everything, key=lambda p: p.name in targets):
+        first = kept.setdefault(id(place.tensor), place.name)
+        if is_pretrained_model(model) and first != place.name and place.name not in targets:
+            raise ConfigError(
+                f"save_pretrained: expected tied weights as {type(model).__name__} declares them, but '{first}' and "
+                f"'{place.name}' are one parameter and a reloaded model would not know; save model.state_dict() instead"
+            )
+    return {p.name: p.tensor for p in everything if kept[id(p.tensor)] == p.name and p.name not in ignored}
+
+
+def _refuse_own_format(place: Place) -> None:
+    kind = type(place.module)
+    plain = nn.Module
+    own = [name for name in ("_save_to_state_dict", "get_extra_state", "state_dict") if getattr(kind, name) is not getattr(plain, name)]
+    if own:
+        raise UnsupportedError(
+            f"save_pretrained: expected modules that save their tensors as torch does, but {kind.__name__} of '{place.name}' "
+            f"has a {own[0]} of its own; save model.state_dict() with torch.save instead"
+        )
+
+
+def _save_adapters(engine: Engine, directory: str | Path) -> None:
+    names = _adapter_names(engine.model)
+    values = {p.name: read_tensor(engine, p.tensor) for p in places(engine.model) if p.name in names}
+    with staged_files(directory) as staged:
+        _library_save(engine.model, staged, values)
+
+
+def _adapter_names(model: nn.Module) -> set[str]:
+    """Names of the tensors that peft saves: those it picks from a state dict, and all that are trained."""
+    from peft import get_peft_model_state_dict
+
+    state = {p.name: _without_bytes(p.tensor) for p in places(model) if p.is_persistent}
+    name_of = {id(tensor): name for name, tensor in state.items()}
+    names = {p.name for p in places(model) if p.tensor.requires_grad}
+    configs: Mapping[str, Any] = model.peft_config  # type: ignore[assignment]
+    for adapter in configs:
+        picked = get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter)
+        names |= {name_of[id(tensor)] for tensor in picked.values() if id(tensor) in name_of}
+    return names
+
+
+def _without_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _library_save(model: Any, directory: Path, state: Mapping[str, torch.Tensor]) -> None:
+    model.save_pretrained(directory, state_dict=dict(state))

@@ -1,0 +1,157 @@
+"""What a block's own graph may hold: saved weights by their place, nothing under recompute, and no way out but its results.
+
+[Note: ways in and out] Gradients leave a block through its inputs, its parameters and foreign leaves, and enter through its
+results. A tensor with gradient that comes in by closure, or goes out as an attribute that the block sets, is a way that
+nobody follows, so it is found and refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch.nn import Parameter
+
+from outcore.core.errors import UnsupportedError
+from outcore.runtime.unit import Unit
+
+
+def foreign_leaves(
+    outputs: Sequence[torch.Tensor], inner: Sequence[torch.Tensor], params: Sequence[Parameter], start: int, where: str
+) -> list[torch.Tensor]:
+    """Leaves with gradient that the block reached by other ways than its arguments and its own parameters.
+
+    Args:
+        outputs: Results that need a gradient.
+        inner: The detached arguments.
+        params: The unit's own.
+        start: Sequence number at the start of the block; a node with a smaller one was made outside of it.
+        where: For the error.
+
+    Raises:
+        UnsupportedError: A tensor that was computed outside of the block was captured.
+    """
+    known = {id(t) for t in inner} | {id(p) for p in params}
+    found: dict[int, torch.Tensor] = {}
+    seen: set[Any] = set()
+    stack: list[Any] = [t.grad_fn for t in outputs]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            if id(leaf) not in known:
+                found[id(leaf)] = leaf
+        elif node._sequence_nr() < start:
+            raise UnsupportedError(
+                f"{where} uses a tensor made outside of it ({node.name()}) by closure, so its gradient would be lost; pass it to the "
+                "block as an argument"
+            )
+        else:
+            stack.extend(edge for edge, _ in node.next_functions)
+    return list(found.values())
+
+
+def guarded_leaf(tensor: torch.Tensor, where: str) -> torch.Tensor:
+    """A leaf that stands for an argument inside the block and refuses gradients that do not come through the results."""
+
+    def refuse(_: torch.Tensor) -> NoReturn:
+        raise UnsupportedError(_escaped(where))
+
+    leaf = tensor.detach().requires_grad_()
+    leaf.register_post_accumulate_grad_hook(refuse)
+    return leaf
+
+
+def drop_saved(where: str) -> Any:
+    """Hooks under which nothing is saved: the graph serves only to tell what needs a gradient."""
+
+    def unpack(_: None) -> NoReturn:
+        raise UnsupportedError(_escaped(where))
+
+    return torch.autograd.graph.saved_tensors_hooks(lambda _: None, unpack)
+
+
+def save_weights_by_place(unit: Unit, where: str) -> Any:
+    """Hooks under which a weight in a slot is saved as its place in the unit: the slot will hold another unit by then."""
+    buffer = unit.device_buffer()
+    if unit.is_resident or buffer is None:
+        return nullcontext()
+    base, first = buffer.bytes.untyped_storage().data_ptr(), buffer.bytes.storage_offset()
+    stop = first + unit.spec.weight_bytes
+
+    def pack(tensor: torch.Tensor) -> _Kept | _Placed:
+        if tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() == base:
+            start = tensor.storage_offset() * tensor.element_size()
+            if first <= start < stop:  # else in the same arena, but of another unit: the root
+                return _Placed(start - first, tensor.dtype, tensor.size(), tensor.stride())
+        return _Kept(tensor.detach(), tensor._version)  # detached: a result would keep its own node alive
+
+    def unpack(saved: _Kept | _Placed) -> torch.Tensor:
+        if isinstance(saved, _Kept):
+            return saved.unchanged(where)
+        now = unit.device_buffer()
+        if not unit.num_bound:
+            raise UnsupportedError(_escaped(where))
+        if now is None:
+            raise UnsupportedError(
+                f"{where}: expected its backward outside of outcore.gathered(), or its forward inside too, but only backward is; policy keep "
+                "saved its weights by their place on the device"
+            )
+        return saved.at(now.bytes)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A saved tensor that is no weight. Autograd itself checks versions only where nobody packs."""
+
+    tensor: torch.Tensor
+    version: int
+
+    def unchanged(self, where: str) -> torch.Tensor:
+        if self.tensor._version != self.version:
+            raise UnsupportedError(
+                f"{where}: a tensor of shape {tuple(self.tensor.shape)} that its backward needs was changed in place after it was used; "
+                "change a copy instead"
+            )
+        return self.tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A saved weight, or a view of one: where it is in the unit."""
+
+    offset: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    def at(self, memory: torch.Tensor) -> torch.Tensor:
+        start = (memory.storage_offset() + self.offset) // self.dtype.itemsize
+        return torch.empty(0, dtype=self.dtype, device=memory.device).set_(memory.untyped_storage(), start, self.size, self.stride)
+
+
+def _escaped(where: str) -> str:
+    return (
+        f"{where}: expected gradients to come through its results, but one came by a tensor that the block stored elsewhere (an attribute, "
+        "a list, a hook); return it from the block's forward"
+    )
+
+
+def without_hooks(params: Sequence[Parameter], work: Callable[[], Any]) -> Any:
+    """Run ``work`` while the parameters' own gradient hooks are off: autograd runs them once, on the sum of all calls."""
+    hooked = [(p, p._backward_hooks) for p in params if p._backward_hooks]
+    for param, _ in hooked:
+        param._backward_hooks = None
+    try:
+        return work()
+    finally:
+        for param, hooks in hooked:
+            param._backward_hooks = hooks

@@ -1,0 +1,133 @@
+"""The demo tells the truth: its comparison can fail, its loop is the example, and it leaves nothing behind."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+import outcore
+from outcore.cli import demo, plain_loop
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "plain_loop.py"
+COMMAND = [sys.executable, "-c", "from outcore.cli.main import main; main()", "demo"]
+
+
+@pytest.fixture
+def small(monkeypatch) -> None:
+    for name, value in {"HIDDEN": 64, "LAYERS": 2, "BATCH_SIZE": 2, "SEQUENCE": 33}.items():
+        monkeypatch.setattr(plain_loop, name, value)
+
+
+@pytest.fixture
+def plain_engine(small, monkeypatch) -> None:
+    """In place of outcore, the plain loop."""
+    monkeypatch.setattr(demo, "_prepared", lambda device, folder: nullcontext((plain_loop.build(seed=0), None)))
+    monkeypatch.setattr(demo, "_streamed", lambda model, optimizer, *rest: plain_loop.train(model, *rest))
+    monkeypatch.setattr(outcore, "named_tensors", lambda model: model.named_parameters(), raising=False)
+
+
+def text() -> torch.Tensor:
+    return torch.randint(256, (5003,), generator=torch.Generator().manual_seed(3))
+
+
+def test_the_example_is_the_demos_loop():
+    assert EXAMPLE.read_text() == Path(plain_loop.__file__).read_text()
+
+
+def test_the_plain_loop_repeats_itself(small):
+    runs = [
+        list(plain_loop.train(plain_loop.build(seed=1), plain_loop.batches(text(), seed=1), 3, 2)) for _ in range(2)
+    ]
+    assert runs[0] == runs[1]
+
+
+def test_the_plain_loop_learns(small):
+    data = text() % 3
+    losses = [loss for loss, _ in plain_loop.train(plain_loop.build(seed=1), plain_loop.batches(data, seed=1), 30)]
+    assert losses[-1] < losses[0] / 2
+
+
+def test_equal_runs_are_equal(plain_engine, tmp_path):
+    comparison = demo._compare(text(), tmp_path)
+    assert comparison.is_equal
+    assert str(comparison).startswith("Yes, bit for bit.")
+
+
+def test_one_wrong_bit_in_a_weight_is_seen(plain_engine, monkeypatch, tmp_path):
+    def named_tensors(model) -> Iterator[tuple[str, torch.Tensor]]:
+        for i, (name, tensor) in enumerate(model.named_parameters()):
+            changed = tensor.detach().clone()
+            if i == 7:
+                changed.view(-1).view(torch.int16)[5] ^= 1
+            yield name, changed
+
+    monkeypatch.setattr(outcore, "named_tensors", named_tensors, raising=False)
+    comparison = demo._compare(text(), tmp_path)
+    assert not comparison.is_equal
+    assert comparison.equal_tensors == comparison.tensors - 1
+    assert str(comparison).startswith("NO.")
+
+
+def test_a_missing_tensor_is_seen(plain_engine, monkeypatch, tmp_path):
+    monkeypatch.setattr(outcore, "named_tensors", lambda model: list(model.named_parameters())[1:], raising=False)
+    assert not demo._compare(text(), tmp_path).is_equal
+
+
+@pytest.mark.parametrize("column", [0, 1])
+def test_another_loss_or_norm_is_seen(plain_engine, monkeypatch, tmp_path, column):
+    def streamed(model, optimizer, *rest) -> Iterator[tuple[float, float]]:
+        for step, values in enumerate(plain_loop.train(model, *rest)):
+            yield tuple(v * (1 + 1e-15) if (step, i) == (2, column) else v for i, v in enumerate(values))
+
+    monkeypatch.setattr(demo, "_streamed", streamed)
+    assert not demo._compare(text(), tmp_path).is_equal
+
+
+def test_demo_uses_all_tiers_and_leaves_nothing(tmp_path):
+    done = subprocess.run(
+        [*COMMAND, "--steps", "3", "--folder", str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    for part in ("step 3/3", "before", "after", "device", "host", "disk", "Yes, bit for bit.", "6 of 6 losses"):
+        assert part in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--folder", "a_file"), ("--folder", "/proc"), ("--device", "cuda:77"), ("--device", "toaster")],
+)
+def test_a_wrong_choice_is_one_message_and_2(tmp_path, option, value):
+    (tmp_path / "a_file").write_text("x")
+    command = [*COMMAND, "--folder", str(tmp_path), "--steps", "1", option, value]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("outcore: ")
+    assert value in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["a_file"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_demo_leaves_nothing(tmp_path, number):
+    command = [*COMMAND, "--steps", "100000", "--folder", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1)
+    try:
+        for line in process.stdout:
+            if line.startswith("step 1/"):
+                break
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number
+    assert "Traceback" not in errors
+    assert list(tmp_path.iterdir()) == []

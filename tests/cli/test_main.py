@@ -1,0 +1,103 @@
+"""The command line's frame: quick help, exit statuses, one message instead of a traceback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import typer
+
+from outcore.cli import main as cli
+from outcore.core.errors import ConfigError, DiskError, PlanInfeasibleError
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *args: str) -> int | str | None:
+    monkeypatch.setattr(sys, "argv", ["outcore", *args])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return stop.value.code
+
+
+def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def demo() -> None:
+        raise error
+
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(demo)
+    monkeypatch.setattr(cli, "app", app)
+
+
+def test_help_needs_no_torch():
+    """Help comes in a blink, and torch takes seconds: neither the package nor the command line may import it."""
+    code = (
+        "import sys; sys.argv[1:] = ['demo', '--help']\n"
+        "from outcore.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--steps" in done.stdout
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ConfigError("steps: expected 1 or more, but got 0"), 2),
+        (PlanInfeasibleError("device: needs 3 GiB of 1 GiB", {"device": 3 * 2**30}), 2),
+        (DiskError("short read"), 1),
+    ],
+)
+def test_an_error_is_one_message_and_a_status(monkeypatch, capsys, error, status):
+    fail_with(monkeypatch, error)
+    assert run(monkeypatch) == status
+    captured = capsys.readouterr()
+    assert captured.err == f"outcore: {error}\n"
+    assert captured.out == ""
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch):
+    fail_with(monkeypatch, AssertionError("slot 3 is taken twice"))
+    monkeypatch.setattr(sys, "argv", ["outcore"])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(AssertionError, match="slot 3"):
+            cli.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_ctrl_c_is_130(monkeypatch):
+    fail_with(monkeypatch, KeyboardInterrupt())
+    assert run(monkeypatch) == 130
+
+
+def test_sigterm_unwinds(monkeypatch):
+    def demo() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(demo)
+    monkeypatch.setattr(cli, "app", app)
+    assert run(monkeypatch) == 143
+
+
+@pytest.mark.parametrize("args", [("demo", "--steps", "0"), ("demo", "--step", "3"), ("probe",)])
+def test_wrong_usage_is_2(monkeypatch, capsys, args):
+    assert run(monkeypatch, *args) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_the_commands_and_options_are_these():
+    """A new one is a decision, not an accident."""
+    command = typer.main.get_command(cli.app)
+    options = {name: sorted(p.name for p in sub.params) for name, sub in command.commands.items()}
+    assert options == {"demo": ["device", "folder", "steps"]}

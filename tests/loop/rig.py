@@ -1,0 +1,168 @@
+"""A plain model and its streamed twin: one loop drives both, and everything that it saw must agree bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import outcore
+from outcore.planning.partition import partition
+from outcore.planning.pools import LEAST, pools_for
+from outcore.runtime.rules import rule_for
+from outcore.spec.plan import Plan, UnitPlan
+
+WIDTH, VOCAB, LENGTH = 13, 31, 7
+KINDS = ("device", "host", "disk")
+ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+class Block(nn.Module):
+    """Attention-free, but with all that matters here: dropout, a frozen parameter, a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH + 3)
+        self.down = nn.Linear(2 * WIDTH + 3, WIDTH)
+        self.shift = nn.Parameter(torch.rand(WIDTH), requires_grad=False)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.down(functional.gelu(self.up(self.norm(x) + self.shift))))
+
+
+class Tower(nn.Module):
+    """Embedding, blocks, head: the root unit and a unit per block."""
+
+    def __init__(self, block: Callable[[], nn.Module] = Block, num_blocks: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(block() for _ in range(num_blocks))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def loss(self, ids: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self(ids).flatten(0, 1).float(), ids.roll(1, 1).flatten())
+
+
+def batch(seed: int = 0, rows: int = 3) -> torch.Tensor:
+    return torch.randint(0, VOCAB, (rows, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def make(build: Callable[[], nn.Module] = Tower, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(11)
+    return build().to(dtype).train()
+
+
+def plan_for(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, kind: str, policy: str = "recompute", units: Sequence[Any] | None = None
+) -> Plan:
+    """Everything on one tier (the root's weights stay on the device), one slot of each kind."""
+    names = () if optimizer is None else rule_for(optimizer).state_names(optimizer.param_groups)
+    spec = partition(model, units=units, state_names=names).spec
+    assert len(spec.units) > 1, "nothing moves"
+    plans = []
+    for i, unit in enumerate(spec.units):
+        weights = "device" if i == 0 else kind
+        rest = kind if unit.trainable else weights
+        plans.append(UnitPlan(name=unit.name, weights=weights, gradients=rest, states=rest, policy=policy if i else "keep"))
+    return Plan(precision=spec.precision, units=tuple(plans), pools=pools_for(spec, plans, None, LEAST), prefetch_depth=0)
+
+
+@contextmanager
+def prepared(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    kind: str,
+    folder: Path,
+    *,
+    policy: str = "recompute",
+    units: Sequence[Any] | None = None,
+    **options: Any,
+) -> Iterator[Any]:
+    """``outcore.prepare`` with a plan for one tier, closed at the end."""
+    plan = plan_for(model, optimizer, kind, policy, units)
+    budget = outcore.Budget(disk=str(folder))
+    with outcore.prepare(model, optimizer, plan=plan, budget=budget, units=units, **options) as result:
+        yield result
+
+
+def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), **{**ADAMW, **options})
+
+
+Drive = Callable[[nn.Module, torch.optim.Optimizer], Any]
+
+
+def same(
+    drive: Drive,
+    kind: str,
+    folder: Path,
+    *,
+    build: Callable[[], nn.Module] = Tower,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+    seed: int = 5,
+    **options: Any,
+) -> None:
+    """Drive a plain model and a streamed one; what ``drive`` returns, weights, buffers and states must be equal."""
+    model = make(build)
+    plain = optimizer(model)
+    for group in plain.param_groups:
+        group["fused"] = True
+    torch.manual_seed(seed)
+    want = seen(drive(model, plain), model, plain)
+    twin = make(build)
+    with prepared(twin, optimizer(twin), kind, folder, **options) as (twin, streamed):
+        torch.manual_seed(seed)
+        got = seen(drive(twin, streamed), twin, streamed)
+    assert_same(want, got)
+
+
+def seen(result: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    trained = {i: p.requires_grad for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
+    states = {i: dict(s) for i, s in optimizer.state_dict()["state"].items() if trained[i]}
+    for state in states.values():
+        state.pop("master", None)
+    return {"result": result, "model": dict(model.state_dict()), "states": states}
+
+
+def assert_same(want: Any, got: Any, path: str = "") -> None:
+    """Compare nests of tensors bit for bit."""
+    if isinstance(want, torch.Tensor):
+        want, got = want.detach(), got.detach()
+        assert want.shape == got.shape, f"{path}: {tuple(want.shape)} != {tuple(got.shape)}"
+        assert want.dtype == got.dtype, f"{path}: {want.dtype} != {got.dtype}"
+        assert torch.equal(want.nan_to_num(7.5), got.nan_to_num(7.5)), f"{path}: {want} != {got}"
+    elif isinstance(want, dict):
+        assert list(want) == list(got), f"{path}: {list(want)} != {list(got)}"
+        for key in want:
+            assert_same(want[key], got[key], f"{path}/{key}")
+    elif isinstance(want, list | tuple):
+        assert len(want) == len(got), f"{path}: {len(want)} != {len(got)}"
+        for i, (a, b) in enumerate(zip(want, got, strict=True)):
+            assert_same(a, b, f"{path}/{i}")
+    else:
+        assert want == got, f"{path}: {want!r} != {got!r}"
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2, seed: int = 0) -> list[torch.Tensor]:
+    """A few ordinary steps; their losses."""
+    losses = []
+    for step in range(steps):
+        loss = model.loss(batch(seed + step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses

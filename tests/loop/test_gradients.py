@@ -1,0 +1,238 @@
+"""What loops do to gradients between backward and step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import utils
+
+import outcore
+
+from .rig import KINDS, adamw, batch, make, prepared, same, train
+
+pytestmark = pytest.mark.parametrize("kind", KINDS)
+
+BLOCK_WEIGHT = "blocks.1.up.weight"
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf"), 3.0])
+@pytest.mark.parametrize("foreach", [None, False, True])
+def test_clip_grad_norm(kind, tmp_path, norm_type, foreach):
+    def drive(model, optimizer):
+        norms = []
+        for step in range(2):
+            model.loss(batch(step)).backward()
+            model.loss(batch(step + 7)).backward()
+            norms.append(utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=norm_type, foreach=foreach))
+            optimizer.step()
+            optimizer.zero_grad()
+        return norms
+
+    same(drive, kind, tmp_path)
+
+
+def test_clip_subset_and_total_norm(kind, tmp_path):
+    def drive(model, optimizer):
+        model.loss(batch()).backward()
+        some = [model.head.weight, *model.blocks[1].parameters()]
+        norms = [utils.clip_grad_norm_(some, 0.05)]
+        norms.append(utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+        utils.clip_grads_with_norm_(model.parameters(), 0.02, norms[-1])
+        norms.append(utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None], foreach=True))
+        optimizer.step()
+        return norms
+
+    same(drive, kind, tmp_path)
+
+
+def test_clip_error_if_nonfinite(kind, tmp_path):
+    def drive(model, optimizer):
+        (model.loss(batch()) * float("inf")).backward()
+        with pytest.raises(RuntimeError, match="non-finite"):
+            utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+        optimizer.zero_grad()
+        return train(model, optimizer)
+
+    same(drive, kind, tmp_path)
+
+
+@pytest.mark.parametrize("foreach", [None, False, True])
+def test_clip_grad_value(kind, tmp_path, foreach):
+    def drive(model, optimizer):
+        for step in range(2):
+            model.loss(batch(step)).backward()
+            model.loss(batch(step + 7)).backward()
+            utils.clip_grad_norm_(model.parameters(), 3.0)
+            utils.clip_grad_value_(model.parameters(), 1e-3, foreach=foreach)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    same(drive, kind, tmp_path)
+
+
+@pytest.mark.parametrize("make_optimizer", [adamw, sgd])
+@pytest.mark.parametrize("way", ["model", "model zeros", "optimizer", "optimizer zeros", "zero_"])
+def test_every_way_of_zeroing(kind, tmp_path, way, make_optimizer):
+    ways = {
+        "model": lambda m, o: m.zero_grad(),
+        "model zeros": lambda m, o: m.zero_grad(set_to_none=False),
+        "optimizer": lambda m, o: o.zero_grad(set_to_none=True),
+        "optimizer zeros": lambda m, o: o.zero_grad(set_to_none=False),
+        "zero_": lambda m, o: [p.grad.zero_() for p in m.parameters() if p.grad is not None],
+    }
+
+    def drive(model, optimizer):
+        for step in range(2):
+            model.loss(batch(step)).backward()
+            optimizer.step()
+            ways[way](model, optimizer)
+        norm = utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        optimizer.step()  # with gradients of zero where they are zero: momentum and decay act
+        model.loss(batch(9)).backward()
+        optimizer.step()
+        return norm
+
+    same(drive, kind, tmp_path, optimizer=make_optimizer)
+
+
+def test_one_gradient_dropped(kind, tmp_path):
+    def drive(model, optimizer):
+        for step in range(3):
+            model.loss(batch(step)).backward()
+            model.loss(batch(step + 5)).backward()
+            model.get_parameter(BLOCK_WEIGHT).grad = None
+            model.head.bias.grad = None
+            norm = utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            if step == 1:
+                optimizer.zero_grad()
+        return norm
+
+    same(drive, kind, tmp_path)
+
+
+def test_zeroed_one_then_accumulated(kind, tmp_path):
+    def drive(model, optimizer):
+        model.loss(batch(0)).backward()
+        model.get_parameter(BLOCK_WEIGHT).grad.zero_()
+        model.blocks[0].norm.weight.grad = None
+        model.loss(batch(1)).backward()
+        optimizer.step()
+
+    same(drive, kind, tmp_path)
+
+
+def test_step_twice_and_accumulate_on_old(kind, tmp_path):
+    def drive(model, optimizer):
+        norms = []
+        for step in range(2):
+            model.loss(batch(step)).backward()
+            norms.append(utils.clip_grad_norm_(model.parameters(), 0.05))
+            optimizer.step()
+            optimizer.step()
+        model.loss(batch(3)).backward()
+        norms.append(utils.clip_grad_norm_(model.parameters(), 0.05))
+        optimizer.step()
+        return norms
+
+    same(drive, kind, tmp_path)
+
+
+def test_step_without_gradients(kind, tmp_path):
+    def drive(model, optimizer):
+        optimizer.step()
+        return train(model, optimizer)
+
+    same(drive, kind, tmp_path)
+
+
+def test_scaled_by_hand(kind, tmp_path):
+    def drive(model, optimizer):
+        for step in range(2):
+            model.loss(batch(step)).backward()
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad.mul_(0.3)
+                    p.grad.div_(3.0)
+                    p.grad.div_(4)
+                    p.grad *= torch.tensor(1.7)
+                    p.grad /= torch.tensor(0.9)
+                    p.grad.clamp_(-0.01, 0.02)
+                    p.grad.nan_to_num_()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    same(drive, kind, tmp_path)
+
+
+def test_norm_by_hand(kind, tmp_path):
+    def drive(model, optimizer):
+        model.loss(batch()).backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        return [g.norm() for g in grads] + [g.norm(2) for g in grads] + [torch.linalg.vector_norm(g) for g in grads]
+
+    same(drive, kind, tmp_path)
+
+
+def test_own_tensor_as_gradient_is_refused(kind, tmp_path):
+    model = make()
+    with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
+        model.loss(batch()).backward()
+        param = model.get_parameter(BLOCK_WEIGHT)
+        param.grad = torch.ones(param.shape)
+        with pytest.raises(outcore.UnsupportedError, match=f"p.grad of '{BLOCK_WEIGHT}'.*replaced"):
+            optimizer.step()
+        with pytest.raises(outcore.UnsupportedError, match=f"p.grad of '{BLOCK_WEIGHT}'.*replaced"):
+            model.loss(batch()).backward()
+
+
+def test_taken_away_and_put_back_is_refused(kind, tmp_path):
+    model = make()
+    with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
+        model.loss(batch()).backward()
+        param = model.get_parameter(BLOCK_WEIGHT)
+        old = param.grad
+        param.grad = None
+        model.loss(batch(1)).backward()
+        param.grad = old  # stands for bytes that are overwritten by now
+        with pytest.raises(outcore.UnsupportedError, match="replaced"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [torch.sum, torch.clone, torch.isnan, lambda g: g + 1, lambda g: g.cpu().numpy(), lambda g: g.data.tolist(), lambda g: g.to(torch.float64),
+     lambda g: g.copy_(torch.ones(g.shape)), lambda g: g.add_(1.0), lambda g: g[0], lambda g: g.mul_(torch.ones(g.shape))],
+)  # fmt: skip
+def test_reading_a_gradient_is_refused(kind, tmp_path, read):
+    model = make()
+    with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
+        model.loss(batch()).backward()
+        for name in (BLOCK_WEIGHT, "head.weight"):
+            grad = model.get_parameter(name).grad
+            assert name in repr(grad)
+            assert (grad.shape, grad.dtype, grad.is_sparse, grad.requires_grad) == (model.get_parameter(name).shape, torch.float32, False, False)
+            with pytest.raises(outcore.UnsupportedError, match=f"gradient of '{name}'"):
+                read(grad)
+        optimizer.step()
+
+
+def test_promised_accumulation_begins_anew_after_zeroing(kind, tmp_path):
+    def drive(model, optimizer):
+        model.loss(batch(8)).backward()
+        optimizer.zero_grad()  # as after a step that GradScaler skipped
+        return train(model, optimizer)
+
+    same(drive, kind, tmp_path, accumulation_steps=1)
+
+
+def test_more_passes_than_promised_are_refused(kind, tmp_path):
+    model = make()
+    with prepared(model, adamw(model), kind, tmp_path, accumulation_steps=1) as (model, optimizer):
+        model.loss(batch()).backward()
+        with pytest.raises(outcore.UnsupportedError, match="accumulation_steps promised"):
+            model.loss(batch()).backward()

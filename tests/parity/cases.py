@@ -1,0 +1,217 @@
+"""What is run: a model, a plan, a setting. Plans put units on tiers by force, as no planner would."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import zoo
+from .loops import Record, Setting, plain_backward, streamed_loop
+
+KINDS = ("device", "host", "disk", "mixed")
+PRECISIONS = ("fp32", "bf16", "pure_bf16")
+MIXED = (
+    ("device", "host", "disk"),
+    ("disk", "host", "host"),
+    ("device", "device", "host"),
+    ("host", "disk", "disk"),
+    ("device", "device", "device"),
+    ("disk", "device", "disk"),
+    ("host", "device", "host"),
+    ("device", "disk", "host"),
+    ("host", "host", "disk"),
+    ("disk", "disk", "host"),
+    ("device", "device", "disk"),
+    ("host", "host", "host"),
+    ("disk", "host", "disk"),
+    ("device", "host", "host"),
+    ("host", "disk", "host"),
+    ("disk", "device", "host"),
+    ("device", "disk", "disk"),
+    ("host", "device", "disk"),
+    ("disk", "disk", "disk"),
+)
+"""Home tiers (weights, gradients, states): all 19 legal combinations, neighbours differing in nearly everything."""
+
+
+PLAIN = Setting()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison."""
+
+    name: str
+    kind: str
+    setting: Setting = PLAIN
+    policy: str = "recompute"  # "keep", "recompute"; "mixed" alternates
+    promised: bool = False  # accumulation_steps and, without clipping, clipping=False are given to prepare
+    depth: int = 1
+    offset: int = 0  # where a mixed plan begins in MIXED
+    units: tuple[Any, ...] | None = None  # classes or names instead of those that are found
+    is_minimal: bool = False  # one slot of each kind
+
+    def __str__(self) -> str:
+        parts = [self.name, self.kind, self.policy, f"depth={self.depth}", f"offset={self.offset}", str(self.setting)]
+        return "-".join(parts + ["promised"] * self.promised + ["minimal"] * self.is_minimal)
+
+    def options(self, folder: Path) -> dict[str, Any]:
+        """Arguments of ``prepare`` other than the plan."""
+        import outcore
+
+        options: dict[str, Any] = {"budget": outcore.Budget(disk=str(folder))}
+        if self.units is not None:
+            options["units"] = list(self.units)
+        if self.promised:
+            options["accumulation_steps"] = self.setting.micro_batches
+            options["clipping"] = self.setting.clipping != "off"
+        return options
+
+    def plan(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
+        """The plan for a model, with tiers as this case wants them."""
+        from outcore.planning.partition import partition
+        from outcore.planning.pools import LEAST, Comfort, pools_for
+        from outcore.runtime.rules import rule_for
+        from outcore.spec.plan import Plan, UnitPlan
+
+        names = () if optimizer is None else rule_for(optimizer).state_names(optimizer.param_groups)
+        spec = partition(model, units=self.units, state_names=names, precision=self.setting.precision).spec
+        assert len(spec.units) > 2, "nothing moves"
+        units = []
+        for i, unit in enumerate(spec.units):
+            weights, gradients, states = tiers(self.kind, i, self.offset)
+            if not unit.trainable:
+                gradients = states = weights
+            policy = "keep" if i == 0 else unit_policy(self.policy, i)
+            units.append(UnitPlan(name=unit.name, weights=weights, gradients=gradients, states=states, policy=policy))
+        comfort = Comfort(prefetch_depth=self.depth, num_buckets=2, max_slots_host=3)
+        steps = self.setting.micro_batches if self.promised else None
+        return Plan(
+            precision=self.setting.precision,
+            units=tuple(units),
+            pools=pools_for(spec, units, steps, LEAST if self.is_minimal else comfort),
+            prefetch_depth=self.depth,
+            accumulation_steps=steps,
+        )
+
+
+def run(case: Case, folder: Path, *, prepare: Callable[..., Any] | None = None, **more: Any) -> Record:
+    """Train a case with the streamed loop."""
+    options = {**case.options(folder), **more}
+    return streamed_loop(case.name, case.setting, make_plan=case.plan, prepare=prepare, **options)
+
+
+def run_checked(case: Case, folder: Path, *, is_nosy: bool = False, **faults: Any) -> Record:
+    """Train with faults under the race checker, which raises where two accesses are not ordered.
+
+    Args:
+        case: What to train.
+        folder: Of the disk tier.
+        is_nosy: Look at weights, gradients and states whenever a loop may, which changes no result.
+        faults: Fields of ``Faults``.
+    """
+    from outcore.api import prepare_for_test
+    from outcore.runtime.faults import Faults
+    from outcore.runtime.race import RaceChecker
+
+    checker = RaceChecker()
+
+    def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Any:
+        prepared = prepare_for_test(model, optimizer, faults=Faults(**faults), race_checker=checker, **options)
+        if is_nosy:
+            prepared[1].register_step_post_hook(_spoil_gradients)
+        return prepared
+
+    looks = {"backward": _backward_and_look, "after_step": _read_states} if is_nosy else {}
+    record = run(case, folder, prepare=prepare, **looks)
+    assert checker.num_accesses > 0
+    return record
+
+
+def _backward_and_look(model: nn.Module, batch: zoo.Batch, micro_batches: int) -> torch.Tensor:
+    """Use weights once more after the unit's gradients have left."""
+    loss = plain_backward(model, batch, micro_batches)
+    model.eval()
+    with torch.no_grad():
+        zoo.loss(model, batch)
+    model.train()
+    return loss
+
+
+def _spoil_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Write gradients, about to be dropped, while updates may still read them. Division by 3 needs the bytes."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                p.grad.div_(3.0)
+
+
+def _read_states(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Read states before anything else waits for the update."""
+    optimizer.state_dict()
+
+
+def tiers(kind: str, i: int, offset: int = 0) -> tuple[str, str, str]:
+    """Home tiers of unit ``i``; unit 0 is the root, whose weights are always resident.
+
+    Beside ``KINDS`` there is ``"resident"``: weights stay on the device, the rest on the host.
+    """
+    if kind == "resident":
+        return ("device", "host", "host")
+    if kind != "mixed":
+        return ("device" if i == 0 else kind, kind, kind)
+    legal = [c for c in MIXED if i > 0 or c[0] == "device"]
+    return legal[(i + offset) % len(legal)]
+
+
+def unit_policy(policy: str, i: int) -> str:
+    """The policy of unit ``i``."""
+    return policy if policy != "mixed" else ("keep", "recompute")[i % 2]
+
+
+def pairwise() -> Iterator[Case]:
+    """Every model, kind of plan and precision together, and every pair of any two other choices somewhere among them.
+
+    Greedy: each case takes, of a few random choices, the one with most pairs that are new.
+    """
+    rng = random.Random(0)
+    seen: set[tuple[object, ...]] = set()
+    for name, kind, precision in itertools.product(zoo.MODELS, KINDS, PRECISIONS):
+        fixed = {"name": name, "kind": kind, "precision": precision}
+        tries = [fixed | {k: rng.choice(v) for k, v in CHOICES.items()} for _ in range(60)]
+        best = max(tries, key=lambda chosen: len(pairs(chosen) - seen))
+        seen |= pairs(best)
+        yield _case(best)
+
+
+CHOICES: dict[str, Sequence[Any]] = {
+    "micro_batches": (1, 3),
+    "clipping": ("off", "on", "always"),
+    "groups": ("one", "two"),
+    "scheduler": ("none", "lambda", "cosine"),
+    "optimizer": ("adamw", "adam", "sgd", "nesterov", "adagrad"),
+    "policy": ("recompute", "keep", "mixed"),
+    "promised": (False, True),
+    "depth": (0, 1, 2),
+    "offset": tuple(range(len(MIXED))),
+}
+
+
+def pairs(chosen: dict[str, Any]) -> set[tuple[object, ...]]:
+    """All pairs of choices that a case covers, without the offset."""
+    names = sorted(set(chosen) - {"offset"})
+    return {(a, chosen[a], b, chosen[b]) for a, b in itertools.combinations(names, 2)}
+
+
+def _case(chosen: dict[str, Any]) -> Case:
+    names = {f.name for f in dataclasses.fields(Setting)}
+    setting = Setting(**{k: v for k, v in chosen.items() if k in names})
+    return Case(setting=setting, **{k: v for k, v in chosen.items() if k not in names})

@@ -1,0 +1,61 @@
+"""The race checker is not blind: without any one of the waits that the engine relies on, it finds the race.
+
+A wait that can be dropped unnoticed is either not needed or guards bytes that nobody declares; both are bugs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from outcore.core.errors import OutcoreError, RaceError
+
+from .cases import Case, run_checked
+from .loops import Setting
+
+STEPS = 3
+SCENARIOS = [
+    Case("patchwork", "mixed", Setting(micro_batches=3, steps=STEPS), policy="mixed", depth=2),
+    Case("patchwork", "disk", Setting(micro_batches=3, steps=STEPS), depth=1),
+    Case("patchwork", "host", Setting(precision="bf16", steps=STEPS), depth=2),
+    Case("patchwork", "device", Setting(precision="bf16", micro_batches=3, steps=STEPS), depth=0),
+    Case("patchwork", "mixed", Setting(precision="bf16", micro_batches=3, steps=STEPS), offset=7, depth=1),
+    Case("patchwork", "resident", Setting(clipping="off", steps=STEPS), policy="keep"),
+    Case("llama", "disk", Setting(precision="bf16", micro_batches=3, steps=STEPS), depth=2),
+]
+LEAST_LABELS = 10
+
+
+@pytest.fixture(scope="module")
+def users(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Case]]:
+    """Label -> the scenarios that use it."""
+    found: dict[str, list[Case]] = {}
+    for case in SCENARIOS:
+        for label in run_checked(case, tmp_path_factory.mktemp("labels"), is_nosy=True).labels:
+            found.setdefault(label, []).append(case)
+    return found
+
+
+def test_there_are_enough_waits_to_drop(users: dict[str, list[Case]]) -> None:
+    assert len(users) >= LEAST_LABELS, sorted(users)
+
+
+def test_no_wait_can_be_dropped_unnoticed(users: dict[str, list[Case]], tmp_path: Path) -> None:
+    unnoticed = {label: verdicts for label in sorted(users) if (verdicts := _verdicts(label, users[label], tmp_path))}
+    assert not unnoticed, "\n".join(f"'{label}': {verdicts}" for label, verdicts in unnoticed.items())
+
+
+def _verdicts(label: str, cases: list[Case], folder: Path) -> dict[str, str]:
+    """What happened instead, by scenario, if no scenario met the race; else nothing."""
+    verdicts = {}
+    for case in cases:
+        try:
+            run_checked(case, folder, is_nosy=True, skip=frozenset({label}))
+        except RaceError:
+            return {}
+        except OutcoreError as error:
+            verdicts[str(case)] = f"{type(error).__name__}: {error}"
+        else:
+            verdicts[str(case)] = "no race found"
+    return verdicts

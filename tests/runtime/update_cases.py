@@ -1,0 +1,94 @@
+"""Every rule with every option, and the plain loop that blocked updates are compared with."""
+
+from __future__ import annotations
+
+import torch
+
+from outcore.runtime.blocks import Piece
+from outcore.runtime.rules import rule_for
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "adamw amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True, weight_decay=0.0, fused=True),
+    "adamw maximize": lambda p: torch.optim.AdamW(p, lr=1e-2, betas=(0.5, 0.7), maximize=True, fused=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-2, fused=True),
+    "adam decay amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1, amsgrad=True, fused=True),
+    "adam maximize": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1, maximize=True, fused=True),
+    "adam decoupled": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1, decoupled_weight_decay=True, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
+    "sgd decay maximize": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1, maximize=True, fused=True),
+    "sgd momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, fused=True),
+    "sgd dampening": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.4, maximize=True, fused=True),
+    "sgd nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
+    "adagrad decay": lambda p: torch.optim.Adagrad(
+        p, lr=0.1, lr_decay=0.2, weight_decay=0.1, initial_accumulator_value=0.3, maximize=True, fused=True
+    ),
+}
+
+
+def fused_sgd_is_broken() -> bool:
+    """Whether this torch skips most of a bf16 parameter (pytorch issue 191763)."""
+    param = torch.nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+    param.grad = torch.ones_like(param)
+    torch.optim.SGD([param], lr=0.5, fused=True).step()
+    return bool((param == 1).any())
+
+
+def random(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+class PlainLoop:
+    """Whole parameters stepped by torch: what everything else must equal."""
+
+    def __init__(self, make, numels, dtype=torch.float32):
+        self.params = [torch.nn.Parameter(random(n, i, dtype)) for i, n in enumerate(numels)]
+        self.optimizer = make(self.params)
+        if dtype == torch.bfloat16 and isinstance(self.optimizer, torch.optim.SGD) and fused_sgd_is_broken():
+            for group in self.optimizer.param_groups:
+                group["fused"] = False
+
+    def step(self, grads, factors=()):
+        for param, grad in zip(self.params, grads, strict=True):
+            param.grad = grad.to(param.dtype, copy=True)
+            for factor in factors:
+                param.grad.mul_(factor)
+        self.optimizer.step()
+
+    def tensors(self, names):
+        state = self.optimizer.state
+        return [p.detach() for p in self.params] + [state[p][name] for p in self.params for name in names]
+
+
+class Blocked:
+    """The same parameters as pieces, with storage of their own."""
+
+    def __init__(self, make, numels, dtype=torch.float32, weights_dtype=None):
+        plain = PlainLoop(make, numels, dtype)
+        self.groups = [{**group, "fused": True} for group in plain.optimizer.param_groups]
+        self.rule = rule_for(make(plain.params))
+        self.names = self.rule.state_names(self.groups)
+        self.targets = [p.detach() for p in plain.params]
+        start = {name: self.rule.initial_value(name) for name in self.names}
+        self.states = [{name: torch.full_like(t, start[name]) for name in self.names} for t in self.targets]
+        self.weights = [
+            torch.full_like(t, torch.nan, dtype=weights_dtype) if weights_dtype else None for t in self.targets
+        ]
+
+    def pieces(self, step, grads, **options):
+        hyper = self.rule.hyper(self.groups[0])
+        rows = zip(self.targets, grads, self.states, self.weights, strict=True)
+        return [Piece(target=t, grad=g, states=s, weights=w, step=step, hyper=hyper, **options) for t, g, s, w in rows]
+
+    def tensors(self):
+        return self.targets + [state[name] for state in self.states for name in self.names]
+
+
+def assert_same_bits(got, want):
+    """Equal also where both are NaN; torch.equal is not."""
+    assert len(got) == len(want)
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype
+        bits = torch.int32 if a.dtype == torch.float32 else torch.int16
+        assert torch.equal(a.reshape(-1).view(bits), b.reshape(-1).view(bits))

@@ -1,0 +1,175 @@
+"""Small models, and plans that put every unit of them on one tier."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import outcore
+from outcore.planning.partition import partition
+from outcore.planning.pools import LEAST, pools_for
+from outcore.runtime.rules import rule_for
+from outcore.spec.plan import Plan, UnitPlan
+
+VOCAB = 131
+TIERS = ("device", "host", "disk")
+NAMES = ("gpt2", "llama", "tied", "mixtral", "t5")
+
+
+class Block(nn.Module):
+    """A block with a frozen and an fp32 parameter, a norm with persistent buffers, and dropout."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width + 1)
+        self.norm = nn.BatchNorm1d(2 * width + 1)
+        self.down = nn.Linear(2 * width + 1, width, bias=False)
+        self.dropout = nn.Dropout(0.1)
+        self.register_buffer("scale", torch.tensor(0.5), persistent=False)
+        self.up.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.up(x).flatten(0, 1)).unflatten(0, x.shape[:2])
+        return x + self.dropout(self.down(torch.tanh(hidden))) * self.scale
+
+    def reset_parameters(self) -> None:
+        self.scale.fill_(0.5)
+
+
+class Plain(nn.Module):
+    """Nothing that a library knows. Embedding and head are tied."""
+
+    def __init__(self, width: int = 19, num_blocks: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
+        self.head = nn.Linear(width, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return _Loss(nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), labels.flatten()))
+
+
+class _Loss:
+    def __init__(self, loss: torch.Tensor) -> None:
+        self.loss = loss
+
+
+def config(name: str, **more: Any) -> Any:
+    """The configuration of a Transformers model; ``more`` replaces sizes."""
+    import transformers
+
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 40,
+        "intermediate_size": 53,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "use_cache": False,
+        "pad_token_id": None,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    if name == "gpt2":
+        sizes = {"vocab_size": VOCAB, "n_positions": 29, "n_embd": 44, "n_layer": 3, "n_head": 4, "use_cache": False}
+        return transformers.GPT2Config(**{**sizes, "bos_token_id": 1, "eos_token_id": 2, **more})
+    if name == "t5":
+        sizes = {"vocab_size": VOCAB, "d_model": 40, "d_kv": 10, "d_ff": 67, "num_layers": 2, "num_heads": 4}
+        return transformers.T5Config(**{**sizes, "use_cache": False, "decoder_start_token_id": 0, **more})
+    if name == "mixtral":
+        experts = {"num_local_experts": 3, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+        return transformers.MixtralConfig(**{**sizes, **experts, **more})
+    if name == "tied":
+        return transformers.Qwen3Config(**{**sizes, "head_dim": 18, "tie_word_embeddings": True, **more})
+    return transformers.LlamaConfig(**{**sizes, **more})
+
+
+def build(name: str, *, dtype: torch.dtype = torch.float32, meta: bool = False, seed: int = 0, **more: Any) -> Any:
+    """A model in training mode, with values or on the meta device."""
+    torch.manual_seed(seed)
+    if name == "plain":
+        with torch.device("meta" if meta else "cpu"):
+            return Plain(**more).to(dtype).train()
+    import transformers
+
+    kind = {"gpt2": "GPT2LMHeadModel", "mixtral": "MixtralForCausalLM", "t5": "T5ForConditionalGeneration"}.get(name)
+    kind = kind or {"tied": "Qwen3ForCausalLM"}.get(name, "LlamaForCausalLM")
+    with torch.device("meta" if meta else "cpu"):
+        return getattr(transformers, kind)(config(name, **more)).to(dtype).train()
+
+
+def with_adapters(model: nn.Module, **more: Any) -> Any:
+    """LoRA on some layers."""
+    from peft import LoraConfig, get_peft_model
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft asks transformers for an attribute under its old name
+        return get_peft_model(model, LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "down_proj"], **more))
+
+
+def batch(step: int = 0) -> dict[str, torch.Tensor]:
+    """A batch; sizes differ from step to step."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(3, VOCAB, (2 + step % 2, 13), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
+
+
+def plan_on(tier: str, model: nn.Module, optimizer: torch.optim.Optimizer | None, precision: Any = None) -> Plan:
+    """Everything on one tier; weights of the root unit on the device."""
+    names = () if optimizer is None else rule_for(optimizer).state_names(optimizer.param_groups)
+    spec = partition(model, state_names=names, precision=precision).spec
+    units = []
+    for unit in spec.units:
+        weights: Any = tier if unit.name else "device"
+        rest: Any = tier if unit.trainable else weights
+        units.append(
+            UnitPlan(name=unit.name, weights=weights, gradients=rest, states=rest, policy="recompute" if unit.name else "keep")
+        )
+    pools = pools_for(spec, units, None, LEAST)
+    return Plan(precision=spec.precision, units=tuple(units), pools=pools, prefetch_depth=1, accumulation_steps=None)
+
+
+@contextmanager
+def prepared(model: Any, folder: Path, tier: str = "host", **options: Any) -> Iterator[Any]:
+    """A prepared model and its optimizer, with everything on ``tier``; closed at the end."""
+    optimizer = options.pop("optimizer", None) or adamw(model)
+    plan = plan_on(tier, model, optimizer, options.get("precision"))
+    budget = outcore.Budget(disk=str(folder))
+    with outcore.prepare(model, optimizer, plan=plan, budget=budget, **options) as (model, streamed):
+        yield model, streamed
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, steps: range = range(1)) -> list[torch.Tensor]:
+    """The losses of some steps, each with random numbers of its own."""
+    losses = []
+    for step in steps:
+        torch.manual_seed(step)
+        loss = model(**batch(step)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().clone())
+    return losses
+
+
+def same(want: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> None:
+    """Same names in the same order, same shapes and dtypes, same bits."""
+    assert list(want) == list(got)
+    for name, tensor in want.items():
+        assert tensor.dtype == got[name].dtype, name
+        assert torch.equal(tensor, got[name]), name
