@@ -138,7 +138,13 @@ def plan_on(tier: str, model: nn.Module, optimizer: torch.optim.Optimizer | None
         weights: Any = tier if unit.name else "device"
         rest: Any = tier if unit.trainable else weights
         units.append(
-            UnitPlan(name=unit.name, weights=weights, gradients=rest, states=rest, policy="recompute" if unit.name else "keep")
+            UnitPlan(
+                name=unit.name,
+                weights=weights,
+                gradients=rest,
+                states=rest,
+                policy="recompute" if unit.name else "keep",
+            )
         )
     pools = pools_for(spec, units, None, LEAST)
     return Plan(precision=spec.precision, units=tuple(units), pools=pools, prefetch_depth=1, accumulation_steps=None)

@@ -57,7 +57,11 @@ def partition(
     owned = _owned_tensors(model, modules)
     chosen = choose_precision(model)
     wanted = precision or chosen
-    dtype = None if _COMPUTE_DTYPE[wanted] == _COMPUTE_DTYPE[chosen] else _COMPUTE_DTYPE[wanted]
+    # fp32 adapters or norms on a bf16 model are meant so: nothing is converted where the asked dtype is already in use.
+    is_so = _COMPUTE_DTYPE[wanted] == _COMPUTE_DTYPE[chosen] or (
+        wanted != "fp32" and any(p.dtype == torch.bfloat16 for p in model.parameters())
+    )
+    dtype = None if is_so else _COMPUTE_DTYPE[wanted]
     specs, params = [], []
     for name, (own, buffer_bytes) in zip(names, owned, strict=True):
         own.sort(key=lambda item: not item[1].requires_grad)

@@ -33,7 +33,7 @@ def _getter(name: str) -> Callable[..., Any]:
 
 
 _TENSOR: Any = torch.Tensor
-_QUESTIONS = "shape dtype device requires_grad grad grad_fn ndim is_leaf layout is_sparse is_cuda is_cpu is_meta is_quantized"
+_QUESTIONS = "shape dtype grad_dtype device requires_grad grad grad_fn ndim is_leaf layout is_sparse is_cuda is_cpu is_meta is_quantized"
 _QUESTIONS += " is_nested itemsize nbytes _version is_mkldnn is_xpu is_mps _backward_hooks retains_grad output_nr"
 _QUESTIONS += " _post_accumulate_grad_hooks"
 _METADATA: frozenset[Callable[..., Any]] = frozenset(

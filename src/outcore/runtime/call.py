@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol, cast
@@ -23,6 +23,7 @@ from outcore.core.errors import UnsupportedError
 from outcore.runtime.device import Device
 from outcore.runtime.inner_graph import drop_saved, foreign_leaves, guarded_leaf, save_weights_by_place, without_hooks
 from outcore.runtime.replay import ForwardState, autocast_cache_off
+from outcore.runtime.side_outputs import active_recording, emptied, hand_over, recording_apart
 from outcore.runtime.structure import Structure, take_apart
 from outcore.runtime.unit import Unit
 from outcore.runtime.weights import Phase, Weights
@@ -33,14 +34,8 @@ _autograd = cast("Any", torch._C)
 class GradientSink(Protocol):
     """Where the parameter gradients of a backward go."""
 
-    def expect(self, unit: Unit) -> Callable[[], None]:
-        """A call was made whose gradients will come; the returned function says that they have come, or never will."""
-
     def deposit(self, unit: Unit, grads: dict[int, torch.Tensor]) -> None:
         """Take gradients of trainable parameters, by index."""
-
-    def close_if_complete(self, unit: Unit) -> None:
-        """All gradients of a call have been deposited."""
 
 
 @dataclass(eq=False)
@@ -54,16 +49,13 @@ class Call:
     outputs: list[torch.Tensor]
     """Only until they were handed to the outer graph."""
     weights_version: int
-    settle: Callable[[], None]
     state: ForwardState | None = None
     graph: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
     watched: list[int] = field(default_factory=list)
     """Results that must not be changed in place outside."""
     returned: list[tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=list)
     foreign_versions: list[int] = field(default_factory=list)
-
-    def __del__(self) -> None:
-        self.settle()
+    recording: Mapping[str, Any] | None = None
 
 
 class UnitCall:
@@ -108,13 +100,14 @@ class UnitCall:
             return self._run_plain(args, kwargs)
         call, inner, outputs, out_structure = self._run_forward(tensors, structure)
         if call.outputs:
-            call.settle = self._sink.expect(self.unit)
             given = [t for t, w in zip(tensors, call.wants_grad, strict=True) if w]
             saved = [] if call.state is None else tensors
             # Parameters are inputs too: for torch.autograd.grad, backward(inputs=...) and their own gradient hooks.
             results = iter(UnitFunction.apply(self, call, saved, self._anchor, *given, *call.foreign, *self._trainable))  # type: ignore[no-untyped-call]
         outer = {id(i): t for i, t in zip(inner, tensors, strict=True)}
-        return out_structure.fill([outer.get(id(t), t) if t.grad_fn is None else next(results) for t in outputs])
+        result, added = out_structure.fill([outer.get(id(t), t) if t.grad_fn is None else next(results) for t in outputs])
+        hand_over(added)
+        return result
 
     @property
     def _where(self) -> str:
@@ -132,8 +125,6 @@ class UnitCall:
                     f"expected requires_grad to stay as it was at outcore.prepare(), which decided who owns gradient and optimizer bytes, but "
                     f"that of '{spec.name}' was set to {param.requires_grad}; freeze, unfreeze or add adapters before prepare"
                 )
-            if flag and len(param._post_accumulate_grad_hooks or ()) > 1:  # type: ignore[attr-defined]
-                raise UnsupportedError(post_accumulate_refusal(spec.name))
         if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
             raise UnsupportedError(
                 f"{self._where}: expected an ordinary forward, but torch.func transforms (vmap, grad, jvp, ...) or forward-mode AD are active, "
@@ -171,7 +162,8 @@ class UnitCall:
         with self._bound(Phase.FORWARD):
             self._refuse_changes()
             saving = drop_saved(self._where) if recomputes else save_weights_by_place(self.unit, self._where)
-            outputs, out_structure = self._run(structure, inner, saving)
+            recording = active_recording()
+            outputs, out_structure = self._run(structure, inner, saving, recording)
             self._refuse_weights_outside(outputs)
         if state is not None:
             state.drop_unchanged()
@@ -179,19 +171,23 @@ class UnitCall:
             raise UnsupportedError(f"{self._where} changed one of its arguments in place, which recompute would do twice; copy it first")
         made = [t for t in outputs if t.grad_fn is not None]
         foreign = foreign_leaves(made, inner, self.unit.params, start, self._where)
-        call = Call(structure, wants_grad, foreign, [t.shape for t in made], made, self.unit.weights_version, _nothing, state)
+        call = Call(structure, wants_grad, foreign, [t.shape for t in made], made, self.unit.weights_version, state)
+        call.recording = emptied(recording)
         call.foreign_versions = [_version(t) for t in foreign]
         call.watched = _sharing(made, tensors) if recomputes else list(range(len(made)))
         if not recomputes:
             call.graph = inner, list(made)
         return call, inner, outputs, out_structure
 
-    def _run(self, structure: Structure, tensors: Sequence[torch.Tensor], saving: Any) -> tuple[list[torch.Tensor], Structure]:
+    def _run(
+        self, structure: Structure, tensors: Sequence[torch.Tensor], saving: Any, recording: Mapping[str, Any] | None
+    ) -> tuple[list[torch.Tensor], Structure]:
+        """Run the block on inner tensors. The results are what it returns, and what was recorded beside it."""
         nest = structure.fill(tensors)
         args, kwargs = nest
         try:
-            with torch.enable_grad(), saving, autocast_cache_off():
-                results = take_apart(self._forward(*args, **kwargs), self._where)
+            with torch.enable_grad(), saving, autocast_cache_off(), recording_apart(recording) as added:
+                result = self._forward(*args, **kwargs)
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error):
                 raise UnsupportedError(f"{self._where} changes one of its arguments in place, which cannot be recomputed; copy it first") from error
@@ -200,7 +196,7 @@ class UnitCall:
             raise UnsupportedError(
                 f"{self._where} changed a list, dict or dataclass that it got as an argument, which recompute would do twice; return what it adds"
             )
-        return results
+        return take_apart((result, added), self._where)
 
     def _refuse_weights_outside(self, outputs: Sequence[torch.Tensor]) -> None:
         buffer = None if self.unit.is_resident else self.unit.device_buffer()
@@ -239,7 +235,8 @@ class UnitCall:
             if is_ordinary:
                 self._sink.deposit(self.unit, {i: g for i, g in grads_of.items() if i not in outside})
         if is_ordinary:
-            call.settle()
+            if not keeps_graph:  # else the same calls will give gradients again, and their sums belong together again
+                call.settle()
             self._sink.close_if_complete(self.unit)
         return [*given, *(outside.get(i) for i in range(len(params)))]
 
@@ -271,7 +268,7 @@ class UnitCall:
             return call.graph
         inner = [guarded_leaf(t, self._where) if w else t for t, w in zip(saved, call.wants_grad, strict=True)]
         with call.state.restored():
-            outputs, _ = self._run(call.inputs, inner, nullcontext())
+            outputs, _ = self._run(call.inputs, inner, nullcontext(), call.recording)
         made = [t for t in outputs if t.grad_fn is not None]
         if [t.shape for t in made] != call.shapes:
             raise UnsupportedError(
@@ -303,14 +300,6 @@ class UnitFunction(torch.autograd.Function):
         return (None, None, None, None, *found)
 
 
-def post_accumulate_refusal(name: str) -> str:
-    """The error for a hook that would find no gradient."""
-    return (
-        f"expected no post-accumulate-grad hooks, but '{name}' has one, and its gradient leaves the device as soon as it is there; use "
-        "register_hook, or act on p.grad between backward() and step()"
-    )
-
-
 def _gradients(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], sources: Sequence[torch.Tensor], *, keeps_graph: bool
 ) -> Sequence[torch.Tensor | None]:
@@ -336,10 +325,6 @@ def _sharing(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) ->
     """Results that share memory with an argument or with one another."""
     places = [t.untyped_storage().data_ptr() if t.layout is torch.strided else 0 for t in (*outputs, *inputs)]
     return [i for i, place in enumerate(places[: len(outputs)]) if place and places.count(place) > 1]
-
-
-def _nothing() -> None:
-    """No gradient is expected."""
 
 
 def _without_caches(args: Any, kwargs: dict[str, Any], where: str) -> tuple[Any, dict[str, Any]]:

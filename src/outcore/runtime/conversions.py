@@ -91,7 +91,8 @@ def loading_groups(model: nn.Module, names: Iterable[str], state: Mapping[str, A
     """
     if not is_pretrained_model(model):
         return [Group(name, [("", name)]) for name in names], Rules([], [])
-    from transformers import conversion_mapping, core_model_loading as library
+    from transformers import conversion_mapping
+    from transformers import core_model_loading as library
 
     rules = _rules(conversion_mapping.get_model_conversion_mapping(model))
     prefix = model.base_model_prefix
@@ -112,7 +113,8 @@ def saving_groups(model: nn.Module, names: Iterable[str]) -> list[Group]:
     """
     if not is_pretrained_model(model):
         return [Group(name, [("", name)]) for name in names]
-    from transformers import conversion_mapping, core_model_loading as library
+    from transformers import conversion_mapping
+    from transformers import core_model_loading as library
 
     forward = getattr(model, "_weight_conversions", None)
     if forward is None:
@@ -186,6 +188,8 @@ def _grouped(
         target, pattern = target_of(name)
         key = target, pattern is None
         if key not in groups:
-            groups[key] = Group(target, [], by_pattern[pattern], model, rename) if pattern is not None else Group(target)
+            groups[key] = (
+                Group(target, [], by_pattern[pattern], model, rename) if pattern is not None else Group(target)
+            )
         groups[key].sources.append((pattern or "", name))
     return list(groups.values())

@@ -1,8 +1,8 @@
 """A prepared model's weights on their way out: streamed by name, or saved as a Hugging Face directory.
 
-[Note: what is saved] The same keys, shapes and dtypes that ``model.save_pretrained`` writes for the plain model. The names
-are settled on meta tensors, the weights then read from their homes as they are written; the small files (configuration,
-model card, adapters) are written by the library itself into a folder of their own first.
+[Note: what is saved] The same keys, shapes and dtypes that ``model.save_pretrained`` writes for the plain model. Names
+are settled on meta tensors, and the weights then read from their homes as they are written. The small files
+(configuration, model card, adapters) are written by the library itself, into a folder of their own first.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _converted(
 
 
 def _state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What is saved: name -> the parameter or buffer itself. Tied tensors once, as the library's loader expects them."""
+    """What is saved: name -> the parameter or buffer itself. Tied ones once, as the library's loader expects them."""
     everything = [p for p in places(model) if p.is_persistent]
     for place in everything:
         _refuse_own_format(place)
@@ -110,11 +110,15 @@ def _state(model: nn.Module) -> dict[str, torch.Tensor]:
 def _refuse_own_format(place: Place) -> None:
     kind = type(place.module)
     plain = nn.Module
-    own = [name for name in ("_save_to_state_dict", "get_extra_state", "state_dict") if getattr(kind, name) is not getattr(plain, name)]
+    own = [
+        name
+        for name in ("_save_to_state_dict", "get_extra_state", "state_dict")
+        if getattr(kind, name) is not getattr(plain, name)
+    ]
     if own:
         raise UnsupportedError(
-            f"save_pretrained: expected modules that save their tensors as torch does, but {kind.__name__} of '{place.name}' "
-            f"has a {own[0]} of its own; save model.state_dict() with torch.save instead"
+            f"save_pretrained: expected modules that save their tensors as torch does, but {kind.__name__} of "
+            f"'{place.name}' has a {own[0]} of its own; save model.state_dict() with torch.save instead"
         )
 
 
@@ -143,5 +147,5 @@ def _without_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _library_save(model: Any, directory: Path, state: Mapping[str, torch.Tensor]) -> None:
-    model.save_pretrained(directory, state_dict=dict(state))
+def _library_save(model: nn.Module, directory: Path, state: Mapping[str, torch.Tensor]) -> None:
+    model.save_pretrained(directory, state_dict=dict(state))  # type: ignore[operator]  # both libraries have it

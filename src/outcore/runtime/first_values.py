@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from outcore.core.errors import ConfigError
 from outcore.runtime.fill import Values
 from outcore.runtime.initialise import Initialisation
-from outcore.runtime.load_plan import LoadPlan, plan_loading
+from outcore.runtime.load_plan import plan_loading
 from outcore.runtime.state_names import Place, places
 from outcore.runtime.unit import Unit
 
@@ -62,7 +62,11 @@ class FirstValues:
                     _leave_meta(place.tensor, device)
                 continue
             if key not in moved:
-                value = self._loading.read(place.tensor) if self._loading and self._is_loaded(place.tensor) else made.get(key)
+                value = (
+                    self._loading.read(place.tensor)
+                    if self._loading and self._is_loaded(place.tensor)
+                    else made.get(key)
+                )
                 moved[key] = _placed(place.tensor, value, device)
             place.module._buffers[place.key] = moved[key]  # noqa: SLF001 (register_buffer would forget what is persistent)
         if self._loading is not None:
@@ -97,9 +101,9 @@ def _refuse_hidden(model: nn.Module) -> None:
         for key, value in vars(module).items():
             if isinstance(value, torch.Tensor) and value.is_meta:
                 raise ConfigError(
-                    f"expected parameters and buffers on the meta device, but '{name}.{key}' of {type(module).__name__} is a "
-                    "plain attribute, which neither a checkpoint nor an initialiser sets; register it as a buffer, or build "
-                    "the model on the CPU"
+                    "expected parameters and buffers on the meta device, but "
+                    f"'{name}.{key}' of {type(module).__name__} is a plain attribute, which neither a checkpoint nor an "
+                    "initialiser sets; register it as a buffer, or build the model on the CPU"
                 )
 
 
@@ -116,7 +120,9 @@ def _refuse_watched(place: Place) -> None:
 
 def _leave_meta(param: torch.Tensor, device: torch.device) -> None:
     # The storage cannot be replaced across these devices: ``param.data = ...`` raises.
-    nothing = torch.full((1,), float("nan"), dtype=param.dtype, device=device).as_strided(param.shape, (0,) * param.ndim)
+    nothing = torch.full((1,), float("nan"), dtype=param.dtype, device=device).as_strided(
+        param.shape, (0,) * param.ndim
+    )
     stand_in = Parameter(nothing, requires_grad=param.requires_grad)
     stand_in.__dict__.update(param.__dict__)
     torch.utils.swap_tensors(param, stand_in)

@@ -53,13 +53,13 @@ class GradHandle(torch.Tensor):
     _owner: GradientOwner
 
     @staticmethod
-    def __new__(cls, owner: GradientOwner, index: int, like: torch.Tensor) -> Self:  # noqa: PYI034
+    def __new__(cls, owner: GradientOwner, index: int, like: torch.Tensor, dtype: torch.dtype) -> Self:  # noqa: PYI034
         """Make a wrapper with the parameter's metadata."""
         make = cast("Any", torch.Tensor)._make_wrapper_subclass
-        return cast("Self", make(cls, like.shape, dtype=like.dtype, device=like.device))
+        return cast("Self", make(cls, like.shape, dtype=dtype, device=like.device))
 
-    def __init__(self, owner: GradientOwner, index: int, like: torch.Tensor) -> None:
-        """Args: owner: Keeps the gradient. index: Which of its parameters. like: The parameter."""
+    def __init__(self, owner: GradientOwner, index: int, like: torch.Tensor, dtype: torch.dtype) -> None:
+        """Args: owner: Keeps the gradient. index: Which of its parameters. like: The parameter. dtype: Of the accumulated gradient."""
         self._owner, self.index, self.factors, self.is_zero = owner, index, [], False
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:

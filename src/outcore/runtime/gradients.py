@@ -2,14 +2,16 @@
 
 [Note: a gradient's way] Within one backward pass the gradients of a unit are summed in the dtype in which autograd makes them,
 as autograd itself would: in a *bucket* on the device, or in loose tensors where no bucket is needed (the root, and units
-whose gradients live on the device). When all calls of the unit have been through backward, the pass is *closed* for it: norms
-are taken, and the sum goes home. The first micro-batch lands there as it is (*native* form, the weights layout); a second
+whose gradients live on the device). When autograd has reached all parameters of the unit, which it does after all calls of the unit, the
+pass is *closed* for it: norms are taken, and the sum goes home. The first micro-batch lands there as it is (*native* form, the weights layout); a second
 one is added in the update dtype (*update* form). ``p.grad`` then is a handle; setting it to None, or zeroing it, makes the
 next gradient the first again.
 """
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -28,6 +30,10 @@ from outcore.runtime.unit_gradients import Pass, UnitGradients
 _autograd = cast("Any", torch._C)
 
 
+class _Running:
+    """Lives as long as autograd's task does: nobody else holds it."""
+
+
 class Gradients:
     """All gradients of a model during backward; ``homes`` has them afterwards."""
 
@@ -38,7 +44,8 @@ class Gradients:
         self._homes, self._device, self._resting = homes, device, resting
         self._accumulation_steps, self._clipping = accumulation_steps, clipping
         self.of = {unit.name: UnitGradients(unit, self) for unit in units}
-        self._pass_id = -1
+        self._tasks: dict[int, weakref.ref[_Running]] = {}
+        self._num_passes = 0
         self._last_factor: tuple[torch.Tensor, int, torch.Tensor] | None = None
         self._open: dict[str, UnitGradients] = {}
 
@@ -69,19 +76,6 @@ class Gradients:
 
     # What calls of units and autograd's own accumulation give.
 
-    def expect(self, unit: Unit) -> Callable[[], None]:
-        """Count a call whose backward is to come; the returned function says that it came, or never will."""
-        gradients = self.of[unit.name]
-        gradients.num_expected += 1
-        is_coming = [True]
-
-        def settle() -> None:
-            if is_coming:
-                is_coming.clear()
-                gradients.num_expected -= 1
-
-        return settle
-
     def deposit(self, unit: Unit, grads: dict[int, torch.Tensor]) -> None:
         """Take gradients that autograd made in the pass that is running now."""
         if not grads:
@@ -98,22 +92,38 @@ class Gradients:
                     current.loose[i] = grad if known is None else known + grad
         current.present.update(grads)
 
-    def close_if_complete(self, unit: Unit) -> None:
-        """Send a unit's gradients home if no call of it is still to come in this pass."""
-        gradients = self.of[unit.name]
-        if gradients.num_expected == 0:
-            self._close(gradients)
-
     def hook(self, unit: Unit, index: int) -> Callable[[torch.Tensor], None]:
-        """For parameters that autograd reaches by itself (the root's, or read outside of their unit): take ``p.grad`` over."""
+        """What autograd calls when it has reached a parameter: once in a pass, after everything that gives it a gradient.
 
-        def take_over(param: torch.Tensor) -> None:
+        ``p.grad`` is a tensor there if autograd itself made it: of the root, or read outside of its unit.
+        """
+        gradients = self.of[unit.name]
+
+        def reached(param: torch.Tensor) -> None:
+            self._refuse_other_hooks(param, unit.spec.params[index].name)
             grad = param.grad
             if grad is not None and not isinstance(grad, GradHandle):
                 param.grad = None
                 self.deposit(unit, {index: grad})
+            current = gradients.open
+            if current is not None and unit.name:
+                current.reached.add(index)
+                if len(current.reached) == unit.num_trainable:
+                    self._close(gradients)
 
-        return take_over
+        return reached
+
+    def _refuse_other_hooks(self, param: torch.Tensor, name: str) -> None:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"expected a backward without create_graph=True, but the gradient of '{name}' was asked for with it; double backward "
+                "through streamed weights is not supported"
+            )
+        if len(param._post_accumulate_grad_hooks or ()) > 1:  # type: ignore[attr-defined]
+            raise UnsupportedError(
+                f"expected no post-accumulate-grad hooks, but '{name}' has one, and its gradient leaves the device as soon as it is "
+                "there; use register_hook, or act on p.grad between backward() and step()"
+            )
 
     def after_step(self) -> None:
         """A new accumulation window begins."""
@@ -125,20 +135,26 @@ class Gradients:
 
     def _join_pass(self, gradients: UnitGradients) -> None:
         task = _autograd._current_graph_task_id()
-        if task != self._pass_id:
-            for stale in self._open.values():  # an earlier pass ended in an exception; its sums are incomplete
-                self._drop(stale)
-            self._open.clear()
-            self._pass_id = task
-            cast("Any", torch.autograd.Variable)._execution_engine.queue_callback(self._end_pass)
+        if task not in self._tasks:
+            if not any(running() for running in self._tasks.values()):
+                for stale in self._open.values():  # an earlier pass ended in an exception; its sums are incomplete
+                    self._drop(stale)
+                self._open.clear()
+                self._tasks.clear()
+                self._num_passes += 1
+            # A backward inside of a backward (reentrant checkpointing) has a task of its own: both are one pass.
+            running = _Running()
+            self._tasks[task] = weakref.ref(running)
+            end = functools.partial(self._end_task, task, running)
+            cast("Any", torch.autograd.Variable)._execution_engine.queue_callback(end)
         self._open[gradients.unit.name] = gradients
 
-    def _end_pass(self) -> None:
-        """Close what is still open: the root, and units with a call whose results were not used."""
+    def _end_task(self, task: int, _: _Running) -> None:
+        """Close what is still open: the root, and units of which not all parameters were reached."""
         for gradients in list(self._open.values()):
             self._close(gradients)
         self._open.clear()
-        self._pass_id = -1
+        self._tasks.pop(task, None)
 
     def _drop(self, gradients: UnitGradients) -> None:
         if gradients.open is not None and gradients.open.bucket is not None:
@@ -183,14 +199,14 @@ class Gradients:
             handles: list[Handle | None] = [done, poison]
             pool.give(slot, [h for h in handles if h is not None])
         for i in current.present - added:
-            gradients.handles[i] = GradHandle(gradients, i, unit.params[i])
+            gradients.handles[i] = GradHandle(gradients, i, unit.params[i], unit.grad_dtypes[i])
             unit.params[i].grad = gradients.handles[i]
 
     def _count_pass(self, gradients: UnitGradients, *, is_first: bool) -> None:
         if is_first:  # zeroed without a step, as after one that GradScaler skipped
             gradients.num_passes = 0
-        if gradients.counted_pass_id != self._pass_id:  # a unit may be closed more than once in a pass
-            gradients.num_passes, gradients.counted_pass_id = gradients.num_passes + 1, self._pass_id
+        if gradients.counted_pass != self._num_passes:  # a unit may be closed more than once in a pass
+            gradients.num_passes, gradients.counted_pass = gradients.num_passes + 1, self._num_passes
         promised = self._accumulation_steps
         if promised is not None and gradients.num_passes > promised:
             raise UnsupportedError(

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import nn
@@ -77,13 +77,15 @@ class Initialisation:
         if left:
             what = "buffer" if left[0].is_buffer else "parameter"
             raise ConfigError(
-                f"expected every tensor on the meta device to be initialised by its module, but {what} '{left[0].name}' of "
-                f"{type(left[0].module).__name__} is not ({len({id(p.tensor) for p in left})} in all); give the module a "
-                "reset_parameters() that sets it, pass weights=, or build the model on the CPU"
+                "expected every tensor on the meta device to be initialised by its module, but "
+                f"{what} '{left[0].name}' of {type(left[0].module).__name__} is not ({len({id(p.tensor) for p in left})} in all); give the "
+                "module a reset_parameters() that sets it, pass weights=, or build the model on the CPU"
             )
         return resets
 
-    def _run(self, fresh: Mapping[int, torch.Tensor], resets: Collection[int]) -> tuple[dict[int, torch.Tensor], set[int]]:
+    def _run(
+        self, fresh: Mapping[int, torch.Tensor], resets: Collection[int]
+    ) -> tuple[dict[int, torch.Tensor], set[int]]:
         """Run the initialisers around ``fresh``; return what stands there afterwards, and what was written."""
         scope = _scope(self._order, fresh)
         with _standing_in(self._places, self._used, self._twins, fresh), _Writes() as writes:
@@ -111,12 +113,12 @@ def _initialisers(model: nn.Module) -> Iterator[tuple[int, list[Initialiser]]]:
         adapters, inside = _adapter_initialisers(model)
     yield from adapters.items()
 
-    def walk(module: nn.Module, owner: Any) -> Iterator[tuple[int, list[Initialiser]]]:
+    def walk(module: nn.Module, owner: nn.Module | None) -> Iterator[tuple[int, list[Initialiser]]]:
         owner = module if is_pretrained_model(module) else owner
         if id(module) in inside:
             return
         if owner is not None and id(module) not in adapters:
-            yield id(module), [lambda: owner._init_weights(module)]  # noqa: SLF001 (the hook that models define)
+            yield id(module), [partial(cast("Any", owner)._init_weights, module)]  # noqa: SLF001 (models' hook)
         for child in module.children():
             yield from walk(child, owner)
 
@@ -142,8 +144,8 @@ def _adapter_initialisers(model: nn.Module) -> tuple[dict[int, list[Initialiser]
             found[id(layer)] = [partial(layer.reset_lora_parameters, a, configs[a].init_lora_weights) for a in adapters]
         elif any(p.is_meta for m in added for p in m.parameters()):
             raise ConfigError(
-                f"expected adapters on the meta device to be LoRA, but '{name}' is {type(layer).__name__}; load the base "
-                "model with its values before adding adapters"
+                f"expected adapters on the meta device to be LoRA, but '{name}' is {type(layer).__name__}; load the "
+                "base model with its values before adding adapters"
             )
     return found, inside
 
@@ -161,8 +163,8 @@ def _call(initialise: Initialiser, module: nn.Module) -> None:
         initialise()
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"expected {type(module).__name__} to initialise itself while the rest of the model is on the meta device, but it "
-            f"failed: {error!r}; pass weights=, or build the model on the CPU"
+            f"expected {type(module).__name__} to initialise itself while the rest of the model is on the meta device, "
+            f"but it failed: {error!r}; pass weights=, or build the model on the CPU"
         ) from error
 
 
@@ -203,7 +205,10 @@ def _places_that_count(model: nn.Module, everything: Iterable[Place]) -> set[str
 
 @contextmanager
 def _standing_in(
-    everything: Iterable[Place], used: Collection[str], twins: Mapping[int, torch.Tensor], fresh: Mapping[int, torch.Tensor]
+    everything: Iterable[Place],
+    used: Collection[str],
+    twins: Mapping[int, torch.Tensor],
+    fresh: Mapping[int, torch.Tensor],
 ) -> Iterator[None]:
     # Buffers may have been replaced since the places were listed.
     standing = [(place, _slots(place)[place.key]) for place in everything]
@@ -219,7 +224,7 @@ def _standing_in(
 
 def _slots(place: Place) -> dict[str, Any]:
     found = place.module._buffers if place.is_buffer else place.module._parameters  # noqa: SLF001 (identity must survive)
-    return found  # type: ignore[return-value]
+    return found
 
 
 def _standing(place: Place) -> torch.Tensor:
@@ -250,9 +255,9 @@ class _Writes(TorchDispatchMode):
         super().__init__()
         self.storages: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         kwargs = kwargs or {}
-        for i, argument in enumerate(func._schema.arguments):  # noqa: SLF001 (what an operation writes stands nowhere else)
+        for i, argument in enumerate(func._schema.arguments):  # noqa: SLF001 (what it writes stands nowhere else)
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[i] if i < len(args) else kwargs.get(argument.name)
                 for tensor in value if isinstance(value, list | tuple) else [value]:

@@ -51,7 +51,7 @@ class LoadPlan:
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """Read a tensor's value, in the checkpoint's dtype.
 
-        Memory: host, this tensor; where the checkpoint holds it in another form, its whole group, until another is read.
+        Memory: host, this tensor; where the checkpoint has it in another form, its whole group until the next read.
         """
         group, name = self._sources[id(tensor)]
         if group.converter is None:
@@ -82,7 +82,7 @@ def plan_loading(model: nn.Module, path: str | Path) -> LoadPlan:
         path: With ``model.safetensors``, or shards and their index.
 
     Raises:
-        ConfigError: Tensors are missing, unexpected, of another shape, quantized, or in a form that cannot be converted.
+        ConfigError: Tensors are missing, unexpected, of another shape, quantized, or cannot be converted.
 
     Memory: host, headers; the two tensors of a tie that stands in the checkpoint twice, while they are compared.
     """
@@ -158,7 +158,9 @@ def _shapes(group: Group, directory: WeightsDirectory) -> Mapping[str, torch.Ten
 
 def _mismatch(name: str, made: torch.Tensor, place: Place) -> list[str]:
     if made.shape != place.tensor.shape:
-        return [f"'{name}' has shape {tuple(place.tensor.shape)} in the model and {tuple(made.shape)} in the checkpoint"]
+        return [
+            f"'{name}' has shape {tuple(place.tensor.shape)} in the model and {tuple(made.shape)} in the checkpoint"
+        ]
     if place.tensor.is_floating_point() and (not made.is_floating_point() or made.dtype.itemsize < 2):
         return [f"'{name}' is {place.tensor.dtype} in the model and quantized ({made.dtype}) in the checkpoint"]
     return []
@@ -209,8 +211,8 @@ def _refuse_names(path: str | Path, missing: Sequence[str], unexpected: Sequence
         if found
     ]
     raise ConfigError(
-        f"weights '{path}': expected exactly the tensors of this model, but {' and '.join(parts)}; build the model from "
-        "the checkpoint's own config.json and with the class that it was saved from"
+        f"weights '{path}': expected exactly the tensors of this model, but {' and '.join(parts)}; build the model "
+        "from the checkpoint's own config.json and with the class that it was saved from"
     )
 
 

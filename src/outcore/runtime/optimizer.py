@@ -130,9 +130,11 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def _state_of(self, param: torch.Tensor) -> dict[str, Any]:
         place = self.engine.places.get(id(param))
-        if place is None or not param.requires_grad or not place[0].steps[place[1]]:
+        if place is None or not param.requires_grad:
             return {}
         unit, i = place
+        if not unit.steps[i] and not isinstance(self._original, torch.optim.Adagrad):  # Adagrad has states before its first step
+            return {}
         # torch.optim.SGD keeps no step
         values: dict[str, Any] = {} if isinstance(self._original, torch.optim.SGD) else {"step": torch.tensor(float(unit.steps[i]))}
         for name in unit.state_names:

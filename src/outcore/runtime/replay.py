@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from outcore.runtime.device import Device
 
@@ -32,40 +33,54 @@ class ForwardState:
         self._training = [m.training for m in modules]
         kinds = dict.fromkeys(("cpu", device.torch_device.type))
         self._autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
-        buffers = [b for m in modules for b in m.buffers(recurse=False)]
-        self._buffers = [(b, b._version, b.detach().clone()) for b in buffers]
+        self._buffers = [_SavedBuffer(m, name, b) for m in modules for name, b in m._buffers.items() if b is not None]
 
     def drop_unchanged(self) -> None:
-        """Keep only buffers that forward changed in place."""
-        self._buffers = [(b, v, saved) for b, v, saved in self._buffers if b._version != v]
+        """Keep only buffers that forward changed or replaced."""
+        self._buffers = [b for b in self._buffers if b.may_have_changed()]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Make everything as it was before forward, and afterwards as it is now."""
         rng, training = self._device.rng_state(), [m.training for m in self._modules]
-        buffers = [(b, b.detach().clone()) for b, _, _ in self._buffers]
+        now = [_SavedBuffer(b.module, b.name, buffer) for b in self._buffers if (buffer := b.module._buffers[b.name]) is not None]
         try:
             self._device.set_rng_state(self._rng)
             _set_training(self._modules, self._training)
-            _copy_back([(b, saved) for b, _, saved in self._buffers])
+            for buffer in self._buffers:
+                buffer.put_back()
             with _autocast(self._autocast):
                 yield
         finally:
             self._device.set_rng_state(rng)
             _set_training(self._modules, training)
-            _copy_back(buffers)
+            for buffer in now:
+                buffer.put_back()
+
+
+class _SavedBuffer:
+    """A buffer of a module: which tensor it was, and what it held."""
+
+    def __init__(self, module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+        self.module, self.name, self._tensor = module, name, tensor
+        self._version = 0 if tensor.is_inference() else tensor._version
+        self._value = tensor.detach().clone()
+
+    def may_have_changed(self) -> bool:
+        # Batch norm kernels write running statistics without telling the version counter.
+        if isinstance(self.module, _NormBase) or self.module._buffers.get(self.name) is not self._tensor:
+            return True
+        return not self._tensor.is_inference() and self._tensor._version != self._version
+
+    def put_back(self) -> None:
+        self.module._buffers[self.name] = self._tensor
+        self._tensor.data.copy_(self._value)  # `.data`: the graph of a recompute may have saved the buffer, and needs no other value
 
 
 def _set_training(modules: Sequence[nn.Module], flags: Sequence[bool]) -> None:
     for module, flag in zip(modules, flags, strict=True):
         if module.training != flag:
             module.training = flag
-
-
-def _copy_back(buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    with torch.no_grad():
-        for buffer, value in buffers:
-            buffer.copy_(value)
 
 
 @contextmanager

@@ -18,6 +18,13 @@ from outcore.spec.model import ModelSpec, ParamSpec, UnitSpec
 from outcore.spec.plan import UnitPlan
 
 
+def _grad_dtype(param: Parameter, spec: ParamSpec) -> torch.dtype:
+    if spec.dtype == spec.update_dtype or not hasattr(param, "grad_dtype"):
+        return torch_dtype(spec.dtype)
+    param.grad_dtype = None  # any; autograd still makes gradients in the parameter's dtype
+    return torch_dtype(spec.update_dtype)
+
+
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of a spec's dtype name."""
     dtype = getattr(torch, name)
@@ -67,6 +74,9 @@ class Unit:
         # Views are made once per buffer; buffers live as long as the unit.
         self._views: dict[tuple[str, Region], list[torch.Tensor]] = {}
         self.update_dtypes = [torch_dtype(p.update_dtype) for p in spec.trainable]
+        # What p.grad says: the accumulated gradient's dtype, so that clipping takes all norms of mixed models together as it does
+        # over fp32 accumulators. torch that knows no grad_dtype (before 2.10) insists on the parameter's own.
+        self.grad_dtypes = [_grad_dtype(p, s) for p, s in zip(params, spec.trainable, strict=False)]
         # Native and update form of gradients are the same bytes.
         self.has_one_layout = all(p.dtype == p.update_dtype for p in spec.trainable)
 

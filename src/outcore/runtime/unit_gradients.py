@@ -40,6 +40,8 @@ class Pass:
     """What one backward pass has given a unit so far: in a bucket, or loose."""
 
     present: set[int] = field(default_factory=set)
+    reached: set[int] = field(default_factory=set)
+    """Parameters that nothing more will come for."""
     loose: dict[int, torch.Tensor] = field(default_factory=dict)
     bucket: tuple[SlotPool, Slot] | None = None
 
@@ -51,9 +53,8 @@ class UnitGradients:
         handles: By parameter index. A gradient is held while its handle is what ``p.grad`` says.
         norms: 2-norms of held gradients as stored, where known.
         is_native: The home holds the sums of one pass in the weights layout, not yet the update layout.
-        num_expected: Calls whose backward is still to come.
         num_passes: Backward passes since the last step.
-        counted_pass_id: The pass that was counted last.
+        counted_pass: The pass that was counted last.
         open: The pass that is running.
     """
 
@@ -63,9 +64,8 @@ class UnitGradients:
         self.handles: dict[int, GradHandle] = {}
         self.norms: dict[int, torch.Tensor] = {}
         self.is_native = False
-        self.num_expected = 0
         self.num_passes = 0
-        self.counted_pass_id = -1
+        self.counted_pass = -1
         self.open: Pass | None = None
 
     def held(self, index: int) -> GradHandle | None:
