@@ -1,10 +1,16 @@
-"""Whole training steps: outcore on the device, on the host and on disk, over plain PyTorch with activation checkpointing.
+"""Whole training steps: outcore on the device, on the host and on disk, over plain PyTorch with activation
+checkpointing.
 
-Prints one JSON object. The model is a Llama of 217M parameters (12 layers, hidden 1024), bf16 weights with fp32 masters, clipping
-on, one micro-batch of 4 x 256 tokens. All contestants stand in memory at once and take turns, since machines are noisy; ratios are taken
-within a turn. A turn is a warm-up step and ``--steps`` timed ones, from the return of one ``optimizer.step()`` to that of the
-last, so that an update that runs behind the next forward is counted where it delays something, and then everything is drained.
-Exposed seconds are those that compute waited for a lane. DeepSpeed ZeRO-3 with CPU offload joins where it can be imported.
+Prints one JSON object. The model is a Llama of 217M parameters (12 layers, hidden 1024), bf16 weights with fp32
+masters, clipping
+on, one micro-batch of 4 x 256 tokens. All contestants stand in memory at once and take turns, since machines are noisy;
+ratios are taken
+within a turn. A turn is a warm-up step and ``--steps`` timed ones, from the return of one ``optimizer.step()`` to that
+of the
+last, so that an update that runs behind the next forward is counted where it delays something, and then everything is
+drained.
+Exposed seconds are those that compute waited for a lane. DeepSpeed ZeRO-3 with CPU offload joins where it can be
+imported.
 
     python benchmarks/step.py --turns 3 --steps 2 --disk .
 """

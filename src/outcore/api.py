@@ -49,7 +49,7 @@ class Prepared(NamedTuple):
         close(self.model)
 
 
-def prepare(
+def prepare(  # noqa: PLR0913 (one call is the whole configuration)
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     *,
@@ -67,14 +67,15 @@ def prepare(
 
     Args:
         model: Any module. It stays the same object; its parameters keep their identity.
-        optimizer: AdamW, Adam, SGD or Adagrad of ``torch.optim`` over the model's parameters. Param groups stay the same list. None:
+        optimizer: AdamW, Adam, SGD or Adagrad of ``torch.optim`` over the model's parameters. Param groups stay the
+            same list. None:
             evaluation, generation, a frozen reference; all parameters are frozen.
         sample: The largest micro-batch that will come, for profiling. Not used yet.
         budget: The most to take on each tier; default: what is free, without disk.
         precision: ``fp32``, ``bf16`` (bf16 weights, fp32 masters) or ``pure_bf16``. None: as the model is.
         accumulation_steps: None: any number. A number is a promise: more backward passes per step raise.
         clipping: False is a promise to ask for no gradient norm.
-        weights: A Hugging Face checkpoint directory to read from, for a model on the meta device.
+        weights: A Hugging Face checkpoint directory to read from, tensor by tensor; replaces values that the model has.
         units: Classes or names of the modules that move as a whole, instead of the repeated blocks that are found.
         plan: To obey, instead of a search.
         device: Default: the accelerator if there is one, else the CPU.
@@ -90,14 +91,26 @@ def prepare(
     Memory: everything that training takes but activations is allocated here, and nothing later.
     """
     options = _Options(
-        sample=sample, budget=budget or Budget(), precision=precision, accumulation_steps=accumulation_steps, clipping=clipping,
-        weights=weights, units=units, plan=plan, device=device,
+        sample=sample,
+        budget=budget or Budget(),
+        precision=precision,
+        accumulation_steps=accumulation_steps,
+        clipping=clipping,
+        weights=weights,
+        units=units,
+        plan=plan,
+        device=device,
     )
     return _prepare(model, optimizer, options, Faults(), None)
 
 
 def prepare_for_test(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, *, faults: Faults | None = None, race_checker: RaceChecker | None = None, **options: Any
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    faults: Faults | None = None,
+    race_checker: RaceChecker | None = None,
+    **options: Any,
 ) -> Prepared:
     """``prepare`` with injected faults and a race checker. For tests; not part of the contract."""
     return _prepare(model, optimizer, _Options(**options), faults or Faults(), race_checker)
@@ -116,7 +129,10 @@ def close(model: nn.Module) -> None:
         attachment.engine.close()
         _CLOSED.add(model)
     elif model not in _CLOSED:
-        raise ConfigError(f"close: expected a model that outcore.prepare() returned, but got a {type(model).__name__} that is not prepared")
+        raise ConfigError(
+            f"close: expected a model that outcore.prepare() returned, but got a {type(model).__name__} that is not "
+            "prepared"
+        )
 
 
 def gathered(
@@ -125,7 +141,8 @@ def gathered(
     """Have whole parameters on the device for the length of a ``with`` block, to read or change them.
 
     Args:
-        target: A prepared model, a module inside one, or parameters. All parameters of the units they belong to are gathered.
+        target: A prepared model, a module inside one, or parameters. All parameters of the units they belong to are
+            gathered.
         write: Write what was changed home at the end, masters included; else changes are lost.
 
     Raises:
@@ -141,7 +158,10 @@ def gathered(
         units = [u for u in engine.units if any(p is q for p in params for q in u.params)]
         if units:
             return gathered_units(engine, units, write=write)
-    raise ConfigError("gathered: expected a model, module or parameters that outcore.prepare() knows, but none of them belongs to a prepared model")
+    raise ConfigError(
+        "gathered: expected a model, module or parameters that outcore.prepare() knows, but none of them belongs to "
+        "a prepared model"
+    )
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -191,7 +211,11 @@ class _Options(NamedTuple):
 
 
 def _prepare(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, options: _Options, faults: Faults, race_checker: RaceChecker | None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    options: _Options,
+    faults: Faults,
+    race_checker: RaceChecker | None,
 ) -> Prepared:
     _check_arguments(model, optimizer, options)
     rule = None if optimizer is None else rule_for(optimizer)
@@ -207,7 +231,12 @@ def _prepare(
         device.close()
         raise
     engine = Engine(
-        cut, plan, device, [Path(p) for p in options.budget.paths], rule, Promises(accumulation_steps=plan.accumulation_steps, clipping=options.clipping)
+        cut,
+        plan,
+        device,
+        [Path(p) for p in options.budget.paths],
+        rule,
+        Promises(accumulation_steps=plan.accumulation_steps, clipping=options.clipping),
     )
     _switch_off_checkpointing(model)
     try:
@@ -224,9 +253,14 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
     if not isinstance(model, nn.Module):
         raise ConfigError(f"prepare: expected a torch.nn.Module as model, but got a {type(model).__name__}")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"prepare: expected a torch.optim.Optimizer or None as optimizer, but got a {type(optimizer).__name__}")
+        raise ConfigError(
+            f"prepare: expected a torch.optim.Optimizer or None as optimizer, but got a {type(optimizer).__name__}"
+        )
     if any(attachment_of(m) is not None for m in model.modules()):
-        raise ConfigError("prepare: expected a model that is not prepared yet, but it is; outcore.close(model) ends the first preparation")
+        raise ConfigError(
+            "prepare: expected a model that is not prepared yet, but it is; outcore.close(model) ends the first "
+            "preparation"
+        )
     steps = options.accumulation_steps
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
         raise ConfigError(f"prepare: expected accumulation_steps to be a positive integer or None, but got {steps!r}")
@@ -236,7 +270,8 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
     for param in (p for group in optimizer.param_groups for p in group["params"]):
         if id(param) not in names:
             raise ConfigError(
-                f"prepare: expected an optimizer over the model's parameters, but one of shape {tuple(param.shape)} is not in the model; build the "
+                f"prepare: expected an optimizer over the model's parameters, but one of shape {tuple(param.shape)} "
+                "is not in the model; build the "
                 "optimizer from model.parameters() after all changes to the model (adapters, resized embeddings)"
             )
     held = next((n for n, p in model.named_parameters() if p.grad is not None), None)
@@ -252,7 +287,8 @@ def _choose_plan(cut: Partition, options: _Options, device: Device) -> Plan:
     promised, given = options.plan.accumulation_steps, options.accumulation_steps
     if given is not None and promised != given:
         raise ConfigError(
-            f"prepare: expected the accumulation_steps that the plan was made for ({promised}), but got {given}; leave it out, or make "
+            f"prepare: expected the accumulation_steps that the plan was made for ({promised}), but got {given}; "
+            "leave it out, or make "
             "the plan again"
         )
     check_plan(cut.spec, options.plan, limits)
@@ -277,12 +313,17 @@ def _switch_off_checkpointing(model: nn.Module) -> None:
         module.gradient_checkpointing = False  # type: ignore[assignment]
     if active:
         warnings.warn(
-            f"outcore recomputes units itself, so the model's own activation checkpointing was switched off ({len(active)} modules)", stacklevel=4
+            "outcore recomputes units itself, so the model's own activation checkpointing was switched off "
+            f"({len(active)} modules)",
+            stacklevel=4,
         )
 
 
 def _engine_of(model: nn.Module, what: str) -> Engine:
     attachment = attachment_of(model)
     if attachment is None:
-        raise ConfigError(f"{what}: expected a model that outcore.prepare() returned, but got a {type(model).__name__} that is not prepared")
+        raise ConfigError(
+            f"{what}: expected a model that outcore.prepare() returned, but got a {type(model).__name__} that is not "
+            "prepared"
+        )
     return attachment.engine

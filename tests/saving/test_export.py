@@ -106,6 +106,17 @@ def test_adapters_alone_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert sum(t.nbytes for t in read) == trained
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_model_card_keeps_what_was_written_there(tmp_path: Path):
+    (tmp_path / "got").mkdir()
+    (tmp_path / "got/README.md").write_text("---\nlicense: mit\n---\nOf mine.\n")
+    with small.prepared(small.with_adapters(small.build("llama")), tmp_path) as (model, _):
+        outcore.save_pretrained(model, tmp_path / "got")
+    card = (tmp_path / "got/README.md").read_text()
+    assert "Of mine." in card
+    assert "PEFT" in card
+
+
 def test_frozen_adapters_are_saved(tmp_path: Path):
     model = small.with_adapters(small.build("llama"))
     with outcore.prepare(model, None) as (model, _):

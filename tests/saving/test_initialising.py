@@ -117,6 +117,20 @@ def test_lora_on_meta(tmp_path: Path):
     assert all(v.std() > 0.05 for v in a)  # not the base model's 0.02
 
 
+def test_modules_that_the_model_leaves_alone_initialise_themselves(tmp_path: Path):
+    """Transformers knows no bilinear layers: they keep what their constructor gives them."""
+    model = small.build("llama", meta=True)
+    for layer in model.model.layers:
+        layer.mlp.extra = nn.Bilinear(31, 3, 37, device="meta")
+    torch.manual_seed(0)
+    want = nn.Bilinear(31, 3, 37).weight
+    with small.prepared(model, tmp_path) as (model, _):
+        got = model.state_dict()
+    for i in range(3):
+        assert abs(got[f"model.layers.{i}.mlp.extra.weight"].std() / want.std() - 1) < 0.1
+        assert got[f"model.layers.{i}.mlp.up_proj.weight"].std() < 0.03
+
+
 class Scaled(nn.Module):
     """A block whose parameter is initialised in a way of its own."""
 

@@ -58,6 +58,14 @@ def test_training_goes_on_as_from_memory(tier: str, tmp_path: Path):
         assert small.train(model, optimizer, range(3)) == want
 
 
+def test_without_an_optimizer(tmp_path: Path):
+    want = small.build("llama").eval()
+    folder = saved(want, tmp_path / "checkpoint")
+    model = small.build("llama", meta=True).eval()
+    with outcore.prepare(model, None, weights=folder), torch.no_grad():
+        assert torch.equal(want(**small.batch()).loss, model(**small.batch()).loss)
+
+
 def test_shards(tmp_path: Path):
     want = small.build("llama")
     folder = saved(want, tmp_path / "checkpoint", max_shard_size="50KB")
@@ -266,7 +274,7 @@ class TestRefusals:
         folder = saved(small.build("llama"), tmp_path)
         model = small.build("llama", meta=True)
         model.model.norm.table = torch.ones(3, device="meta")
-        self.refused(folder, "'model.norm.table' of LlamaRMSNorm is a plain attribute", model)
+        self.refused(folder, "'model.norm.table' is a plain attribute of LlamaRMSNorm", model)
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])

@@ -10,7 +10,6 @@ import torch
 from outcore.core.errors import MemoryBudgetError
 from outcore.core.quantities import PAGE_BYTES, align_up, format_bytes
 
-
 TEMPORARY = "temporary"
 """Arena name of buffers that one operation makes for itself; the race checker has nothing to say about them."""
 
@@ -27,7 +26,8 @@ class Region(NamedTuple):
 class Buffer:
     """A piece of an arena in host or device memory.
 
-    ``bytes`` is a 1D uint8 tensor over the memory; ``region`` says where in which arena it lies. Buffers are cut once and
+    ``bytes`` is a 1D uint8 tensor over the memory; ``region`` says where in which arena it lies. Buffers are cut once
+    and
     live as long as the arena.
     """
 
@@ -96,7 +96,8 @@ class Arena:
         stop = start + align_up(nbytes, PAGE_BYTES)
         if stop > self.nbytes:
             raise MemoryBudgetError(
-                f"{self.name} arena: expected at most {format_bytes(self.nbytes - start)} more, but {format_bytes(nbytes)} were asked for"
+                f"{self.name} arena: expected at most {format_bytes(self.nbytes - start)} more, but "
+                f"{format_bytes(nbytes)} were asked for"
             )
         self._taken_bytes = stop
         return Buffer(self._memory[start : start + nbytes], Region(self.name, start, start + nbytes))

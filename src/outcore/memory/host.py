@@ -47,8 +47,13 @@ class HostMemory:
         self._pid = os.getpid()
 
     @classmethod
-    def open(cls, nbytes: int) -> Self:
+    def open(cls, nbytes: int, *, inherit: bool = False) -> Self:
         """Take ``nbytes`` from the system, zeroed.
+
+        Args:
+            nbytes: Size.
+            inherit: A forked child sees the memory, copied on write. Without, it has none of it, and the parent does not
+                pay for the fork.
 
         Raises:
             MemoryBudgetError: The machine or this container does not have them, or the system refuses.
@@ -67,8 +72,9 @@ class HostMemory:
         except OSError as error:
             raise MemoryBudgetError(f"{what}, but the system refuses: {error.strerror}; {todo} (ulimit -v?)") from error
         address = np.frombuffer(mapping, np.uint8).ctypes.data
-        _live_mappings[address] = mapping
-        mapping.madvise(mmap.MADV_DONTFORK)
+        if not inherit:
+            _live_mappings[address] = mapping
+            mapping.madvise(mmap.MADV_DONTFORK)
         start = align_up(address, HUGE_PAGE_BYTES) - address
         _use_huge_pages(mapping, start, size // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
         tensor = torch.from_numpy(np.frombuffer(mapping, np.uint8, nbytes, start))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,10 +13,14 @@ from outcore.memory.disk_file import disk_error
 
 
 @contextmanager
-def staged_files(directory: str | Path) -> Iterator[Path]:
+def staged_files(directory: str | Path, *, edited: Sequence[str] = ()) -> Iterator[Path]:
     """Give a temporary folder; at the end move every file in it to the same place under ``directory``.
 
     After an exception nothing is moved. Files of the same name are replaced, others stay.
+
+    Args:
+        directory: Made if missing.
+        edited: Files that may be there already and are changed, not written anew.
 
     Raises:
         DiskError: The directory cannot be written.
@@ -25,6 +30,9 @@ def staged_files(directory: str | Path) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".staged-", dir=folder) as name:
             staged = Path(name)
+            for file in edited:
+                if (folder / file).is_file():
+                    shutil.copyfile(folder / file, staged / file)
             yield staged
             for path in sorted(p for p in staged.rglob("*") if p.is_file()):
                 _sync(path)

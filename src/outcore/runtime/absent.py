@@ -40,7 +40,9 @@ _METADATA: frozenset[Callable[..., Any]] = frozenset(
     [_getter(name) for name in _QUESTIONS.split()]
     + [_TENSOR.size, _TENSOR.numel, _TENSOR.nelement, _TENSOR.dim, _TENSOR.ndimension, _TENSOR.element_size]
     + [_TENSOR.is_floating_point, _TENSOR.is_complex, _TENSOR.__hash__, _TENSOR.__len__, _TENSOR.get_device]
-    + [_TENSOR.grad.__set__, _TENSOR.grad.__delete__, _TENSOR.register_hook, _TENSOR.type]
+    # Parameters are asked for their gradients there, not for their values.
+    + [torch.autograd.grad, torch.autograd.backward, _TENSOR.backward]
+    + [_TENSOR.grad.__set__, _TENSOR.grad.__delete__, _TENSOR.register_hook]
     + [torch.is_floating_point, torch.is_complex, torch.numel]
 )
 _FREEZES = (_TENSOR.requires_grad_, _TENSOR.requires_grad.__set__)
@@ -52,6 +54,7 @@ class AbsentParameter(Parameter):
     owner: ClassVar[Owner]
 
     @classmethod
+    @torch._disable_dynamo
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -59,12 +62,17 @@ class AbsentParameter(Parameter):
         kwargs = kwargs or {}
         if func in _FREEZES:
             return _keep_requires_grad(cls.owner, func, args, kwargs)
-        if func in _METADATA:
+        if func in _METADATA or _is_question(func, args, kwargs):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if cls.owner.make_present():
             return func(*args, **kwargs)
-        return _refuse(cls.owner, getattr(func, "__name__", str(func)), args)
+        if func is _TENSOR.register_post_accumulate_grad_hook:
+            raise UnsupportedError(
+                f"expected no post-accumulate-grad hook on '{cls.owner.name_of(args[0])}', whose gradient leaves the device as soon as it is "
+                "there; use register_hook, or act on p.grad between backward() and step()"
+            )
+        return _refuse(cls.owner, getattr(func, "__name__", str(func)), (*args, *kwargs.values()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy if the bytes can be had, else refuse: the copy would hold no values."""
@@ -81,6 +89,11 @@ class AbsentParameter(Parameter):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         """Name and metadata in place of values."""
         return f"AbsentParameter('{self.owner.name_of(self)}', shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def _is_question(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
+    """``p.type()`` asks; ``p.type(dtype)`` converts."""
+    return func is _TENSOR.type and len(args) == 1 and not kwargs
 
 
 def absent_class(owner: Owner) -> type[AbsentParameter]:

@@ -27,13 +27,21 @@ class Access:
         """The current weight as a fresh tensor in host memory."""
         spec = unit.spec.params[index]
         span = unit.spec.weight_offsets[index], spec.weight_bytes
-        return self._read(unit.weights, span, unit.weights_ready, "weights updated").view(torch_dtype(spec.dtype)).view(spec.shape)
+        return (
+            self._read(unit.weights, span, unit.weights_ready, "weights updated")
+            .view(torch_dtype(spec.dtype))
+            .view(spec.shape)
+        )
 
     def read_state(self, unit: Unit, name: str, index: int) -> torch.Tensor:
         """One optimizer state, master weights included, as a fresh tensor in host memory."""
         spec = unit.spec.trainable[index]
         span = self._state_span(unit, name, index)
-        return self._read(unit.states, span, unit.states_ready, "states written").view(torch_dtype(spec.update_dtype)).view(spec.shape)
+        return (
+            self._read(unit.states, span, unit.states_ready, "states written")
+            .view(torch_dtype(spec.update_dtype))
+            .view(spec.shape)
+        )
 
     @torch.no_grad()
     def write_weight(self, unit: Unit, index: int, value: torch.Tensor) -> None:
@@ -74,7 +82,9 @@ class Access:
         return result
 
     def _write(self, home: Home | None, start: int, value: torch.Tensor, ready: Handle | None, label: str) -> None:
-        source = value.contiguous().view(-1).view(torch.uint8) if value.numel() else value.new_empty(0, dtype=torch.uint8)
+        source = (
+            value.contiguous().view(-1).view(torch.uint8) if value.numel() else value.new_empty(0, dtype=torch.uint8)
+        )
         if home is None or not source.numel():
             return
         part = home.part(start, start + source.numel())

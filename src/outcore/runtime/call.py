@@ -24,7 +24,7 @@ from outcore.runtime.device import Device
 from outcore.runtime.inner_graph import drop_saved, foreign_leaves, guarded_leaf, save_weights_by_place, without_hooks
 from outcore.runtime.replay import ForwardState, autocast_cache_off
 from outcore.runtime.side_outputs import active_recording, emptied, hand_over, recording_apart
-from outcore.runtime.structure import Structure, take_apart
+from outcore.runtime.structure import Structure, storage_of, take_apart
 from outcore.runtime.unit import Unit
 from outcore.runtime.weights import Phase, Weights
 
@@ -98,6 +98,7 @@ class UnitCall:
         tensors, structure = take_apart(_without_caches(args, kwargs, self._where), self._where)
         if not (self._trains or any(t.requires_grad for t in tensors)):
             return self._run_plain(args, kwargs)
+        self._refuse_transforms()
         call, inner, outputs, out_structure = self._run_forward(tensors, structure)
         if call.outputs:
             given = [t for t, w in zip(tensors, call.wants_grad, strict=True) if w]
@@ -125,6 +126,8 @@ class UnitCall:
                     f"expected requires_grad to stay as it was at outcore.prepare(), which decided who owns gradient and optimizer bytes, but "
                     f"that of '{spec.name}' was set to {param.requires_grad}; freeze, unfreeze or add adapters before prepare"
                 )
+
+    def _refuse_transforms(self) -> None:
         if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
             raise UnsupportedError(
                 f"{self._where}: expected an ordinary forward, but torch.func transforms (vmap, grad, jvp, ...) or forward-mode AD are active, "
@@ -204,7 +207,7 @@ class UnitCall:
             return
         base = buffer.bytes.untyped_storage().data_ptr()
         for tensor in outputs:
-            if tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() == base:
+            if storage_of(tensor) == base:
                 raise UnsupportedError(
                     f"{self._where} returns one of its weights (shape {tuple(tensor.shape)}), whose memory will hold another unit soon; "
                     "return a clone"
@@ -234,10 +237,6 @@ class UnitCall:
             outside = {i: g for i, g in grads_of.items() if not is_ordinary or params[i]._backward_hooks}
             if is_ordinary:
                 self._sink.deposit(self.unit, {i: g for i, g in grads_of.items() if i not in outside})
-        if is_ordinary:
-            if not keeps_graph:  # else the same calls will give gradients again, and their sums belong together again
-                call.settle()
-            self._sink.close_if_complete(self.unit)
         return [*given, *(outside.get(i) for i in range(len(params)))]
 
     def _refuse_stale(self, call: Call) -> None:
@@ -323,7 +322,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 def _sharing(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[int]:
     """Results that share memory with an argument or with one another."""
-    places = [t.untyped_storage().data_ptr() if t.layout is torch.strided else 0 for t in (*outputs, *inputs)]
+    places = [storage_of(t) for t in (*outputs, *inputs)]
     return [i for i, place in enumerate(places[: len(outputs)]) if place and places.count(place) > 1]
 
 

@@ -56,7 +56,7 @@ class Device(abc.ABC):
     kind: str
     """``cpu`` or ``cuda``."""
     update_block_bytes: int
-    """Gradients that an update on the device takes at a time: little enough for a cache, or much enough to fill the device."""
+    """Gradients that an update on the device takes at a time: so few that they fit a cache, or enough to fill it."""
 
     def __init__(
         self, torch_device: torch.device, execution: Execution, faults: Faults, race_checker: RaceChecker | None
@@ -214,6 +214,7 @@ class Device(abc.ABC):
             LaneError: An operation does not end.
         """
         self._finalizer()
+        self._free_memory()
 
     def __enter__(self) -> Device:
         return self
@@ -258,6 +259,10 @@ class Device(abc.ABC):
     @abc.abstractmethod
     def memory_bytes(self) -> int:
         """Device memory that is free now."""
+
+    @abc.abstractmethod
+    def _free_memory(self) -> None:
+        """Give back what ``allocate`` took, as far as tensors do not do so when they go."""
 
     @abc.abstractmethod
     def _order_compute(self, dependencies: tuple[Handle, ...]) -> None:
@@ -326,7 +331,9 @@ def open_device(
     try:
         wanted = torch.device(torch_device)
     except RuntimeError as error:
-        raise ConfigError(f"device: expected 'cpu' or 'cuda' with an index or without, but got {torch_device!r}") from error
+        raise ConfigError(
+            f"device: expected 'cpu' or 'cuda' with an index or without, but got {torch_device!r}"
+        ) from error
     if wanted.type == "cpu":
         from outcore.runtime.device_cpu import CpuDevice  # both kinds build on this file
 

@@ -7,8 +7,9 @@ from typing import cast, final
 
 import torch
 
+from outcore.memory.host import HostMemory
 from outcore.memory.limits import host_free_bytes
-from outcore.runtime.device import Device, aligned_bytes
+from outcore.runtime.device import Device
 from outcore.runtime.faults import Faults
 from outcore.runtime.lanes import Handle, HostExecution, Lane
 from outcore.runtime.race import RaceChecker
@@ -24,10 +25,17 @@ class CpuDevice(Device):
     def __init__(self, faults: Faults, race_checker: RaceChecker | None) -> None:
         """Start the lanes. Use ``open_device``."""
         super().__init__(torch.device("cpu"), HostExecution(), faults, race_checker)
+        self._memory: list[HostMemory] = []
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Memory of the allocator, cut to begin at a page."""
-        return aligned_bytes(nbytes, self.torch_device)
+        """Memory straight from the system, so that closing gives it back. A forked data loader may read weights in it."""
+        memory = HostMemory.open(nbytes, inherit=True)
+        self._memory.append(memory)
+        return memory.tensor
+
+    def _free_memory(self) -> None:
+        while self._memory:
+            self._memory.pop().close()
 
     def register_host(self, memory: torch.Tensor) -> bool:
         """Nothing to pin."""

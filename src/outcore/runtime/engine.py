@@ -136,11 +136,17 @@ class Engine:
 
     def _hypers(self, groups: Sequence[Mapping[str, Any]]) -> dict[int, Hyper]:
         if self._rule is None:
-            raise UnsupportedError("expected an optimizer given to outcore.prepare(), but there was none (optimizer=None); nothing to step")
+            raise UnsupportedError(
+                "expected an optimizer given to outcore.prepare(), but there was none (optimizer=None); nothing to step"
+            )
         return {id(p): hyper for group in groups for hyper in [self._rule.hyper(group)] for p in group["params"]}
 
     def _changes(
-        self, unit: Unit, gradients: UnitGradients, hypers: Mapping[int, Hyper], cache: dict[int, tuple[torch.Tensor, Handle | None]]
+        self,
+        unit: Unit,
+        gradients: UnitGradients,
+        hypers: Mapping[int, Hyper],
+        cache: dict[int, tuple[torch.Tensor, Handle | None]],
     ) -> tuple[dict[int, Change], list[Handle]]:
         changes, copied = {}, []
         for i, handle in gradients.held_handles().items():
@@ -159,7 +165,8 @@ class Engine:
         unit = next((u for u in self.units if u.is_gathered), None)
         if unit is not None:
             raise UnsupportedError(
-                f"expected optimizer.step() outside of outcore.gathered(), but unit '{unit.label}' is gathered; leave the block first"
+                f"expected optimizer.step() outside of outcore.gathered(), but unit '{unit.label}' is gathered; leave "
+                "the block first"
             )
 
     # Life.
@@ -167,7 +174,9 @@ class Engine:
     def refuse_if_closed(self) -> None:
         """Raise if ``close`` was called."""
         if self.is_closed:
-            raise OutcoreError("expected a prepared model, but it was closed; its weights are gone with it. Save before close()")
+            raise OutcoreError(
+                "expected a prepared model, but it was closed; its weights are gone with it. Save before close()"
+            )
 
     def close(self) -> None:
         """Let running work end, give memory, files and threads back, and the module its own forward. Idempotent."""

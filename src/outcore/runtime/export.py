@@ -125,7 +125,7 @@ def _refuse_own_format(place: Place) -> None:
 def _save_adapters(engine: Engine, directory: str | Path) -> None:
     names = _adapter_names(engine.model)
     values = {p.name: read_tensor(engine, p.tensor) for p in places(engine.model) if p.name in names}
-    with staged_files(directory) as staged:
+    with staged_files(directory, edited=["README.md"]) as staged:  # the model card
         _library_save(engine.model, staged, values)
 
 

@@ -27,24 +27,16 @@ def fill_unit(unit: Unit, homes: Homes, values: Values, initial_state: Callable[
         values: Each parameter is asked for once.
         initial_state: What every element of a state begins with.
     """
-    spec = unit.spec
-    with_states = unit.states is not None
     weights = _staged(unit, homes, "weights")
-    states = _staged(unit, homes, "states") if with_states else None
+    states = _staged(unit, homes, "states")
     if states is not None:
-        for name in unit.state_names:
-            start, stop = unit.state_span(name)
-            states.part(start, stop).bytes.zero_()
-            if name != "master" and initial_state(name):
-                for view in unit.state_views(states, name):
-                    view.fill_(initial_state(name))
-    weight_views = unit.weight_views(weights) if weights is not None else []
-    for i, param in enumerate(spec.params):
+        _begin_states(unit, states, initial_state)
+    for i, param in enumerate(unit.spec.params):
         value = values(i).detach()
         if tuple(value.shape) != param.shape:
             raise AssertionError(f"'{param.name}': expected shape {param.shape}, but got {tuple(value.shape)}")
         if weights is not None:
-            weight_views[i].copy_(value)
+            unit.weight_views(weights)[i].copy_(value)
         if states is not None and unit.has_master and param.requires_grad:
             master = unit.state_views(states, "master")[i]
             master.copy_(value.to(torch_dtype(param.update_dtype)).reshape(-1))
@@ -53,6 +45,14 @@ def fill_unit(unit: Unit, homes: Homes, values: Values, initial_state: Callable[
             if homes.disk is None:
                 raise AssertionError("bytes on disk without a disk tier")
             homes.disk.write(home, staged.bytes)
+
+
+def _begin_states(unit: Unit, states: Buffer, initial_state: Callable[[str], float]) -> None:
+    states.bytes.zero_()
+    for name in unit.state_names:
+        if name != "master" and initial_state(name):
+            for view in unit.state_views(states, name):
+                view.fill_(initial_state(name))
 
 
 def _staged(unit: Unit, homes: Homes, kind: str) -> Buffer | None:

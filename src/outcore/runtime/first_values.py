@@ -101,9 +101,9 @@ def _refuse_hidden(model: nn.Module) -> None:
         for key, value in vars(module).items():
             if isinstance(value, torch.Tensor) and value.is_meta:
                 raise ConfigError(
-                    "expected parameters and buffers on the meta device, but "
-                    f"'{name}.{key}' of {type(module).__name__} is a plain attribute, which neither a checkpoint nor an "
-                    "initialiser sets; register it as a buffer, or build the model on the CPU"
+                    f"expected parameters and buffers on the meta device, but '{name}.{key}' is a plain attribute of "
+                    f"{type(module).__name__}, which neither a checkpoint nor an initialiser sets; register it as a "
+                    "buffer, or build the model on the CPU"
                 )
 
 
@@ -125,6 +125,8 @@ def _leave_meta(param: torch.Tensor, device: torch.device) -> None:
     )
     stand_in = Parameter(nothing, requires_grad=param.requires_grad)
     stand_in.__dict__.update(param.__dict__)
+    if getattr(param, "grad_dtype", param.dtype) != param.dtype:  # set by its unit; the default follows the dtype
+        stand_in.grad_dtype = param.grad_dtype
     torch.utils.swap_tensors(param, stand_in)
 
 

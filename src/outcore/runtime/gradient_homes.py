@@ -1,10 +1,12 @@
-"""Gradients at rest: sent home, accumulated there, read back when somebody needs their value. See [Note: a gradient's way]."""
+"""Gradients at rest: sent home, accumulated there, read back when somebody needs their value.
+
+See [Note: a gradient's way].
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -64,7 +66,9 @@ class GradientHomes:
     def _land_at_home(self, gradients: UnitGradients, current: Pass) -> Handle:
         unit = gradients.unit
         home = expect_buffer(unit.gradients, unit.label)
-        done = self._copy_out(unit, current, home, {"gradients read": unit.gradients_readers, "gradients stored": unit.gradients_ready})
+        done = self._copy_out(
+            unit, current, home, {"gradients read": unit.gradients_readers, "gradients stored": unit.gradients_ready}
+        )
         gradients.is_native = True
         unit.gradients_ready, unit.gradients_readers = done, []
         return done
@@ -84,7 +88,12 @@ class GradientHomes:
         return landed
 
     def _accumulate_on_host(
-        self, gradients: UnitGradients, present: set[int], held: Mapping[int, GradHandle], landing: Buffer, landed: Handle
+        self,
+        gradients: UnitGradients,
+        present: set[int],
+        held: Mapping[int, GradHandle],
+        landing: Buffer,
+        landed: Handle,
     ) -> tuple[Handle, Lane]:
         """Add what landed to what is at home, on the update lane; on disk by reading and writing back."""
         unit = gradients.unit
@@ -146,7 +155,12 @@ class GradientHomes:
         self._traffic.add(Lane.D2H, sum(to.nbytes for to, _ in copies))
         region = target.part(0, nbytes).region
         return self._device.submit(
-            Lane.D2H, f"gradients of {unit.label}", work, reads=reads, writes=[region], after={"gradients made": written, **after}
+            Lane.D2H,
+            f"gradients of {unit.label}",
+            work,
+            reads=reads,
+            writes=[region],
+            after={"gradients made": written, **after},
         )
 
     def _write_to_disk(self, unit: Unit, source: Buffer, after: After) -> tuple[Handle, Lane]:
@@ -233,7 +247,7 @@ class GradientHomes:
 
     @contextmanager
     def _at_hand(self, unit: Unit, *, is_write: bool) -> Iterator[Buffer]:
-        """The gradients' home, or a copy of it that is written back, with host and compute ordered behind its last writer."""
+        """The gradients' home, or a copy that is written back; host and compute come after its last writer."""
         after: dict[str, Any] = {"gradients stored": unit.gradients_ready}
         if is_write:
             after["gradients read"] = unit.gradients_readers
@@ -263,7 +277,9 @@ class GradientHomes:
         return self._homes.disk
 
 
-def _accumulate(target: torch.Tensor, source: torch.Tensor, held: GradHandle | None, factors: Sequence[torch.Tensor]) -> None:
+def _accumulate(
+    target: torch.Tensor, source: torch.Tensor, held: GradHandle | None, factors: Sequence[torch.Tensor]
+) -> None:
     """First gradient: copy. Later ones: scale what is there as it was meant to be, then add in the update dtype."""
     if held is None:
         target.copy_(source)

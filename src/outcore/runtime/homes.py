@@ -76,7 +76,9 @@ class Homes:
         self.homes: dict[tuple[str, HomeKind], Home] = {}
         self._pools: dict[tuple[Tier, PoolKind], list[SlotPool]] = {}
         items = [r for r in reservations(model, plan) if r.kind != "buffers"]
-        total = {tier: sum(align_up(r.nbytes, 4096) for r in items if r.tier == tier) for tier in ("device", "host", "disk")}
+        total = {
+            tier: sum(align_up(r.nbytes, 4096) for r in items if r.tier == tier) for tier in ("device", "host", "disk")
+        }
         self._device, self._host, self.disk = device, None, None
         self.host_is_pinned = False
         try:
@@ -108,7 +110,7 @@ class Homes:
                 self.homes[item.owner, item.kind] = home  # type: ignore[index]
 
     def _add_slot(self, plan: Plan, owner: str, buffer: Buffer) -> None:
-        kind, index, _ = owner.split("/")
+        _, index, _ = owner.split("/")
         pool = plan.pools[int(index)]
         pools = self._pools.setdefault((pool.tier, pool.kind), [])
         match = next((p for p in pools if p.slot_bytes == pool.slot_bytes), None)
@@ -128,7 +130,8 @@ class Homes:
         found = next((p for p in pools if p.slot_bytes >= nbytes), None)
         if found is None:
             raise MemoryBudgetError(
-                f"plan: expected a pool of {kind} slots on {tier} of at least {format_bytes(nbytes)}, but the largest has "
+                f"plan: expected a pool of {kind} slots on {tier} of at least {format_bytes(nbytes)}, but the largest "
+                "has "
                 f"{format_bytes(max((p.slot_bytes for p in pools), default=0))}"
             )
         return found

@@ -76,10 +76,11 @@ class Initialisation:
         left = [p for p in self._places if id(p.tensor) in self._tensors - written]
         if left:
             what = "buffer" if left[0].is_buffer else "parameter"
+            count = len({id(p.tensor) for p in left})
             raise ConfigError(
-                "expected every tensor on the meta device to be initialised by its module, but "
-                f"{what} '{left[0].name}' of {type(left[0].module).__name__} is not ({len({id(p.tensor) for p in left})} in all); give the "
-                "module a reset_parameters() that sets it, pass weights=, or build the model on the CPU"
+                f"expected modules to initialise their tensors on the meta device, but {what} '{left[0].name}' of "
+                f"{type(left[0].module).__name__} is not ({count} in all); give the module a reset_parameters() that "
+                "sets it, pass weights=, or build the model on the CPU"
             )
         return resets
 

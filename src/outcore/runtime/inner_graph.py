@@ -16,6 +16,7 @@ import torch
 from torch.nn import Parameter
 
 from outcore.core.errors import UnsupportedError
+from outcore.runtime.structure import storage_of
 from outcore.runtime.unit import Unit
 
 
@@ -86,7 +87,7 @@ def save_weights_by_place(unit: Unit, where: str) -> Any:
     stop = first + unit.spec.weight_bytes
 
     def pack(tensor: torch.Tensor) -> _Kept | _Placed:
-        if tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() == base:
+        if storage_of(tensor) == base:
             start = tensor.storage_offset() * tensor.element_size()
             if first <= start < stop:  # else in the same arena, but of another unit: the root
                 return _Placed(start - first, tensor.dtype, tensor.size(), tensor.stride())

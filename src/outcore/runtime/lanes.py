@@ -32,7 +32,9 @@ class Lane(enum.Enum):
 
     H2D = "h2d"
     D2H = "d2h"
-    WRITE_BACK = "write_back"  # host to device too, apart from fetches: it waits for updates that come after the next fetch
+    WRITE_BACK = (
+        "write_back"  # host to device too, apart from fetches: it waits for updates that come after the next fetch
+    )
     WEIGHTS_READ = "weights_read"
     STATES_READ = "states_read"
     DISK_WRITE = "disk_write"

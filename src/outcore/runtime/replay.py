@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,6 +34,7 @@ class ForwardState:
         self._training = [m.training for m in modules]
         kinds = dict.fromkeys(("cpu", device.torch_device.type))
         self._autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+        self._tensors = [(m, dict(m._parameters), dict(m._buffers)) for m in modules if m._parameters or m._buffers]
         self._buffers = [_SavedBuffer(m, name, b) for m in modules for name, b in m._buffers.items() if b is not None]
 
     def drop_unchanged(self) -> None:
@@ -43,6 +45,7 @@ class ForwardState:
     def restored(self) -> Iterator[None]:
         """Make everything as it was before forward, and afterwards as it is now."""
         rng, training = self._device.rng_state(), [m.training for m in self._modules]
+        exchanged = self._exchange_tensors()
         now = [_SavedBuffer(b.module, b.name, buffer) for b in self._buffers if (buffer := b.module._buffers[b.name]) is not None]
         try:
             self._device.set_rng_state(self._rng)
@@ -56,6 +59,19 @@ class ForwardState:
             _set_training(self._modules, training)
             for buffer in now:
                 buffer.put_back()
+            for registered, name, tensor in exchanged:
+                registered[name] = tensor
+
+    def _exchange_tensors(self) -> list[tuple[dict[str, Any], str, Any]]:
+        """Register the tensors that forward used: ``functional_call`` lends a module others for a while. Returns how to undo it."""
+        undo: list[tuple[dict[str, Any], str, Any]] = []
+        for module, params, buffers in self._tensors:
+            for registered, then in ((module._parameters, params), (module._buffers, buffers)):
+                for name, tensor in then.items():
+                    if registered.get(name) is not tensor:
+                        undo.append((registered, name, registered.get(name)))
+                        registered[name] = tensor
+        return undo
 
 
 class _SavedBuffer:

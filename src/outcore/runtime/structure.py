@@ -107,6 +107,16 @@ def _skeleton(nest: Any, place: Callable[[torch.Tensor], _Place], where: str) ->
     return Structure(tuple(kept), spec)
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """Address of a tensor's memory; 0 where it has none of its own (sparse, wrapped by a transform)."""
+    if tensor.layout is not torch.strided:
+        return 0
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
 def _same_leaf(a: Any, b: Any) -> bool:
     if isinstance(a, _Place) and isinstance(b, _Place):
         return a.index == b.index

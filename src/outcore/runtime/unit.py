@@ -1,4 +1,4 @@
-"""A unit at run time: its module and parameters, the homes of its bytes, and what has been submitted for them so far."""
+"""A unit at run time: its module and parameters, the homes of its bytes, and what has been submitted for them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of a spec's dtype name."""
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
-        raise AssertionError(f"no dtype '{name}'")
+        raise TypeError(f"no dtype '{name}'")
     return dtype
 
 
@@ -37,7 +37,8 @@ class Unit:
     """State of one unit. Bookkeeping only; the bytes are moved by ``Weights``, ``Gradients`` and ``Updates``.
 
     [Note: handles of a unit] Every home remembers the operation that wrote it last (``*_ready``) and those that still
-    read it (``*_readers``). A reader waits for ``ready``; a writer for ``ready`` and all readers, and becomes ``ready``.
+    read it (``*_readers``). A reader waits for ``ready``; a writer for ``ready`` and all readers, and becomes
+    ``ready``.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Unit:
         self.gradients_readers: list[Handle] = []
         self.states_ready: Handle | None = None
         self.steps = [0] * len(spec.trainable)
-        self.weights_version = 0  # counts changes of weights, so that a backward notices that they are not its forward's
+        self.weights_version = 0  # counts changes, so that a backward notices that these are not its forward's weights
         # Where the weights can be bound now.
         self.slot: Slot | None = None
         self.fetched: Handle | None = None
@@ -74,8 +75,8 @@ class Unit:
         # Views are made once per buffer; buffers live as long as the unit.
         self._views: dict[tuple[str, Region], list[torch.Tensor]] = {}
         self.update_dtypes = [torch_dtype(p.update_dtype) for p in spec.trainable]
-        # What p.grad says: the accumulated gradient's dtype, so that clipping takes all norms of mixed models together as it does
-        # over fp32 accumulators. torch that knows no grad_dtype (before 2.10) insists on the parameter's own.
+        # What p.grad says: the accumulated gradient's dtype, so that clipping takes the norms of a mixed model together,
+        # as it does over fp32 accumulators. A torch without grad_dtype insists on the parameter's own.
         self.grad_dtypes = [_grad_dtype(p, s) for p, s in zip(params, spec.trainable, strict=False)]
         # Native and update form of gradients are the same bytes.
         self.has_one_layout = all(p.dtype == p.update_dtype for p in spec.trainable)
@@ -129,12 +130,16 @@ class Unit:
         key = (kind, buffer.region)
         views = self._views.get(key)
         if views is None:
-            views = self._views[key] = make()
+            with torch.inference_mode(mode=False):  # they outlive the mode in which they are asked for first
+                views = self._views[key] = make()
         return views
 
     def point_at(self, buffer: Buffer | None) -> None:
         """Make the parameters present: views into ``buffer`` (None: the unit has no bytes at all)."""
-        views = [torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in self.params] if buffer is None else self.weight_views(buffer)
+        if buffer is None:
+            views = [torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in self.params]
+        else:
+            views = self.weight_views(buffer)
         for param, view in zip(self.params, views, strict=True):
             param.__class__ = Parameter
             param.data = view
@@ -160,8 +165,9 @@ class Unit:
 
 def absent_view(spec: ParamSpec, device: torch.device) -> torch.Tensor:
     """A view of one NaN with the parameter's shape and no strides: a few bytes whatever the shape."""
-    nan = torch.full((1,), float("nan"), dtype=torch_dtype(spec.dtype), device=device)
-    return nan.as_strided(spec.shape, (0,) * len(spec.shape))
+    with torch.inference_mode(mode=False):
+        nan = torch.full((1,), float("nan"), dtype=torch_dtype(spec.dtype), device=device)
+        return nan.as_strided(spec.shape, (0,) * len(spec.shape))
 
 
 def weight_views(spec: UnitSpec, buffer: Buffer, count: int) -> list[torch.Tensor]:
@@ -181,12 +187,12 @@ def update_views(spec: UnitSpec, buffer: Buffer) -> list[torch.Tensor]:
 def expect_buffer(home: Home | None, what: str) -> Buffer:
     """A home that the plan puts in memory."""
     if not isinstance(home, Buffer):
-        raise AssertionError(f"{what}: expected a buffer, but got {home!r}")
+        raise TypeError(f"{what}: expected a buffer, but got {home!r}")
     return home
 
 
 def expect_extent(home: Home | None, what: str) -> Extent:
     """A home that the plan puts on disk."""
     if not isinstance(home, Extent):
-        raise AssertionError(f"{what}: expected an extent, but got {home!r}")
+        raise TypeError(f"{what}: expected an extent, but got {home!r}")
     return home

@@ -1,7 +1,9 @@
 """Updates: what ``step()`` submits, unit by unit, so that they run behind the next forward.
 
-[Note: forward window] ``step()`` takes a snapshot of settings and clip factors, submits every update and returns. Units are
-submitted in the order in which forward will need them, and a unit's fetch waits for its own update only. Units whose states
+[Note: forward window] ``step()`` takes a snapshot of settings and clip factors, submits every update and returns. Units
+are
+submitted in the order in which forward will need them, and a unit's fetch waits for its own update only. Units whose
+states
 live on the device are updated on compute at once.
 """
 
@@ -42,7 +44,7 @@ class Change:
 
 @dataclass(slots=True)
 class _Borrowed:
-    """Bytes that an update needs in memory: a buffer, what must have happened before it holds them, and its slot if any."""
+    """Bytes that an update needs in memory: a buffer, what must have happened before, and its slot if any."""
 
     buffer: Buffer
     after: After
@@ -53,13 +55,21 @@ class Updates:
     """Runs the update rule over units, wherever their bytes live."""
 
     def __init__(
-        self, homes: Homes, device: Device, traffic: Traffic, weights: Weights, resting: GradientHomes, workers: UpdateWorkers | None
+        self,
+        homes: Homes,
+        device: Device,
+        traffic: Traffic,
+        weights: Weights,
+        resting: GradientHomes,
+        workers: UpdateWorkers | None,
     ) -> None:
         """Args: workers: None if every unit is updated on the device."""
         self._homes, self._device, self._traffic = homes, device, traffic
         self._weights, self._resting, self._workers = weights, resting, workers
 
-    def submit(self, unit: Unit, gradients: UnitGradients, changes: Mapping[int, Change], copied: Sequence[Handle]) -> None:
+    def submit(
+        self, unit: Unit, gradients: UnitGradients, changes: Mapping[int, Change], copied: Sequence[Handle]
+    ) -> None:
         """Start the update of a unit.
 
         Args:
@@ -78,7 +88,9 @@ class Updates:
         else:
             self._on_host(unit, gradients, changes, copied)
 
-    def host_factors(self, handle: GradHandle, cache: dict[int, tuple[torch.Tensor, Handle | None]]) -> tuple[list[torch.Tensor], list[Handle]]:
+    def host_factors(
+        self, handle: GradHandle, cache: dict[int, tuple[torch.Tensor, Handle | None]]
+    ) -> tuple[list[torch.Tensor], list[Handle]]:
         """Bring a handle's factors to the host without blocking it.
 
         Args:
@@ -114,18 +126,28 @@ class Updates:
         writes = [weights.region] + ([states.region] if states is not None else [])
         pool = self._homes.pool("device", "scratch", min(SCRATCH_BYTES, unit.spec.update_bytes))
         scratch = pool.slots[0].buffer.part(0, min(pool.slot_bytes, self._device.update_block_bytes))
-        after: After = {"gradients stored": unit.gradients_ready, "states written": unit.states_ready, "weights updated": unit.weights_ready}
-        self._device.compute(f"update {unit.label}", reads=[grads.region], writes=[*writes, scratch.region], after=after)
+        after: After = {
+            "gradients stored": unit.gradients_ready,
+            "states written": unit.states_ready,
+            "weights updated": unit.weights_ready,
+        }
+        self._device.compute(
+            f"update {unit.label}", reads=[grads.region], writes=[*writes, scratch.region], after=after
+        )
         update_blocks(self._pieces(unit, gradients, changes, grads, states, weights), scratch.bytes)
         unit.weights_ready = unit.states_ready = self._device.mark(f"updated {unit.label}")
 
     # On the host: fetch what is missing, update, write back.
 
-    def _on_host(self, unit: Unit, gradients: UnitGradients, changes: Mapping[int, Change], copied: Sequence[Handle]) -> None:
+    def _on_host(
+        self, unit: Unit, gradients: UnitGradients, changes: Mapping[int, Change], copied: Sequence[Handle]
+    ) -> None:
         grads = self._gradients(unit)
         states = self._states(unit)
         target = self._weights_target(unit)
-        pieces = self._pieces(unit, gradients, changes, grads.buffer, None if states is None else states.buffer, target.buffer)
+        pieces = self._pieces(
+            unit, gradients, changes, grads.buffer, None if states is None else states.buffer, target.buffer
+        )
         unchanged = self._unchanged(unit, changes, states, target)
         workers = self._workers
         if workers is None:
@@ -141,7 +163,12 @@ class Updates:
         if states is not None:
             after |= states.after
         done = self._device.submit(
-            Lane.UPDATE, f"update {unit.label}", work, reads=[grads.buffer.region], writes=regions, after=after  # type: ignore[arg-type]
+            Lane.UPDATE,
+            f"update {unit.label}",
+            work,
+            reads=[grads.buffer.region],
+            writes=regions,
+            after=after,  # type: ignore[arg-type]
         )
         self._give_back_gradients(unit, grads, done)
         self._write_back_states(unit, states, done)
@@ -249,7 +276,9 @@ class Updates:
         buffer, nbytes = target.buffer, target.buffer.nbytes
         lane = Lane.WRITE_BACK if unit.plan.weights == "device" else Lane.DISK_WRITE
         work, home, label = self._way_home(unit, buffer)
-        readers: list[Handle] = [self._device.mark(f"weights of {unit.label} used")] if lane is Lane.WRITE_BACK else unit.weights_readers
+        readers: list[Handle] = (
+            [self._device.mark(f"weights of {unit.label} used")] if lane is Lane.WRITE_BACK else unit.weights_readers
+        )
         unit.weights_ready = self._device.submit(
             lane,
             f"write weights of {unit.label}",

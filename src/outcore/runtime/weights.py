@@ -1,7 +1,9 @@
 """Weights on the move: fetch, bind, unbind, prefetch, evict.
 
-[Note: weight slots] A unit whose weights do not live on the device borrows a slot there. After unbinding, the slot stays
-with the unit ("cached") until another unit needs it; weights never change in a slot, so evicting moves no bytes. The next
+[Note: weight slots] A unit whose weights do not live on the device borrows a slot there. After unbinding, the slot
+stays
+with the unit ("cached") until another unit needs it; weights never change in a slot, so evicting moves no bytes. The
+next
 fetch into the slot waits for the compute that read it.
 """
 
@@ -38,7 +40,10 @@ class Visit(NamedTuple):
 
 
 class VisitOrder:
-    """What follows what, as seen the last time. Wrong guesses cost time only: whatever is missing is fetched on demand."""
+    """What follows what, as seen the last time.
+
+    Wrong guesses cost time only: whatever is missing is fetched on demand.
+    """
 
     def __init__(self) -> None:
         """Know nothing."""
@@ -74,7 +79,9 @@ class VisitOrder:
 class Weights:
     """Brings the weights of units to compute and takes them away again."""
 
-    def __init__(self, units: Sequence[Unit], homes: Homes, device: Device, traffic: Traffic, prefetch_depth: int) -> None:
+    def __init__(
+        self, units: Sequence[Unit], homes: Homes, device: Device, traffic: Traffic, prefetch_depth: int
+    ) -> None:
         """Args: units: All, the root first. prefetch_depth: Coming units to fetch ahead."""
         self._units, self._homes, self._device, self._traffic = units, homes, device, traffic
         self._depth = prefetch_depth
@@ -110,7 +117,7 @@ class Weights:
         unit.point_at(buffer)
 
     def present_on_demand(self, unit: Unit) -> None:
-        """Make the parameters of a resident unit present because somebody reads them: the root has no call of its own."""
+        """Make a resident unit's parameters present because somebody reads them: the root has no call of its own."""
         self._first_uses.setdefault(unit.name)
         self.present(unit)
 
@@ -165,8 +172,10 @@ class Weights:
             if not is_demand:
                 return False
             raise MemoryBudgetError(
-                f"unit '{unit.label}' needs a device slot of {format_bytes(nbytes)}, but all {len(pool.slots)} are bound by units "
-                "that are being called right now; plan more weight slots (a larger prefetch_depth) for units that call one another"
+                f"unit '{unit.label}' needs a device slot of {format_bytes(nbytes)}, but all {len(pool.slots)} are "
+                "bound by units "
+                "that are being called right now; plan more weight slots (a larger prefetch_depth) for units that "
+                "call one another"
             )
         target = slot.buffer.part(0, nbytes)
         source, give_back, ready = self._host_weights(unit, nbytes)
@@ -192,7 +201,11 @@ class Weights:
     def _host_weights(self, unit: Unit, nbytes: int) -> tuple[Buffer, tuple[SlotPool, Slot] | None, After]:
         """Weights in host memory: home or staging slot, the slot to give back, and what the copy must wait for."""
         if unit.plan.weights == "host":
-            return expect_buffer(unit.weights, unit.label).part(0, nbytes), None, {"weights updated": unit.weights_ready}
+            return (
+                expect_buffer(unit.weights, unit.label).part(0, nbytes),
+                None,
+                {"weights updated": unit.weights_ready},
+            )
         extent, disk = expect_extent(unit.weights, unit.label), self._disk()
         pool, slot = self._homes.take("host", "weights", nbytes)
         buffer = slot.buffer.part(0, nbytes)

@@ -1,0 +1,324 @@
+"""Graphs that are walked twice, in part, in another mode, or not at all."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import outcore
+
+from .rig import KINDS, Block, Tower, adamw, batch, make, prepared, same, train
+
+KIND = pytest.mark.parametrize("kind", KINDS)
+ENDS = pytest.mark.parametrize("kind", ["device", "host"])
+POLICY = pytest.mark.parametrize("policy", ["keep", "recompute"])
+
+
+@KIND
+@POLICY
+def test_eval_between_forward_and_backward(kind, policy, tmp_path):
+    def drive(model, optimizer):
+        losses = []
+        for step in range(2):
+            loss = model.loss(batch(step))
+            model.eval()
+            losses.append(model.loss(batch(step + 3)).detach())
+            loss.backward()
+            assert not model.blocks[0].dropout.training
+            model.train()
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    same(drive, kind, tmp_path, policy=policy)
+
+
+@KIND
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_comes_first_and_between(kind, mode, tmp_path):
+    def drive(model, optimizer):
+        seen = []
+        for step in range(2):
+            with mode():
+                seen.append(model(batch(step)).clone())
+                model.eval()
+                seen.append(model(batch(step)).clone())
+                model.train()
+            loss = model.loss(batch(step))
+            with mode():
+                seen.append(model(batch(step)).clone())
+            loss.backward()
+            with mode():
+                seen.append(model(batch(step)).clone())
+            optimizer.step()
+            with mode():
+                seen.append(model(batch(step)).clone())
+            optimizer.zero_grad()
+        return seen
+
+    same(drive, kind, tmp_path)
+
+
+@KIND
+@POLICY
+def test_graphs_without_backward(kind, policy, tmp_path):
+    def drive(model, optimizer):
+        model.loss(batch(1))
+        kept = model.loss(batch(2))
+        losses = train(model, optimizer)
+        return [*losses, kept.detach()]
+
+    same(drive, kind, tmp_path, policy=policy)
+
+
+@KIND
+@POLICY
+def test_one_backward_through_two_forwards(kind, policy, tmp_path):
+    def drive(model, optimizer):
+        (model.loss(batch(1)) + 0.5 * model.loss(batch(2))).backward()
+        optimizer.step()
+
+    same(drive, kind, tmp_path, policy=policy)
+
+
+@KIND
+@POLICY
+def test_retained_graph(kind, policy, tmp_path):
+    def drive(model, optimizer):
+        loss = model.loss(batch())
+        loss.backward(retain_graph=True)
+        (loss * 0.3).backward(retain_graph=True)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        return norm
+
+    same(drive, kind, tmp_path, policy=policy)
+
+
+@KIND
+@POLICY
+def test_second_backward_without_retaining_is_refused(kind, policy, tmp_path):
+    model = make()
+    with prepared(model, adamw(model), kind, tmp_path, policy=policy) as (model, optimizer):
+        loss = model.loss(batch())
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time|it is the second"):
+            loss.backward()
+        optimizer.zero_grad()
+        train(model, optimizer)
+
+
+@KIND
+@POLICY
+def test_backward_after_the_step_is_refused(kind, policy, tmp_path):
+    # The plain loop raises, too: the graph needs weights that are gone.
+    model = make()
+    with prepared(model, adamw(model), kind, tmp_path, policy=policy) as (model, optimizer):
+        stale = model.loss(batch(1))
+        train(model, optimizer, steps=1)
+        with pytest.raises((outcore.UnsupportedError, RuntimeError), match=r"they have changed since|modified by an inplace operation"):
+            stale.backward()
+    model = make()
+    with prepared(model, adamw(model), kind, tmp_path, policy=policy) as (model, optimizer):
+        inside = model.blocks[0](model.blocks[1](torch.randn(2, 13)))
+        train(model, optimizer, steps=1)
+        with pytest.raises(outcore.UnsupportedError, match="unit 'blocks.0'.*they have changed since"):
+            inside.sum().backward()
+
+
+@KIND
+@POLICY
+def test_double_backward_is_refused(kind, policy, tmp_path):
+    model = make()
+    with prepared(model, adamw(model), kind, tmp_path, policy=policy) as (model, optimizer):
+        with pytest.raises(outcore.UnsupportedError, match="create_graph=True"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model.loss(batch()).backward(create_graph=True)
+        x = torch.randn(2, 13, requires_grad=True)
+        with pytest.raises(outcore.UnsupportedError, match="create_graph=True"):
+            torch.autograd.grad(model.blocks[0](x).sum(), x, create_graph=True)
+        with pytest.raises(outcore.UnsupportedError, match="create_graph=True"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model.head(x).sum().backward(create_graph=True)
+        model.zero_grad()
+        train(model, optimizer)
+
+
+@KIND
+@POLICY
+def test_gradients_of_inputs_and_parameters_alone(kind, policy, tmp_path):
+    def drive(model, optimizer):
+        x = torch.randn(2, 5, 13, requires_grad=True)
+
+        def run():
+            y = x
+            for block in model.blocks:
+                y = block(y)
+            return functional.mse_loss(model.head(y), torch.ones(2, 5, 31))
+
+        seen = [torch.autograd.grad(run(), x), torch.autograd.grad(run(), list(model.blocks[1].parameters())[1:], allow_unused=True)]
+        some = [model.head.weight, model.blocks[0].up.weight, model.blocks[2].norm.bias]
+        seen.append(torch.autograd.grad(run(), some))
+        seen.append(torch.autograd.grad(run(), [x, model.embed.weight], allow_unused=True))
+        assert [p.grad for p in model.parameters() if p.grad is not None] == []
+        assert x.grad is None
+        run().backward(inputs=[model.blocks[1].down.weight, model.head.bias, x])
+        assert [n for n, p in model.named_parameters() if p.grad is not None] == ["blocks.1.down.weight", "head.bias"]
+        seen.append(x.grad)
+        run().backward(inputs=[model.blocks[1].down.weight])
+        optimizer.step()
+        model.loss(batch()).backward()
+        optimizer.step()
+        return seen
+
+    same(drive, kind, tmp_path, policy=policy)
+
+
+@ENDS
+@POLICY
+def test_autograd_functional(kind, policy, tmp_path):
+    def drive(model, optimizer):
+        model.eval()
+        x = torch.randn(2, 13)
+        seen = [torch.autograd.functional.jacobian(lambda v: model.blocks[1](v).sum(0), x)]
+        seen.append(torch.autograd.functional.vjp(model.blocks[0], x, torch.ones(2, 13)))
+        return seen
+
+    same(drive, kind, tmp_path, policy=policy)
+    model = make()
+    with prepared(model, adamw(model), kind, tmp_path, policy=policy), pytest.raises(outcore.UnsupportedError, match="create_graph=True"):
+        torch.autograd.functional.hvp(lambda v: model.blocks[0](v).sum(), torch.randn(2, 13), torch.ones(2, 13))
+
+
+@ENDS
+def test_function_transforms_are_refused_in_training(kind, tmp_path):
+    model = make()
+    with prepared(model, adamw(model), kind, tmp_path) as (model, _):
+        x = torch.randn(4, 2, 13)
+        model.eval()
+        with torch.no_grad():
+            assert torch.allclose(torch.func.vmap(model.blocks[0])(x), model.blocks[0](x), atol=1e-6)
+        with pytest.raises(outcore.UnsupportedError, match=r"torch.func transforms"):
+            torch.func.vmap(model.blocks[0])(x)
+        with pytest.raises(outcore.UnsupportedError, match=r"torch.func transforms"):
+            torch.func.grad(lambda v: model.blocks[0](v).sum())(x)
+        with torch.autograd.forward_ad.dual_level(), pytest.raises(outcore.UnsupportedError, match="forward-mode AD"):
+            model.blocks[0](torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+@ENDS
+@POLICY
+def test_functional_call(kind, policy, tmp_path):
+    def drive(model, optimizer):
+        generator = torch.Generator().manual_seed(3)
+        own = {n: torch.randn(p.shape, generator=generator, requires_grad=True) for n, p in model.named_parameters() if "up" in n or "head" in n}
+        out = torch.func.functional_call(model, own, (batch(),))
+        out.square().mean().backward()
+        optimizer.step()
+        return out, [t.grad for t in own.values()]
+
+    same(drive, kind, tmp_path, policy=policy)
+
+
+@ENDS
+@POLICY
+def test_anomaly_mode(kind, policy, tmp_path):
+    def drive(model, optimizer):
+        with warnings.catch_warnings(), torch.autograd.detect_anomaly():
+            warnings.simplefilter("ignore")
+            return train(model, optimizer)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Anomaly Detection")
+        same(drive, kind, tmp_path, policy=policy)
+
+
+class Checkpointed(Tower):
+    """Checkpoints its blocks itself, in a way that nobody can switch off."""
+
+    def __init__(self, *, use_reentrant):
+        super().__init__()
+        self.use_reentrant = use_reentrant
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+            x = x + self.head.weight.mean(0)  # gets gradients inside and outside of the nested backward
+        return checkpoint(self.head, x, use_reentrant=self.use_reentrant)
+
+
+@KIND
+@POLICY
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_own_checkpointing(kind, policy, use_reentrant, tmp_path):
+    def drive(model, optimizer):
+        return [*train(model, optimizer), model.loss(batch(4)).backward()]
+
+    same(drive, kind, tmp_path, policy=policy, build=lambda: Checkpointed(use_reentrant=use_reentrant))
+
+
+class Fragile(Block):
+    """Fails in its backward when told to."""
+
+    fails = False
+
+    def forward(self, x):
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(self._maybe_fail)
+        return y
+
+    def _maybe_fail(self, grad):
+        if self.fails:
+            raise ArithmeticError("on purpose")
+
+
+@KIND
+@POLICY
+def test_a_failed_backward_leaves_nothing_behind(kind, policy, tmp_path):
+    def drive(model, optimizer):
+        for again in range(2):
+            model.blocks[1].fails = True
+            with pytest.raises(ArithmeticError):
+                model.loss(batch(again)).backward()
+            model.blocks[1].fails = False
+            optimizer.zero_grad()
+            model.loss(batch(3)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return train(model, optimizer)
+
+    same(drive, kind, tmp_path, policy=policy, build=lambda: Tower(Fragile))
+
+
+@ENDS
+def test_failed_forward(kind, tmp_path):
+    def drive(model, optimizer):
+        with pytest.raises(RuntimeError, match="shape"):
+            model.blocks[1](torch.randn(3, 5))
+        return train(model, optimizer)
+
+    same(drive, kind, tmp_path)
+
+
+@ENDS
+@POLICY
+def test_compiled(kind, policy, tmp_path):
+    def drive(model, optimizer):
+        compiled = torch.compile(model, backend="eager")
+        losses = []
+        for step in range(2):
+            loss = functional.cross_entropy(compiled(batch(step)).flatten(0, 1), batch(step).flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return losses
+
+    same(drive, kind, tmp_path, policy=policy)

@@ -1,0 +1,76 @@
+"""``GradScaler``: unscaling, infinities, skipped steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import utils
+
+from .rig import KINDS, adamw, batch, same
+
+pytestmark = pytest.mark.parametrize("kind", KINDS)
+
+
+def scaled_steps(model, optimizer, scale, *, clip, infinite_at=(), unscale=True):
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
+    seen = []
+    for step in range(5):
+        loss = model.loss(batch(step))
+        if step in infinite_at:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.scale(model.loss(batch(step + 9))).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        if clip:
+            seen.append(utils.clip_grad_norm_(model.parameters(), 0.1))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        seen.append(scaler.get_scale())
+    return seen
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("scale", [2.0**12, 1000.0])
+def test_scaled(kind, tmp_path, scale, clip):
+    same(lambda m, o: scaled_steps(m, o, scale, clip=clip), kind, tmp_path)
+
+
+def test_step_unscales_by_itself(kind, tmp_path):
+    # The fused kernel divides by the scale, here gradients are multiplied by its inverse: the same for powers of two.
+    same(lambda m, o: scaled_steps(m, o, 2.0**10, clip=False, unscale=False), kind, tmp_path)
+
+
+@pytest.mark.parametrize("promise", [None, 2])
+@pytest.mark.parametrize("infinite_at", [(0,), (1, 2)])
+def test_infinite_gradients_skip_the_step(kind, tmp_path, infinite_at, promise):
+    same(lambda m, o: scaled_steps(m, o, 2.0**12, clip=True, infinite_at=infinite_at), kind, tmp_path, accumulation_steps=promise)
+
+
+def test_overflow_of_a_norm_is_no_infinity(kind, tmp_path):
+    def drive(model, optimizer):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
+        scaler.scale(model.loss(batch())).backward()
+        scaler.unscale_(optimizer)
+        norm = utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        return norm, scaler.get_scale()
+
+    same(drive, kind, tmp_path)
+
+
+def test_one_infinite_element(kind, tmp_path):
+    def drive(model, optimizer):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**5)
+        for step in range(2):
+            scaler.scale(model.loss(batch(step))).backward()
+            if step == 0:
+                model.blocks[1].up.bias.grad.mul_(float("nan"))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return scaler.get_scale()
+
+    same(drive, kind, tmp_path, optimizer=adamw)
