@@ -119,6 +119,7 @@ def same(
     build: Callable[[], nn.Module] = Tower,
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
     seed: int = 5,
+    rounding: float = 0.0,
     **options: Any,
 ) -> None:
     """Drive a plain model and a streamed one; what ``drive`` returns, weights, buffers and states must be equal."""
@@ -132,7 +133,7 @@ def same(
     with prepared(twin, optimizer(twin), kind, folder, **options) as (twin, streamed):
         torch.manual_seed(seed)
         got = seen(drive(twin, streamed), twin, streamed)
-    assert_same(want, got)
+    assert_same(want, got, rounding=rounding)
 
 
 def seen(result: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -143,21 +144,25 @@ def seen(result: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     return {"result": result, "model": dict(model.state_dict()), "states": states}
 
 
-def assert_same(want: Any, got: Any, path: str = "") -> None:
-    """Compare nests of tensors bit for bit."""
+def assert_same(want: Any, got: Any, path: str = "", rounding: float = 0.0) -> None:
+    """Compare nests of tensors bit for bit, or up to ``rounding``."""
     if isinstance(want, torch.Tensor):
         want, got = want.detach(), got.detach()
         assert want.shape == got.shape, f"{path}: {tuple(want.shape)} != {tuple(got.shape)}"
         assert want.dtype == got.dtype, f"{path}: {want.dtype} != {got.dtype}"
-        assert torch.equal(want.nan_to_num(7.5), got.nan_to_num(7.5)), f"{path}: {want} != {got}"
+        gap = float((want.double() - got.double()).abs().nan_to_num().max()) if want.numel() else 0.0
+        if rounding:
+            assert gap <= rounding, f"{path}: differs by {gap}"
+        else:
+            assert torch.equal(want.nan_to_num(7.5), got.nan_to_num(7.5)), f"{path}: differs by up to {gap}"
     elif isinstance(want, dict):
         assert set(want) == set(got), f"{path}: {list(want)} != {list(got)}"
         for key in want:
-            assert_same(want[key], got[key], f"{path}/{key}")
+            assert_same(want[key], got[key], f"{path}/{key}", rounding)
     elif isinstance(want, list | tuple):
         assert len(want) == len(got), f"{path}: {len(want)} != {len(got)}"
         for i, (a, b) in enumerate(zip(want, got, strict=True)):
-            assert_same(a, b, f"{path}/{i}")
+            assert_same(a, b, f"{path}/{i}", rounding)
     else:
         assert want == got, f"{path}: {want!r} != {got!r}"
 

@@ -195,6 +195,7 @@ def test_autograd_functional(kind, policy, tmp_path):
         torch.autograd.functional.hvp(lambda v: model.blocks[0](v).sum(), torch.randn(2, 13), torch.ones(2, 13))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @ENDS
 def test_function_transforms_are_refused_in_training(kind, tmp_path):
     model = make()
@@ -307,10 +308,12 @@ def test_failed_forward(kind, tmp_path):
     same(drive, kind, tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore")  # of dynamo itself
 @ENDS
 @POLICY
 def test_compiled(kind, policy, tmp_path):
     def drive(model, optimizer):
+        torch._dynamo.reset()
         compiled = torch.compile(model, backend="eager")
         losses = []
         for step in range(2):

@@ -105,15 +105,16 @@ def test_what_has_values_keeps_them(tmp_path: Path):
     assert all(0.01 < got[k].std() < 0.03 for k in changed)
 
 
-def test_lora_on_meta(tmp_path: Path):
-    model = small.with_adapters(small.build("llama", meta=True))
+@pytest.mark.parametrize("is_neutral", [True, False])
+def test_lora_on_meta(is_neutral: bool, tmp_path: Path):
+    model = small.with_adapters(small.build("llama", meta=True), init_lora_weights=is_neutral)
     with small.prepared(model, tmp_path) as (model, optimizer):
         got = dict(outcore.named_tensors(model))
         small.train(model, optimizer)
     a = [v for k, v in got.items() if "lora_A" in k]
     b = [v for k, v in got.items() if "lora_B" in k]
     assert len(a) == len(b) == 6
-    assert all(v.count_nonzero() == 0 for v in b)
+    assert all(v.count_nonzero() == 0 if is_neutral else v.std() > 0.05 for v in b)
     assert all(v.std() > 0.05 for v in a)  # not the base model's 0.02
 
 

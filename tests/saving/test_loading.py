@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,12 @@ def test_loads_what_was_saved(name: str, tier: str, tmp_path: Path):
     folder = saved(want, tmp_path / "checkpoint")
     model = small.build(name, meta=True)
     names = {id(p): n for n, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.mark = "kept"
     with small.prepared(model, tmp_path, tier, weights=folder):
         small.same(want.state_dict(), model.state_dict())
         assert {id(p): n for n, p in model.named_parameters()} == names
+        assert all(p.mark == "kept" for p in model.parameters())
         for (n, b), (_, c) in zip(want.named_buffers(), model.named_buffers(), strict=True):
             assert torch.equal(b, c), n
         want.eval(), model.eval()
@@ -74,11 +78,17 @@ def test_shards(tmp_path: Path):
         small.same(want.state_dict(), model.state_dict())
 
 
-def test_overrides_values(tmp_path: Path):
+@pytest.mark.parametrize("meta", [True, False])
+def test_any_other_module(meta: bool, tmp_path: Path):
+    """Of one in memory, values are replaced; buffers are loaded, too."""
     want = small.build("plain", seed=1)
+    for block in want.blocks:
+        block.norm.running_mean.normal_()
+        block.norm.num_batches_tracked.fill_(7)
     save_file({k: v for k, v in want.state_dict().items() if k != "head.weight"}, tmp_path / "model.safetensors")
-    with small.prepared(small.build("plain", seed=2), tmp_path, weights=tmp_path) as (model, _):
+    with small.prepared(small.build("plain", meta=meta, seed=2), tmp_path, weights=tmp_path) as (model, _):
         small.same(want.state_dict(), model.state_dict())
+        assert all(block.scale == 0.5 for block in model.blocks)
 
 
 def test_a_model_partly_on_meta_keeps_the_rest(tmp_path: Path):
@@ -168,6 +178,26 @@ class TestNames:
             small.same(want.state_dict(), model.state_dict())
             outcore.save_pretrained(model, tmp_path / "again")
         assert load_file(tmp_path / "again/model.safetensors").keys() == load_file(folder / "model.safetensors").keys()
+
+    def test_one_tensor_that_becomes_several(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        from transformers import conversion_mapping
+        from transformers.core_model_loading import Chunk, WeightConverter
+
+        parts = [f".self_attn.{n}_proj.weight" for n in "qkv"]
+        rule = WeightConverter(".self_attn.qkv.weight", parts, operations=[Chunk(dim=0)])
+        monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda *_, **__: [copy.deepcopy(rule)])
+        want = small.build("llama", num_key_value_heads=4)
+        folder = saved(want, tmp_path / "checkpoint")
+        assert "model.layers.0.self_attn.qkv.weight" in load_file(folder / "model.safetensors")
+        reads: list[str] = []
+        read = WeightsDirectory.read
+        monkeypatch.setattr(WeightsDirectory, "read", lambda self, name: reads.append(name) or read(self, name))
+        with small.prepared(small.build("llama", meta=True, num_key_value_heads=4), tmp_path, weights=folder) as run:
+            small.same(want.state_dict(), run[0].state_dict())
+            outcore.save_pretrained(run[0], tmp_path / "again")
+        assert len(reads) == len(set(reads)), "a tensor was read twice"
+        first, second = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "again"))
+        small.same(dict(sorted(first.items())), dict(sorted(second.items())))
 
     def test_old_buffers_are_ignored(self, tmp_path: Path):
         want = small.build("llama")

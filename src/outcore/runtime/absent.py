@@ -45,6 +45,7 @@ _METADATA: frozenset[Callable[..., Any]] = frozenset(
     + [_TENSOR.grad.__set__, _TENSOR.grad.__delete__, _TENSOR.register_hook]
     + [torch.is_floating_point, torch.is_complex, torch.numel]
 )
+_DATA = _getter("data")
 _FREEZES = (_TENSOR.requires_grad_, _TENSOR.requires_grad.__set__)
 
 
@@ -66,7 +67,8 @@ class AbsentParameter(Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if cls.owner.make_present():
-            return func(*args, **kwargs)
+            # The class may watch who asks for data.
+            return args[0].data if func == _DATA else func(*args, **kwargs)
         if func is _TENSOR.register_post_accumulate_grad_hook:
             raise UnsupportedError(
                 f"expected no post-accumulate-grad hook on '{cls.owner.name_of(args[0])}', whose gradient leaves the device as soon as it is "
@@ -91,6 +93,35 @@ class AbsentParameter(Parameter):
         return f"AbsentParameter('{self.owner.name_of(self)}', shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
+class WatchedParameter(Parameter):
+    """A parameter on the device whose master is elsewhere: remembers that ``data`` was asked for, through which it can be changed unseen."""
+
+    touched: ClassVar[set[int]]
+    place: int
+    __torch_function__ = torch._C._disabled_torch_function_impl  # as torch's own Parameter
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """The value, without history."""
+        type(self).touched.add(self.place)
+        return cast("torch.Tensor", _TENSOR.data.__get__(self))
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _TENSOR.data.__set__(self, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
+        """An ordinary parameter."""
+        copied = Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+
+def watched_class(touched: set[int]) -> type[WatchedParameter]:
+    """The class for parameters of one unit: their ``place`` is put into ``touched``."""
+    return type("WatchedParameter", (WatchedParameter,), {"touched": touched, "__module__": __name__})
+
+
 def _is_question(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
     """``p.type()`` asks; ``p.type(dtype)`` converts."""
     return func is _TENSOR.type and len(args) == 1 and not kwargs
@@ -107,9 +138,14 @@ def _keep_requires_grad(owner: Owner, func: Callable[..., Any], args: Any, kwarg
     with torch._C.DisableTorchFunctionSubclass():
         if wanted == param.requires_grad:
             return param if func is _TENSOR.requires_grad_ else None
-    raise UnsupportedError(
-        "expected requires_grad to stay as it was at outcore.prepare(), which decided who owns gradient and optimizer "
-        f"bytes, but it was set to {wanted} on '{owner.name_of(param)}'; freeze or unfreeze before prepare"
+    raise UnsupportedError(requires_grad_refusal(owner.name_of(param), wanted=wanted))
+
+
+def requires_grad_refusal(name: str, *, wanted: bool) -> str:
+    """The error for freezing or unfreezing a parameter too late."""
+    return (
+        "expected requires_grad to stay as it was at outcore.prepare(), which decided who owns gradient and optimizer bytes, but it was set "
+        f"to {wanted} on '{name}'; freeze, unfreeze or add adapters before prepare"
     )
 
 

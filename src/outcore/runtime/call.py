@@ -20,6 +20,7 @@ import torch
 from torch.nn import Parameter
 
 from outcore.core.errors import UnsupportedError
+from outcore.runtime.absent import requires_grad_refusal
 from outcore.runtime.device import Device
 from outcore.runtime.inner_graph import drop_saved, foreign_leaves, guarded_leaf, save_weights_by_place, without_hooks
 from outcore.runtime.replay import ForwardState, autocast_cache_off
@@ -76,20 +77,6 @@ class UnitCall:
         """Give ``forward`` back."""
         self.unit.module.__dict__.pop("forward", None)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Refuse: a copy would stream through the original's memory."""
-        raise UnsupportedError(
-            f"expected a model of its own to copy, but '{self.unit.label}' belongs to outcore.prepare(); copy the model before "
-            "prepare, or load the copy from outcore.save_pretrained or model.state_dict()"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse: lanes and arenas cannot be pickled."""
-        raise UnsupportedError(
-            f"expected model.state_dict() or outcore.save_pretrained to save, but the module '{self.unit.label}' itself is being "
-            "pickled; its weights are not inside it"
-        )
-
     @torch._disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block."""
@@ -122,10 +109,7 @@ class UnitCall:
         """What a user may have done to parameters that live on the device, where nothing stops him."""
         for param, spec, flag in zip(self.unit.params, self.unit.spec.params, self._flags, strict=True):
             if param.requires_grad is not flag:
-                raise UnsupportedError(
-                    f"expected requires_grad to stay as it was at outcore.prepare(), which decided who owns gradient and optimizer bytes, but "
-                    f"that of '{spec.name}' was set to {param.requires_grad}; freeze, unfreeze or add adapters before prepare"
-                )
+                raise UnsupportedError(requires_grad_refusal(spec.name, wanted=param.requires_grad))
 
     def _refuse_transforms(self) -> None:
         if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
@@ -174,7 +158,7 @@ class UnitCall:
             raise UnsupportedError(f"{self._where} changed one of its arguments in place, which recompute would do twice; copy it first")
         made = [t for t in outputs if t.grad_fn is not None]
         foreign = foreign_leaves(made, inner, self.unit.params, start, self._where)
-        call = Call(structure, wants_grad, foreign, [t.shape for t in made], made, self.unit.weights_version, state)
+        call = Call(structure, wants_grad, foreign, [t.shape for t in made], made, self._weights_version(), state)
         call.recording = emptied(recording)
         call.foreign_versions = [_version(t) for t in foreign]
         call.watched = _sharing(made, tensors) if recomputes else list(range(len(made)))
@@ -244,10 +228,10 @@ class UnitCall:
             raise UnsupportedError(
                 f"{self._where}: expected a backward without create_graph=True; double backward through streamed weights is not supported"
             )
-        if call.weights_version != self.unit.weights_version:
+        if call.weights_version != self._weights_version():
             raise UnsupportedError(
                 f"{self._where}: expected the weights of its forward, but they have changed since (optimizer.step(), load_state_dict, "
-                "gathered(write=True)); run forward again"
+                "gathered(write=True), an edit in place); run forward again"
             )
         for i in call.watched:
             reference, version = call.returned[i]
@@ -256,6 +240,10 @@ class UnitCall:
                 raise UnsupportedError(f"a result of {self._where} was changed in place after the call; change a copy instead")
         if [_version(t) for t in call.foreign] != call.foreign_versions:
             raise UnsupportedError(f"{self._where}: a tensor that it captured was changed in place after the call; change a copy instead")
+
+    def _weights_version(self) -> int:
+        edits = sum(p._version for p in self.unit.params) if self.unit.is_resident else 0
+        return self.unit.weights_version + edits
 
     def _graph(self, call: Call, saved: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Inner inputs and outputs: kept, or made again."""

@@ -16,6 +16,7 @@ from outcore.planning.partition import Partition
 from outcore.runtime.access import Access
 from outcore.runtime.call import UnitCall
 from outcore.runtime.device import Device
+from outcore.runtime.edits import take_edits
 from outcore.runtime.fill import Values, fill_unit
 from outcore.runtime.gradient_homes import GradientHomes
 from outcore.runtime.gradients import Gradients
@@ -110,8 +111,8 @@ class Engine:
                 call = UnitCall(unit, index, self.weights, self.gradients, self.device)
                 unit.module.__dict__["forward"] = call
                 self._undo.append(call.restore)
-            guard = ModuleGuard(self)
-            self._undo.append(guard.remove)
+            self._guard = ModuleGuard(self)
+            self._undo.append(self._guard.remove)
 
     # A step.
 
@@ -125,6 +126,9 @@ class Engine:
         self.device.check()
         hypers = self._hypers(groups)
         self._refuse_while_gathered()
+        self.refuse_if_replaced()
+        for unit in self.units:
+            take_edits(unit, self.access, self.device)
         cache: dict[int, tuple[torch.Tensor, Handle | None]] = {}
         for unit in self.weights.units_by_next_use():
             gradients = self.gradients.of[unit.name]
@@ -170,6 +174,10 @@ class Engine:
             )
 
     # Life.
+
+    def refuse_if_replaced(self) -> None:
+        """Raise if a module has another parameter than at ``prepare``."""
+        self._guard.refuse_if_changed()
 
     def refuse_if_closed(self) -> None:
         """Raise if ``close`` was called."""

@@ -24,6 +24,7 @@ from outcore.runtime.conversions import (
     saving_groups,
     tied_targets,
 )
+from outcore.runtime.edits import take_edits
 from outcore.runtime.engine import Engine
 from outcore.runtime.state_names import Place, places
 
@@ -31,6 +32,8 @@ from outcore.runtime.state_names import Place, places
 def read_tensor(engine: Engine, tensor: torch.Tensor) -> torch.Tensor:
     """The current value of a parameter or buffer as a fresh tensor in host memory; waits for its update."""
     found = engine.places.get(id(tensor))
+    if found is not None:
+        take_edits(found[0], engine.access, engine.device)
     if found is None or found[0].is_gathered:
         return tensor.detach().to("cpu", copy=True)
     return engine.access.read_weight(*found)

@@ -62,13 +62,8 @@ class FirstValues:
                     _leave_meta(place.tensor, device)
                 continue
             if key not in moved:
-                value = (
-                    self._loading.read(place.tensor)
-                    if self._loading and self._is_loaded(place.tensor)
-                    else made.get(key)
-                )
-                moved[key] = _placed(place.tensor, value, device)
-            place.module._buffers[place.key] = moved[key]  # noqa: SLF001 (register_buffer would forget what is persistent)
+                moved[key] = _placed(place.tensor, self._loaded(place.tensor, made.get(key)), device)
+            place.module._buffers[place.key] = moved[key]
         if self._loading is not None:
             self._loading.remember_rules()
 
@@ -81,9 +76,8 @@ class FirstValues:
 
         def value(index: int) -> torch.Tensor:
             param = unit.params[index]
-            if self._loading is not None and self._loading.holds(param):
-                return self._loading.read(param)
-            return made.pop(id(param)) if id(param) in made else param.data
+            found = self._loaded(param, made.pop(id(param), None))
+            return param.data if found is None else found
 
         return value
 
@@ -93,6 +87,9 @@ class FirstValues:
 
     def _is_loaded(self, tensor: torch.Tensor) -> bool:
         return self._loading is not None and self._loading.holds(tensor)
+
+    def _loaded(self, tensor: torch.Tensor, otherwise: torch.Tensor | None) -> torch.Tensor | None:
+        return self._loading.read(tensor) if self._loading and self._loading.holds(tensor) else otherwise
 
 
 def _refuse_hidden(model: nn.Module) -> None:
@@ -110,7 +107,7 @@ def _refuse_hidden(model: nn.Module) -> None:
 def _refuse_watched(place: Place) -> None:
     """What hangs on a tensor's present bytes would be lost when it leaves the meta device."""
     tensor = place.tensor
-    hooks = tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)  # noqa: SLF001
+    hooks = tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)
     if tensor.is_meta and not place.is_buffer and (hooks or weakref.getweakrefs(tensor)):
         raise ConfigError(
             f"expected parameters on the meta device without hooks and weak references, but '{place.name}' has some; "

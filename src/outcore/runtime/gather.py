@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import Parameter
 
+from outcore.runtime.edits import take_edits
 from outcore.runtime.unit import Unit
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def gathered_units(engine: Engine, units: Sequence[Unit], *, write: bool) -> Ite
     mine = [u for u in units if not u.is_gathered]
     try:
         for unit in mine:
+            take_edits(unit, engine.access, engine.device)
             for i, param in enumerate(unit.params):
                 value = engine.access.read_weight(unit, i).to(engine.device.torch_device)
                 param.__class__ = Parameter
@@ -37,7 +39,7 @@ def gathered_units(engine: Engine, units: Sequence[Unit], *, write: bool) -> Ite
             unit.is_gathered = True
         yield
         if write:
-            for unit in mine:
+            for unit in units:
                 _write_changed(engine, unit)
     finally:
         for unit in mine:

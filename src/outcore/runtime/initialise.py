@@ -256,7 +256,7 @@ class _Writes(TorchDispatchMode):
         super().__init__()
         self.storages: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for i, argument in enumerate(func._schema.arguments):  # noqa: SLF001 (what it writes stands nowhere else)
             if argument.alias_info is not None and argument.alias_info.is_write:

@@ -7,6 +7,7 @@ parameter by parameter and nothing is read twice.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from outcore.core.errors import UnsupportedError
+from outcore.runtime.edits import take_edits
 from outcore.runtime.unit import Unit
 
 if TYPE_CHECKING:
@@ -25,22 +27,11 @@ ATTACHMENT = "_outcore"
 
 
 class Attachment:
-    """Ties engine and model together, and keeps the model from being copied."""
+    """Ties engine and model together."""
 
     def __init__(self, engine: Engine) -> None:
         """Args: engine: Of the model."""
         self.engine = engine
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Refuse."""
-        raise UnsupportedError(
-            "expected a model of its own to copy, but this one belongs to outcore.prepare(); copy it before prepare, or build the copy "
-            "from model.state_dict() or outcore.save_pretrained"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse."""
-        raise UnsupportedError("expected model.state_dict() or outcore.save_pretrained to save, but the prepared model itself is being pickled")
 
 
 def attachment_of(module: nn.Module) -> Attachment | None:
@@ -56,13 +47,28 @@ class ModuleGuard:
         """Guard ``engine.model``."""
         self._engine = engine
         self._undo: list[Callable[[], None]] = []
+        self._known: list[tuple[dict[str, Parameter | None], str, str, Parameter]] = []
         engine.model.__dict__[ATTACHMENT] = Attachment(engine)
         self._undo.append(lambda: engine.model.__dict__.pop(ATTACHMENT, None))
-        for module in engine.model.modules():
-            self._guard_apply(module)
+        for prefix, module in engine.model.named_modules():
+            self._guard_module(module)
             owned = {n: p for n, p in module.named_parameters(recurse=False, remove_duplicate=False) if id(p) in engine.places}
+            self._known += [(module._parameters, name, f"{prefix}.{name}" if prefix else name, param) for name, param in owned.items()]
             if owned:
                 self._guard_state_dict(module, owned)
+
+    def refuse_if_changed(self) -> None:
+        """Raise if a module has another parameter than at ``prepare``: it would be trained by nobody.
+
+        Raises:
+            UnsupportedError: Naming the first.
+        """
+        for registered, name, full_name, param in self._known:
+            if registered.get(name) is not param:
+                raise UnsupportedError(
+                    f"expected the parameters that outcore.prepare() got, but '{full_name}' was replaced or taken away since; resize embeddings, tie "
+                    "weights and add adapters before prepare"
+                )
 
     def remove(self) -> None:
         """Make it an ordinary module again."""
@@ -70,9 +76,13 @@ class ModuleGuard:
             undo()
         self._undo.clear()
 
-    def _guard_apply(self, module: nn.Module) -> None:
-        module.__dict__["_apply"] = _RefuseMoves(module)
-        self._undo.append(lambda: module.__dict__.pop("_apply", None))
+    def _guard_module(self, module: nn.Module) -> None:
+        if not any(id(p) in self._engine.places for p in module.parameters()):
+            return
+        refusals = {"_apply": _RefuseMoves(module), "__deepcopy__": _RefuseCopies(module), "__reduce_ex__": _RefuseCopies(module)}
+        for name, refusal in refusals.items():
+            module.__dict__[name] = refusal
+            self._undo.append(functools.partial(module.__dict__.pop, name, None))
 
     def _guard_state_dict(self, module: nn.Module, owned: dict[str, Parameter]) -> None:
         own = _OwnParameters(self._engine, owned)
@@ -103,7 +113,7 @@ class _OwnParameters:
                 f"state_dict(keep_vars=True) at '{prefix}': expected keep_vars=False, since the parameters themselves hold no values between "
                 "calls; use state_dict(), or outcore.gathered(model)"
             )
-        self._materialise()
+        self._materialise(may_change=False)
 
     def after_state_dict(self) -> None:
         """Take them away again; the dict keeps the tensors."""
@@ -117,39 +127,41 @@ class _OwnParameters:
                 "and the optimizer know"
             )
         if any(prefix + name in state_dict for name in self._owned):
-            self._materialise()
+            self._materialise(may_change=True)
 
     def after_load(self, *_: Any) -> None:
         """Write home what was loaded."""
         changed = {key: self._param(key).data for key in self._before if not _same_bytes(self._param(key).data, self._before[key])}
-        self._dematerialise()
         for key, value in changed.items():
             unit, index = self._engine.places[key]
             self._engine.access.write_weight(unit, index, value)
+        self._dematerialise()
 
     def _param(self, key: int) -> Parameter:
         unit, index = self._engine.places[key]
         return unit.params[index]
 
-    def _materialise(self) -> None:
+    def _materialise(self, *, may_change: bool) -> None:
         self._engine.refuse_if_closed()
         for param in self._owned.values():
             unit, index = self._engine.places[id(param)]
             if unit.is_gathered or id(param) in self._before:
                 continue
+            if not unit.num_lent:
+                take_edits(unit, self._engine.access, self._engine.device)
+            unit.num_lent += 1
             value = self._engine.access.read_weight(unit, index)
             self._before[id(param)] = value
             param.__class__ = Parameter
-            param.data = value.clone() if param.requires_grad else value
+            param.data = value.clone() if may_change else value
 
     def _dematerialise(self) -> None:
-        units: dict[int, Unit] = {}
         for key in self._before:
             unit, _ = self._engine.places[key]
-            units[id(unit)] = unit
+            unit.num_lent -= 1
+            if not unit.num_lent:  # else a module further up has parameters of the same unit out
+                self._engine.weights.rest(unit)
         self._before.clear()
-        for unit in units.values():
-            self._engine.weights.rest(unit)
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -164,19 +176,28 @@ class _RefuseMoves:
 
     def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:  # noqa: FBT001, FBT002
         """Let what changes nothing pass, refuse the rest."""
-        for tensor in [*self._module.parameters(), *self._module.buffers()]:
-            probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        kinds = dict.fromkeys((t.dtype, t.device) for t in [*self._module.parameters(), *self._module.buffers()])
+        for dtype, device in kinds:
+            probe = torch.empty(0, dtype=dtype, device=device)
             result = function(probe)
-            if result.dtype != probe.dtype or result.device != probe.device:
+            if result is not probe or (probe.device.type == "cpu" and probe.is_shared()):
                 raise UnsupportedError(
-                    f"expected the prepared model to stay on {probe.device} in {probe.dtype}, but {type(self._module).__name__} was asked to become "
-                    f"{result.device}, {result.dtype}; choose device= and precision= in outcore.prepare()"
+                    f"expected the prepared model to stay where and what it is ({probe.device}, {probe.dtype}), but {type(self._module).__name__} was "
+                    f"asked to become {result.device}, {result.dtype}{', shared' if result is probe else ''}; choose device= and precision= in "
+                    "outcore.prepare()"
                 )
         return self._module
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+
+class _RefuseCopies:
+    """Stands in for ``__deepcopy__`` and ``__reduce_ex__`` of a module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self, *_: object) -> NoReturn:
         """Refuse, naming the way out."""
         raise UnsupportedError(
-            f"expected a module of its own to copy, but this {type(self._module).__name__} belongs to outcore.prepare(); copy it before prepare, "
-            "or build the copy from state_dict() or outcore.save_pretrained"
+            f"expected a module of its own to copy or pickle, but this {type(self._module).__name__} belongs to outcore.prepare() and its weights are "
+            "not inside it; copy it before prepare, or use state_dict(), outcore.named_tensors or outcore.save_pretrained"
         )

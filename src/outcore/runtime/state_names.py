@@ -28,6 +28,6 @@ def places(model: nn.Module) -> Iterator[Place]:
             if param is not None:
                 yield Place(dot + key, module, key, param, is_buffer=False, is_persistent=True)
         hidden = module._non_persistent_buffers_set  # noqa: SLF001 (torch offers no other way to ask)
-        for key, buffer in module._buffers.items():  # noqa: SLF001
+        for key, buffer in module._buffers.items():
             if buffer is not None:
                 yield Place(dot + key, module, key, buffer, is_buffer=True, is_persistent=key not in hidden)

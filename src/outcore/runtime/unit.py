@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from outcore.memory.arena import TEMPORARY, Buffer, Region
 from outcore.memory.disk import Extent
 from outcore.planning.reservations import has_master, states_of
-from outcore.runtime.absent import AbsentParameter, Owner, absent_class
+from outcore.runtime.absent import AbsentParameter, Owner, absent_class, watched_class
 from outcore.runtime.homes import Home, HomeKind, Slot
 from outcore.runtime.lanes import Handle
 from outcore.spec.model import ModelSpec, ParamSpec, UnitSpec
@@ -72,6 +72,12 @@ class Unit:
         self.fetched: Handle | None = None
         self.num_bound = 0
         self.is_gathered = False
+        self.num_lent = 0  # parameters that have values of their own for a moment, for a state dict
+        # What a user may have done to present parameters, see [Note: edits].
+        self.is_present = False
+        self.versions: list[int] = []
+        self.touched: set[int] = set()
+        self._present_class = watched_class(self.touched) if self.is_resident and self.has_master else Parameter
         # Views are made once per buffer; buffers live as long as the unit.
         self._views: dict[tuple[str, Region], list[torch.Tensor]] = {}
         self.update_dtypes = [torch_dtype(p.update_dtype) for p in spec.trainable]
@@ -140,12 +146,23 @@ class Unit:
             views = [torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in self.params]
         else:
             views = self.weight_views(buffer)
-        for param, view in zip(self.params, views, strict=True):
+        for i, (param, view) in enumerate(zip(self.params, views, strict=True)):
             param.__class__ = Parameter
             param.data = view
+            if self._present_class is not Parameter:
+                param.__class__ = self._present_class
+                param.place = i  # type: ignore[attr-defined]
+        self.is_present = True
+        self.note_versions()
+
+    def note_versions(self) -> None:
+        """Edits up to here are known."""
+        self.touched.clear()
+        self.versions = [p._version for p in self.params] if self.is_resident else []
 
     def mark_absent(self, *, device: torch.device | None = None) -> None:
         """Make the parameters absent. With ``device`` their bytes are replaced by a NaN there, else left in place."""
+        self.is_present = False
         for param, spec in zip(self.params, self.spec.params, strict=True):
             if device is not None:
                 param.__class__ = Parameter

@@ -83,6 +83,7 @@ class Updates:
         if unit.is_resident:  # as the plain step would: a graph that saved the old weights must not be walked any more
             for i in changes:
                 torch.autograd.graph.increment_version(unit.params[i])
+            unit.note_versions()
         if unit.plan.states == "device":
             self._on_device(unit, gradients, changes)
         else:

@@ -114,7 +114,8 @@ class Weights:
             return
         after = {"weights updated": unit.weights_ready} if unit.is_resident else {"weights fetched": unit.fetched}
         self._device.compute(f"use weights of {unit.label}", reads=[buffer.region], after=after)
-        unit.point_at(buffer)
+        if not unit.is_resident or not unit.is_present:  # else they are where they were, with whatever a user did to them
+            unit.point_at(buffer)
 
     def present_on_demand(self, unit: Unit) -> None:
         """Make a resident unit's parameters present because somebody reads them: the root has no call of its own."""
@@ -140,6 +141,7 @@ class Weights:
     def rest(self, unit: Unit) -> None:
         """Put an unbound unit's parameters into the state that they have between calls."""
         if unit.is_resident:
+            unit.is_present = False
             self.present(unit)
         else:
             unit.mark_absent(device=self._device.torch_device)

@@ -1,0 +1,63 @@
+"""Edits of weights that live on the device: a user may change them in place, and the next update must start from that.
+
+[Note: edits] A plain loop keeps an edit. Here the update of a unit may start from master weights elsewhere, so before each step the
+masters of edited weights follow them: elements that still are the rounded master keep it, the others become what the weight
+says. Edits are seen by version counter, by a changed address, and by ``p.data`` having been asked for (which has a version
+counter of its own).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import Parameter
+
+from outcore.core.errors import UnsupportedError
+from outcore.runtime.absent import requires_grad_refusal
+from outcore.runtime.access import Access
+from outcore.runtime.device import Device
+from outcore.runtime.unit import Unit
+
+
+@torch.no_grad()
+def take_edits(unit: Unit, access: Access, device: Device) -> None:
+    """Make what a user did to the weights of a resident unit count. Does nothing while they are absent or gathered.
+
+    Raises:
+        UnsupportedError: ``requires_grad``, shape or dtype of a parameter was changed.
+    """
+    buffer = unit.device_buffer()
+    if not unit.is_resident or not unit.is_present or unit.is_gathered or unit.num_lent or buffer is None:
+        return
+    is_moved = False
+    for i, (param, view) in enumerate(zip(unit.params, unit.weight_views(buffer), strict=True)):
+        if param.requires_grad is not unit.spec.params[i].requires_grad:
+            raise UnsupportedError(requires_grad_refusal(unit.spec.params[i].name, wanted=param.requires_grad))
+        if param.data_ptr() != view.data_ptr():
+            is_moved = True
+            device.compute(f"edit of {unit.label}", writes=[buffer.region])
+            view.copy_(_replacement(unit, i, param))
+        elif param._version == unit.versions[i] and i not in unit.touched:
+            continue
+        unit.weights_version += 1
+        if unit.has_master and i < unit.num_trainable:
+            _refresh_master(unit, i, access)
+    if is_moved:
+        unit.point_at(buffer)
+    unit.note_versions()
+
+
+def _replacement(unit: Unit, index: int, param: Parameter) -> torch.Tensor:
+    spec, value = unit.spec.params[index], param.detach()
+    if tuple(value.shape) != spec.shape or str(value.dtype) != f"torch.{spec.dtype}":
+        raise UnsupportedError(
+            f"expected '{spec.name}' to keep shape {spec.shape} and dtype {spec.dtype}, but its data was replaced by {tuple(value.shape)} "
+            f"{value.dtype}; change the model before outcore.prepare()"
+        )
+    return value
+
+
+def _refresh_master(unit: Unit, index: int, access: Access) -> None:
+    weight, master = access.read_weight(unit, index), access.read_state(unit, "master", index)
+    is_edited = master.to(weight.dtype) != weight
+    if bool(is_edited.any()):
+        access.write_state(unit, "master", index, torch.where(is_edited, weight.to(master.dtype), master))
