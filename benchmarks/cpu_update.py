@@ -24,8 +24,8 @@ from collections.abc import Callable
 import torch
 from measuring import context, spread
 
-from outcore.runtime.blocks import Piece
-from outcore.runtime.rules import AdamHyper
+from outcore.optim.blocks import Piece
+from outcore.optim.rules import AdamHyper
 from outcore.runtime.workers import SCRATCH_BYTES, UpdateWorkers
 
 COUNTED_BYTES, ALLOCATED_BYTES = 28, 30

@@ -14,19 +14,19 @@ from torch import nn
 
 from outcore.core.errors import ConfigError
 from outcore.memory.limits import disk_free_bytes, host_free_bytes
+from outcore.optim.rules import rule_for
 from outcore.planning.check import check_plan
 from outcore.planning.partition import Partition, partition
 from outcore.planning.placement import place
 from outcore.runtime.device import Device, open_device
 from outcore.runtime.engine import Engine, Promises
-from outcore.runtime.export import save_model, stream_tensors
 from outcore.runtime.faults import Faults
-from outcore.runtime.first_values import FirstValues
 from outcore.runtime.gather import gathered_units
 from outcore.runtime.module_guard import attachment_of
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.runtime.race import RaceChecker
-from outcore.runtime.rules import rule_for
+from outcore.saving.export import save_model, stream_tensors
+from outcore.saving.first_values import FirstValues
 from outcore.spec.budget import Budget, Limits
 from outcore.spec.model import Precision
 from outcore.spec.plan import Plan

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional
 
 import outcore
+from outcore.optim.rules import rule_for
 from outcore.planning.partition import partition
 from outcore.planning.pools import LEAST, pools_for
-from outcore.runtime.rules import rule_for
 from outcore.spec.plan import Plan, UnitPlan
 
 WIDTH, VOCAB, LENGTH = 13, 31, 7

@@ -211,8 +211,7 @@ def test_replaced_parameters_are_refused(kind, tmp_path):
         model.head.weight = nn.Parameter(torch.zeros(31, 13))
         with pytest.raises(outcore.UnsupportedError, match=r"'head.weight' was replaced"):
             optimizer.step()
-        with pytest.raises(outcore.UnsupportedError, match=r"'head.weight' was replaced"):
-            dict(outcore.named_tensors(model))
+        assert not dict(outcore.named_tensors(model))["head.weight"].any()  # reading goes on
 
 
 @KIND

@@ -77,9 +77,9 @@ class Case:
 
     def plan(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
         """The plan for a model, with tiers as this case wants them."""
+        from outcore.optim.rules import rule_for
         from outcore.planning.partition import partition
         from outcore.planning.pools import LEAST, Comfort, pools_for
-        from outcore.runtime.rules import rule_for
         from outcore.spec.plan import Plan, UnitPlan
 
         names = () if optimizer is None else rule_for(optimizer).state_names(optimizer.param_groups)

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import outcore
+from outcore.optim.rules import rule_for
 from outcore.planning.partition import partition
 from outcore.planning.pools import LEAST, pools_for
-from outcore.runtime.rules import rule_for
 from outcore.spec.plan import Plan, UnitPlan
 
 VOCAB = 131

@@ -14,7 +14,7 @@ from torch import nn
 
 import outcore
 from outcore.memory import weights_file
-from outcore.runtime import export
+from outcore.saving import export
 
 from . import small
 

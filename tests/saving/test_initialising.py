@@ -12,7 +12,7 @@ from torch import nn
 
 import outcore
 from outcore.runtime import engine as engine_module
-from outcore.runtime import initialise
+from outcore.saving import initialise
 
 from . import small
 

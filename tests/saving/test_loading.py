@@ -15,7 +15,7 @@ from torch import nn
 import outcore
 from outcore.memory.weights_file import WeightsDirectory
 from outcore.runtime import engine as engine_module
-from outcore.runtime.load_plan import plan_loading
+from outcore.saving.load_plan import plan_loading
 
 from . import small
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from outcore.core.errors import OutcoreError, UnsupportedError
+from outcore.optim.rules import Hyper, UpdateRule
 from outcore.planning.partition import Partition
 from outcore.runtime.access import Access
 from outcore.runtime.call import UnitCall
@@ -23,7 +24,6 @@ from outcore.runtime.gradients import Gradients
 from outcore.runtime.homes import Homes
 from outcore.runtime.lanes import Handle
 from outcore.runtime.module_guard import ModuleGuard
-from outcore.runtime.rules import Hyper, UpdateRule
 from outcore.runtime.traffic import Traffic
 from outcore.runtime.unit import Unit
 from outcore.runtime.unit_gradients import UnitGradients

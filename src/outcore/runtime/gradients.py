@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 
 from outcore.core.errors import ConfigError, UnsupportedError
-from outcore.runtime import kernels
+from outcore.optim import kernels
 from outcore.runtime.device import Device
 from outcore.runtime.grad_handle import GradHandle
 from outcore.runtime.gradient_homes import GradientHomes

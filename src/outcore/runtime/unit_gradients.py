@@ -10,7 +10,7 @@ import torch
 
 from outcore.core.errors import UnsupportedError
 from outcore.memory.arena import Buffer
-from outcore.runtime import kernels
+from outcore.optim import kernels
 from outcore.runtime.grad_handle import GradHandle
 from outcore.runtime.homes import Slot, SlotPool
 from outcore.runtime.unit import Unit

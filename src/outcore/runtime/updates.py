@@ -16,14 +16,14 @@ import torch
 
 from outcore.memory.arena import Buffer, Region
 from outcore.memory.disk import DiskStore
+from outcore.optim.blocks import Piece, update_blocks
+from outcore.optim.rules import Hyper
 from outcore.planning.pools import SCRATCH_BYTES
-from outcore.runtime.blocks import Piece, update_blocks
 from outcore.runtime.device import Device
 from outcore.runtime.grad_handle import GradHandle
 from outcore.runtime.gradient_homes import GradientHomes
 from outcore.runtime.homes import Homes, Slot, SlotPool
 from outcore.runtime.lanes import After, Handle, Lane, newest
-from outcore.runtime.rules import Hyper
 from outcore.runtime.traffic import Traffic
 from outcore.runtime.unit import Unit, expect_buffer, expect_extent
 from outcore.runtime.unit_gradients import UnitGradients

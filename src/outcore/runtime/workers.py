@@ -13,7 +13,7 @@ import torch
 
 from outcore.core.errors import UnsupportedError
 from outcore.memory.limits import usable_cores
-from outcore.runtime.blocks import Piece, split, update_blocks
+from outcore.optim.blocks import Piece, split, update_blocks
 from outcore.runtime.threads import start_single_threaded
 
 SCRATCH_BYTES = 2 * 2**20  # 512 Ki fp32 elements: half to all of a core's L2 today

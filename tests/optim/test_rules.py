@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outcore.core.errors import ConfigError
-from outcore.runtime.rules import AdagradHyper, AdamHyper, SgdHyper, rule_for
+from outcore.optim.rules import AdagradHyper, AdamHyper, SgdHyper, rule_for
 
 
 def params(count: int = 1) -> list[torch.nn.Parameter]:

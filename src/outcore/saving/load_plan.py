@@ -15,7 +15,7 @@ from torch import nn
 
 from outcore.core.errors import ConfigError
 from outcore.memory.weights_file import WeightsDirectory
-from outcore.runtime.conversions import (
+from outcore.saving.conversions import (
     Group,
     Rules,
     is_adapter_model,
@@ -24,7 +24,7 @@ from outcore.runtime.conversions import (
     remember_used,
     tied_targets,
 )
-from outcore.runtime.state_names import Place, places
+from outcore.saving.state_names import Place, places
 
 _SHOWN = 5
 _ADAPTER_COPY = re.compile(r"\.(original_module|modules_to_save\.[^.]+)\.")

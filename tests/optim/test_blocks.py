@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outcore.runtime.blocks import CUT_NUMEL, Piece, split, update_blocks
-from outcore.runtime.rules import SgdHyper
+from outcore.optim.blocks import CUT_NUMEL, Piece, split, update_blocks
+from outcore.optim.rules import SgdHyper
 
 from .update_cases import OPTIMIZERS, Blocked, PlainLoop, assert_same_bits, random
 
@@ -143,7 +143,7 @@ def test_settings_steps_and_dtypes_may_differ_from_piece_to_piece():
 
 def test_small_parameters_share_a_kernel_call(monkeypatch):
     calls = []
-    monkeypatch.setattr("outcore.runtime.blocks.apply", lambda step: calls.append([t.numel() for t in step.targets]))
+    monkeypatch.setattr("outcore.optim.blocks.apply", lambda step: calls.append([t.numel() for t in step.targets]))
     blocked = Blocked(OPTIMIZERS["adamw"], (10, 64, 65, 300))
     update_blocks(blocked.pieces(1, [random(n, n) for n in (10, 64, 65, 300)]), scratch_of(256, torch.float32))
     assert calls == [[10, 64, 65], [256], [44]]  # 64 + 64 + 128 fill the scratch

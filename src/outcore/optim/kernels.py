@@ -19,7 +19,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from outcore.runtime.rules import AdagradHyper, AdamHyper, Hyper, SgdHyper
+from outcore.optim.rules import AdagradHyper, AdamHyper, Hyper, SgdHyper
 
 _LAST_STEP = 2**24  # torch counts steps in fp32 by adding 1, which stands still here
 _CHECKED_NUMELS = (199, 64, 1)  # a vector body with a scalar tail, a body alone, a tail alone

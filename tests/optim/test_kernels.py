@@ -7,8 +7,8 @@ import warnings
 import pytest
 import torch
 
-from outcore.runtime import kernels
-from outcore.runtime.blocks import update_blocks
+from outcore.optim import kernels
+from outcore.optim.blocks import update_blocks
 
 from .update_cases import OPTIMIZERS, Blocked, PlainLoop, assert_same_bits, fused_sgd_is_broken, random
 

@@ -17,16 +17,16 @@ from torch import nn
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.memory.staged_files import staged_files
 from outcore.memory.weights_file import write_safetensors
-from outcore.runtime.conversions import (
+from outcore.runtime.edits import take_edits
+from outcore.runtime.engine import Engine
+from outcore.saving.conversions import (
     Group,
     is_adapter_model,
     is_pretrained_model,
     saving_groups,
     tied_targets,
 )
-from outcore.runtime.edits import take_edits
-from outcore.runtime.engine import Engine
-from outcore.runtime.state_names import Place, places
+from outcore.saving.state_names import Place, places
 
 
 def read_tensor(engine: Engine, tensor: torch.Tensor) -> torch.Tensor:

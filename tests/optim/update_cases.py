@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from outcore.runtime.blocks import Piece
-from outcore.runtime.rules import rule_for
+from outcore.optim.blocks import Piece
+from outcore.optim.rules import rule_for
 
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),

@@ -13,10 +13,10 @@ from torch.nn import Parameter
 
 from outcore.core.errors import ConfigError
 from outcore.runtime.fill import Values
-from outcore.runtime.initialise import Initialisation
-from outcore.runtime.load_plan import plan_loading
-from outcore.runtime.state_names import Place, places
 from outcore.runtime.unit import Unit
+from outcore.saving.initialise import Initialisation
+from outcore.saving.load_plan import plan_loading
+from outcore.saving.state_names import Place, places
 
 
 @final

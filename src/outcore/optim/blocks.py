@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from outcore.core.quantities import align_up
-from outcore.runtime.kernels import FusedStep, apply
-from outcore.runtime.rules import Hyper, SgdHyper
+from outcore.optim.kernels import FusedStep, apply
+from outcore.optim.rules import Hyper, SgdHyper
 
 CUT_NUMEL = 64
 """Cuts inside a parameter are multiples of it: a cache line or more in every dtype, and a whole number of vectors."""

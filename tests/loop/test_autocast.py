@@ -1,0 +1,62 @@
+"""Autocast around, inside and between; its cache must not hold copies of weights that have left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from .rig import KINDS, Block, Tower, batch, same
+
+pytestmark = [pytest.mark.parametrize("kind", KINDS), pytest.mark.parametrize("policy", ["keep", "recompute"])]
+
+
+class Nested(Block):
+    """Turns autocast off, and on again, inside."""
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            y = self.up(self.norm(x.float()))
+        with torch.autocast("cpu", dtype=torch.float16 if self.shift[0] > 2 else torch.bfloat16, cache_enabled=True):
+            z = self.down(functional.gelu(y)) + self.down(y * 0.5)
+        return x + self.dropout(z)
+
+
+def drive_with(context):
+    def drive(model, optimizer):
+        losses = []
+        for step in range(3):
+            with context():
+                logits = model(batch(step))
+                if step == 1:
+                    logits = logits + model(batch(step))  # the second forward would find the cache
+                loss = functional.cross_entropy(logits.flatten(0, 1).float(), batch(step).flatten())
+            loss.backward()  # outside of the context
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append((loss.detach(), logits.dtype))
+        return losses
+
+    return drive
+
+
+@pytest.mark.parametrize("build", [Tower, lambda: Tower(Nested)], ids=["plain", "nested"])
+@pytest.mark.parametrize("cache", [True, False])
+def test_forward_under_autocast(kind, policy, build, cache, tmp_path):
+    context = lambda: torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache)  # noqa: E731
+    same(drive_with(context), kind, tmp_path, build=build, policy=policy)
+
+
+def test_backward_inside_and_another_context_around(kind, policy, tmp_path):
+    def drive(model, optimizer):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = functional.cross_entropy(model(batch()).flatten(0, 1).float(), batch().flatten())
+            loss.backward()
+            before = torch.is_autocast_cache_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        late = functional.cross_entropy(model(batch(1)).flatten(0, 1).float(), batch(1).flatten())
+        with torch.autocast("cpu", dtype=torch.float16):
+            late.backward()  # recompute must not see it
+        optimizer.step()
+        return before, loss, late
+
+    same(drive, kind, tmp_path, policy=policy)

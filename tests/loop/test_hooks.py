@@ -1,0 +1,128 @@
+"""Hooks on parameters and modules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import outcore
+
+from .rig import KINDS, adamw, batch, make, prepared, same, train
+
+KIND = pytest.mark.parametrize("kind", KINDS)
+POLICY = pytest.mark.parametrize("policy", ["keep", "recompute"])
+NAMES = ("blocks.1.up.weight", "blocks.0.norm.bias", "head.weight")
+
+
+@KIND
+@POLICY
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_gradient_hooks_on_parameters(kind, policy, when, tmp_path):
+    seen = []
+
+    def register(model):
+        return [model.get_parameter(n).register_hook(lambda g: seen.append(g.clone()) or g.clamp(-1e-3, 1e-3)) for n in NAMES]
+
+    def optimizer(model):
+        if when == "before":
+            register(model)
+        return adamw(model)
+
+    def drive(model, optimizer):
+        seen.clear()
+        handles = register(model) if when == "after" else []
+        for step in range(2):
+            x = model.embed(batch(step))
+            for i in (0, 1, 1, 2):  # called twice, a block still has one gradient, and its hook is called once
+                x = model.blocks[i](x)
+            torch.nn.functional.cross_entropy(model.head(x).flatten(0, 1), batch(step).flatten()).backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        for handle in handles:
+            handle.remove()
+        return norm, list(seen), train(model, optimizer)
+
+    same(drive, kind, tmp_path, optimizer=optimizer, policy=policy)
+
+
+@KIND
+@pytest.mark.parametrize("name", NAMES)
+def test_post_accumulate_hooks_are_refused(kind, name, tmp_path):
+    model = make()
+    model.get_parameter(name).register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(outcore.OutcoreError, match=f"post-accumulate-grad hook.*'{name}'|'{name}'.*post-accumulate-grad hook"):
+        outcore.prepare(model, adamw(model))
+    model = make()
+    called = []
+    with prepared(model, adamw(model), kind, tmp_path) as (model, _):
+        with pytest.raises(outcore.UnsupportedError, match=f"'{name}'"):
+            model.get_parameter(name).register_post_accumulate_grad_hook(called.append)
+            model.loss(batch()).backward()
+        assert called == []
+
+
+@KIND
+@POLICY
+def test_hooks_on_modules(kind, policy, tmp_path):
+    def drive(model, optimizer):
+        seen = []
+        block = model.blocks[1]
+        handles = [
+            block.register_forward_pre_hook(lambda m, args: (args[0] * 1.5,)),
+            block.register_forward_hook(lambda m, args, out: seen.append(out.detach()) or out + 0.5),
+            block.register_full_backward_pre_hook(lambda m, grads: (grads[0] * 2,)),
+            block.register_full_backward_hook(lambda m, before, after: seen.extend([before[0], after[0]]) or (before[0] * 0.5,)),
+            block.up.register_forward_pre_hook(lambda m, args: (args[0] + 0.25,)),
+            block.up.register_forward_hook(lambda m, args, out: out * m.weight.mean()),
+            block.up.register_full_backward_hook(lambda m, before, after: seen.append(before[0])),
+        ]
+        losses = train(model, optimizer)
+        for handle in handles:
+            handle.remove()
+        return losses, train(model, optimizer), seen
+
+    same(drive, kind, tmp_path, policy=policy)
+
+
+@KIND
+def test_hooks_inside_are_called_again_by_recompute(kind, tmp_path):
+    # As under any activation checkpointing; what they see is the same both times.
+    model = make()
+    with prepared(model, adamw(model), kind, tmp_path) as (model, _):
+        seen = []
+        model.blocks[1].up.register_forward_hook(lambda m, args, out: seen.append(out.detach().clone()))
+        loss = model.loss(batch())
+        assert len(seen) == 1
+        loss.backward()
+        assert len(seen) == 2
+        assert torch.equal(*seen)
+
+
+@KIND
+def test_a_weight_read_by_a_hook_outside_of_the_call(kind, tmp_path):
+    model = make()
+    with prepared(model, adamw(model), kind, tmp_path) as (model, _):
+        handle = model.blocks[1].register_forward_pre_hook(lambda m, args: (args[0] + m.up.weight.sum() * 0,))
+        if kind == "device":
+            model.loss(batch()).backward()
+            return
+        with pytest.raises(outcore.AbsentParameterError, match=r"'blocks.1.up.weight' is in"):
+            model.loss(batch())
+        handle.remove()
+        model.loss(batch()).backward()
+
+
+@KIND
+@POLICY
+def test_hooks_on_results(kind, policy, tmp_path):
+    def drive(model, optimizer):
+        x = model.blocks[0](model.embed(batch()))
+        x.register_hook(lambda g: g * 3)
+        x.retain_grad()
+        y = model.blocks[1](x)
+        model.head(y).square().mean().backward()
+        optimizer.step()
+        return x.grad
+
+    same(drive, kind, tmp_path, policy=policy)
