@@ -18,7 +18,8 @@ from outcore.optim.rules import rule_for
 from outcore.planning.check import check_plan
 from outcore.planning.partition import Partition, partition
 from outcore.planning.placement import place
-from outcore.runtime.device import Device, open_device
+from outcore.runtime.device import Device
+from outcore.runtime.device_open import open_device
 from outcore.runtime.engine import Engine, Promises
 from outcore.runtime.faults import Faults
 from outcore.runtime.gather import gathered_units

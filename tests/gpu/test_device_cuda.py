@@ -9,7 +9,7 @@ from outcore.core.errors import LaneError
 from outcore.memory.arena import Arena, Region
 from outcore.memory.host import HostMemory
 from outcore.runtime import device_cuda
-from outcore.runtime.device import open_device
+from outcore.runtime.device_open import open_device
 from outcore.runtime.faults import Faults
 from outcore.runtime.lanes import Lane
 from outcore.runtime.race import RaceChecker

@@ -11,9 +11,10 @@ import torch
 from outcore.core.errors import RaceError, UnsupportedError
 from outcore.memory.arena import Region
 from outcore.runtime import device_cuda
-from outcore.runtime.device import Device, open_device
+from outcore.runtime.device import Device
 from outcore.runtime.device_cpu import CpuDevice
 from outcore.runtime.device_cuda import CudaDevice
+from outcore.runtime.device_open import open_device
 from outcore.runtime.lanes import Lane
 from outcore.runtime.race import RaceChecker
 

@@ -10,7 +10,7 @@ import torch
 
 from outcore.core.errors import ConfigError, LaneError, RaceError
 from outcore.memory.arena import Arena
-from outcore.runtime.device import open_device
+from outcore.runtime.device_open import open_device
 from outcore.runtime.faults import COMPUTE, Delays, Faults
 from outcore.runtime.lanes import Lane
 from outcore.runtime.race import RaceChecker

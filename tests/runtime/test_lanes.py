@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from outcore.core.errors import DiskError, LaneError
-from outcore.runtime.device import open_device
+from outcore.runtime.device_open import open_device
 from outcore.runtime.faults import Faults
 from outcore.runtime.lanes import Handle, Lane, newest
 from outcore.runtime.threads import start_single_threaded
@@ -395,7 +395,7 @@ def test_a_forked_child_has_no_lanes(permute):
 def test_the_interpreter_exits_with_work_queued_and_no_close(permute):
     program = f"""
 import time, torch
-from outcore.runtime.device import open_device
+from outcore.runtime.device_open import open_device
 from outcore.runtime.faults import Faults
 from outcore.runtime.lanes import Lane
 device = open_device("cpu", Faults(permute={permute}))

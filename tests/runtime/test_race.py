@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from outcore.core.errors import RaceError
 from outcore.memory.arena import Region
-from outcore.runtime.device import open_device
+from outcore.runtime.device_open import open_device
 from outcore.runtime.faults import Faults
 from outcore.runtime.lanes import Lane
 from outcore.runtime.race import ACTORS, COMPUTE, HOST, RaceChecker

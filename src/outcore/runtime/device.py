@@ -1,4 +1,4 @@
-"""The device: what runs asynchronously, in which order, and device memory. The only file that chooses an accelerator.
+"""The device: what runs asynchronously, in which order, and device memory..
 
 ``Device`` keeps the bookkeeping that all kinds share (labels, the race checker, errors nobody has seen); a kind says
 how work is ordered behind other work and where memory comes from.
@@ -15,10 +15,10 @@ from types import MappingProxyType
 
 import torch
 
-from outcore.core.errors import ConfigError, LaneError, UnsupportedError
+from outcore.core.errors import LaneError
 from outcore.core.quantities import PAGE_BYTES
 from outcore.memory.arena import Buffer, Region
-from outcore.runtime.faults import NO_FAULTS, POISON, Delays, Faults, PermutedLanes
+from outcore.runtime.faults import POISON, Delays, Faults, PermutedLanes
 from outcore.runtime.lanes import (
     After,
     Clock,
@@ -308,48 +308,6 @@ class Device(abc.ABC):
                 f"expected '{what}' in process {self._pid}, which opened the device, but this is the forked child "
                 f"{os.getpid()}; a streamed model can only be used in the process that prepared it"
             )
-
-
-def open_device(
-    torch_device: torch.device | str | None = None,
-    faults: Faults = NO_FAULTS,
-    race_checker: RaceChecker | None = None,
-) -> Device:
-    """Open a device and start its lanes.
-
-    Args:
-        torch_device: Which one; None: the current CUDA or ROCm device, else the CPU.
-        faults: For tests.
-        race_checker: For tests: checks every operation.
-
-    Raises:
-        ConfigError: Not the name of a device.
-        UnsupportedError: No such device here, or a kind that outcore does not drive.
-    """
-    if torch_device is None:
-        torch_device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        wanted = torch.device(torch_device)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"device: expected 'cpu' or 'cuda' with an index or without, but got {torch_device!r}"
-        ) from error
-    if wanted.type == "cpu":
-        from outcore.runtime.device_cpu import CpuDevice  # both kinds build on this file
-
-        return CpuDevice(faults, race_checker)
-    if wanted.type != "cuda":
-        raise UnsupportedError(
-            f"device: expected 'cpu' or 'cuda' (NVIDIA or ROCm), but got '{wanted}'; pass device='cpu'"
-        )
-    if not torch.cuda.is_available():
-        raise UnsupportedError(
-            f"device: expected a GPU for '{wanted}', but torch {torch.__version__} sees none; "
-            f"install a build of torch for it or pass device='cpu'"
-        )
-    from outcore.runtime.device_cuda import CudaDevice
-
-    return CudaDevice(wanted, faults, race_checker)
 
 
 def _handles(dependency: Dependency) -> Iterator[Handle]:

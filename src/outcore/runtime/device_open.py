@@ -1,0 +1,50 @@
+"""Which device: the only place that chooses an accelerator."""
+
+from __future__ import annotations
+
+import torch
+
+from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.runtime.device import Device
+from outcore.runtime.device_cpu import CpuDevice
+from outcore.runtime.device_cuda import CudaDevice
+from outcore.runtime.faults import NO_FAULTS, Faults
+from outcore.runtime.race import RaceChecker
+
+
+def open_device(
+    torch_device: torch.device | str | None = None,
+    faults: Faults = NO_FAULTS,
+    race_checker: RaceChecker | None = None,
+) -> Device:
+    """Open a device and start its lanes.
+
+    Args:
+        torch_device: Which one; None: the current CUDA or ROCm device, else the CPU.
+        faults: For tests.
+        race_checker: For tests: checks every operation.
+
+    Raises:
+        ConfigError: Not the name of a device.
+        UnsupportedError: No such device here, or a kind that outcore does not drive.
+    """
+    if torch_device is None:
+        torch_device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        wanted = torch.device(torch_device)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"device: expected 'cpu' or 'cuda' with an index or without, but got {torch_device!r}"
+        ) from error
+    if wanted.type == "cpu":
+        return CpuDevice(faults, race_checker)
+    if wanted.type != "cuda":
+        raise UnsupportedError(
+            f"device: expected 'cpu' or 'cuda' (NVIDIA or ROCm), but got '{wanted}'; pass device='cpu'"
+        )
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            f"device: expected a GPU for '{wanted}', but torch {torch.__version__} sees none; "
+            f"install a build of torch for it or pass device='cpu'"
+        )
+    return CudaDevice(wanted, faults, race_checker)
