@@ -23,7 +23,7 @@ from outcore.runtime.device_open import open_device
 from outcore.runtime.engine import Engine, Promises
 from outcore.runtime.faults import Faults
 from outcore.runtime.gather import gathered_units
-from outcore.runtime.module_guard import attachment_of
+from outcore.runtime.module_guard import attachment_of, is_guarded
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.runtime.race import RaceChecker
 from outcore.saving.export import save_model, stream_tensors
@@ -257,7 +257,7 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
         raise ConfigError(
             f"prepare: expected a torch.optim.Optimizer or None as optimizer, but got a {type(optimizer).__name__}"
         )
-    if any(attachment_of(m) is not None for m in model.modules()):
+    if any(is_guarded(m) for m in model.modules()):
         raise ConfigError(
             "prepare: expected a model that is not prepared yet, but it is; outcore.close(model) ends the first "
             "preparation"

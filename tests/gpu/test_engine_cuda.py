@@ -31,7 +31,12 @@ def build(name: str, dtype: torch.dtype) -> torch.nn.Module:
     if name == "gpt2":
         config = GPT2Config(vocab_size=VOCABULARY, n_positions=64, n_embd=72, n_layer=5, n_head=4, use_cache=False)
         return GPT2LMHeadModel(config).to(dtype)
-    sizes: dict[str, Any] = {"hidden_size": 72, "intermediate_size": 136, "num_hidden_layers": 5, "attention_dropout": 0.1}
+    sizes: dict[str, Any] = {
+        "hidden_size": 72,
+        "intermediate_size": 136,
+        "num_hidden_layers": 5,
+        "attention_dropout": 0.1,
+    }
     config = LlamaConfig(vocab_size=VOCABULARY, num_attention_heads=4, num_key_value_heads=2, use_cache=False, **sizes)
     return LlamaForCausalLM(config).to(dtype)
 
@@ -69,7 +74,13 @@ def plain(model: torch.nn.Module, micro_batches: int) -> tuple[list[torch.Tensor
 
 
 def streamed(
-    model: torch.nn.Module, folder: Path, kind: str, micro_batches: int, *, policy: str = "recompute", faults: Faults | None = None
+    model: torch.nn.Module,
+    folder: Path,
+    kind: str,
+    micro_batches: int,
+    *,
+    policy: str = "recompute",
+    faults: Faults | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -101,7 +112,9 @@ def plan_for(model: torch.nn.Module, kind: str, policy: str) -> Plan:
     return Plan(precision=spec.precision, units=tuple(units), pools=pools, prefetch_depth=1)
 
 
-def assert_equal(want: tuple[list[torch.Tensor], list[torch.Tensor]], got: tuple[list[torch.Tensor], list[torch.Tensor]]) -> None:
+def assert_equal(
+    want: tuple[list[torch.Tensor], list[torch.Tensor]], got: tuple[list[torch.Tensor], list[torch.Tensor]]
+) -> None:
     for a, b in zip(want[0] + want[1], got[0] + got[1], strict=True):
         assert torch.equal(a.cpu(), b.cpu()), (a, b)
 

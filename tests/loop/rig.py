@@ -66,7 +66,11 @@ def make(build: Callable[[], nn.Module] = Tower, dtype: torch.dtype = torch.floa
 
 
 def plan_for(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, kind: str, policy: str = "recompute", units: Sequence[Any] | None = None,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    kind: str,
+    policy: str = "recompute",
+    units: Sequence[Any] | None = None,
     steps: int | None = None,
 ) -> Plan:
     """Everything on one tier (the root's weights stay on the device), one slot of each kind."""
@@ -77,9 +81,14 @@ def plan_for(
     for i, unit in enumerate(spec.units):
         weights = "device" if i == 0 else kind
         rest = kind if unit.trainable else weights
-        plans.append(UnitPlan(name=unit.name, weights=weights, gradients=rest, states=rest, policy=policy if i else "keep"))
+        plans.append(
+            UnitPlan(name=unit.name, weights=weights, gradients=rest, states=rest, policy=policy if i else "keep")
+        )
     return Plan(
-        precision=spec.precision, units=tuple(plans), pools=pools_for(spec, plans, steps, LEAST), prefetch_depth=0,
+        precision=spec.precision,
+        units=tuple(plans),
+        pools=pools_for(spec, plans, steps, LEAST),
+        prefetch_depth=0,
         accumulation_steps=steps,
     )
 

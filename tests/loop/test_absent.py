@@ -69,10 +69,33 @@ def test_questions_are_answered(kind, tmp_path):
         train(model, optimizer, 1)
         for (name, a), (twin, b) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
             assert name == twin
-            for question in ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout", "itemsize", "nbytes", "grad_fn", "is_cuda"):
+            for question in (
+                "shape",
+                "dtype",
+                "device",
+                "ndim",
+                "requires_grad",
+                "is_leaf",
+                "layout",
+                "itemsize",
+                "nbytes",
+                "grad_fn",
+                "is_cuda",
+            ):
                 assert getattr(a, question) == getattr(b, question), question
-            assert (a.size(), a.size(0), a.numel(), a.dim(), a.element_size(), len(a)) == (b.size(), b.size(0), b.numel(), b.dim(), b.element_size(), len(b))
-            assert (a.type(), a.is_floating_point(), torch.is_complex(a)) == (b.type(), b.is_floating_point(), torch.is_complex(b))
+            assert (a.size(), a.size(0), a.numel(), a.dim(), a.element_size(), len(a)) == (
+                b.size(),
+                b.size(0),
+                b.numel(),
+                b.dim(),
+                b.element_size(),
+                len(b),
+            )
+            assert (a.type(), a.is_floating_point(), torch.is_complex(a)) == (
+                b.type(),
+                b.is_floating_point(),
+                torch.is_complex(b),
+            )
             assert isinstance(b, nn.Parameter)
             assert isinstance(b, torch.Tensor)
             assert b in {b}
@@ -106,7 +129,9 @@ def test_freezing_and_unfreezing_are_refused(kind, name, tmp_path):
                 model.loss(batch()).backward()
                 optimizer.step()
 
-            with pytest.raises(outcore.UnsupportedError, match=f"requires_grad to stay as it was.*'{name}'.*before prepare"):
+            with pytest.raises(
+                outcore.UnsupportedError, match=f"requires_grad to stay as it was.*'{name}'.*before prepare"
+            ):
                 change()
 
 
@@ -191,7 +216,9 @@ def test_an_edit_between_forward_and_backward_is_refused(kind, tmp_path):
         loss = model.loss(batch())
         with torch.no_grad():
             model.get_parameter(name).mul_(2)
-        with pytest.raises((outcore.UnsupportedError, RuntimeError), match=r"have changed since|modified by an inplace operation"):
+        with pytest.raises(
+            (outcore.UnsupportedError, RuntimeError), match=r"have changed since|modified by an inplace operation"
+        ):
             loss.backward()
 
 
@@ -216,9 +243,17 @@ def test_replaced_parameters_are_refused(kind, tmp_path):
 
 @KIND
 @pytest.mark.parametrize(
-    "way", [copy.deepcopy, AveragedModel, pickle.dumps, lambda m: copy.deepcopy(m.blocks[1]), lambda m: pickle.dumps(m.blocks[1]),
-            lambda m: copy.deepcopy(m.head), lambda m: torch.save(m, "/dev/null")],
-)  # fmt: skip
+    "way",
+    [
+        copy.deepcopy,
+        AveragedModel,
+        pickle.dumps,
+        lambda m: copy.deepcopy(m.blocks[1]),
+        lambda m: pickle.dumps(m.blocks[1]),
+        lambda m: copy.deepcopy(m.head),
+        lambda m: torch.save(m, "/dev/null"),
+    ],
+)
 def test_copies_of_modules_are_refused(kind, way, tmp_path):
     model = make()
     with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
@@ -231,7 +266,10 @@ def test_copies_of_modules_are_refused(kind, way, tmp_path):
 @pytest.mark.parametrize("way", [copy.deepcopy, pickle.dumps])
 def test_copies_of_the_optimizer_are_refused(kind, way, tmp_path):
     model = make()
-    with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer), pytest.raises(outcore.UnsupportedError, match=r"state_dict"):
+    with (
+        prepared(model, adamw(model), kind, tmp_path) as (model, optimizer),
+        pytest.raises(outcore.UnsupportedError, match=r"state_dict"),
+    ):
         way(optimizer)
 
 
@@ -245,8 +283,16 @@ def test_moves_that_change_nothing_pass_and_others_are_refused(kind, tmp_path):
             assert part.float() is part
             assert part.cpu() is part
             assert part.to(torch.device("cpu"), torch.float32, non_blocking=True) is part
-            for move in (lambda m: m.half(), lambda m: m.bfloat16(), lambda m: m.double(), lambda m: m.to("meta"), lambda m: m.to(torch.float16),
-                         lambda m: m.share_memory(), lambda m: m.to_empty(device="cpu"), lambda m: m.type(torch.float64)):  # fmt: skip
+            for move in (
+                lambda m: m.half(),
+                lambda m: m.bfloat16(),
+                lambda m: m.double(),
+                lambda m: m.to("meta"),
+                lambda m: m.to(torch.float16),
+                lambda m: m.share_memory(),
+                lambda m: m.to_empty(device="cpu"),
+                lambda m: m.type(torch.float64),
+            ):
                 with pytest.raises(outcore.UnsupportedError, match=r"to stay"):
                     move(part)
         train(model, optimizer, 1)
@@ -282,7 +328,10 @@ class OwnAndChildren(Block):
 
 @KIND
 def test_state_dict_to_a_file_and_back(kind, tmp_path):
-    build = lambda: Tower(OwnAndChildren)  # noqa: E731
+
+    def build():
+        return Tower(OwnAndChildren)
+
     plain = make(build)
     reference = adamw(plain, fused=True)
     torch.manual_seed(3)
@@ -303,7 +352,11 @@ def test_state_dict_to_a_file_and_back(kind, tmp_path):
         changed = {k: v + 1 for k, v in state.items()}
         assert str(model.load_state_dict(changed)) == "<All keys matched successfully>"
         assert all(torch.equal(v, changed[k]) for k, v in model.state_dict().items())
-        part = {"blocks.1.scale": torch.full((13,), 9.0), "blocks.1.shift": torch.full((13,), 8.0), "blocks.1.up.bias": torch.full((29,), 7.0)}
+        part = {
+            "blocks.1.scale": torch.full((13,), 9.0),
+            "blocks.1.shift": torch.full((13,), 8.0),
+            "blocks.1.up.bias": torch.full((29,), 7.0),
+        }
         with pytest.raises(RuntimeError, match="Missing key"):
             model.load_state_dict(part)
         assert sorted(model.load_state_dict(part, strict=False).missing_keys) == sorted(set(changed) - set(part))
@@ -316,7 +369,9 @@ def test_state_dict_to_a_file_and_back(kind, tmp_path):
         now = model.state_dict()
         assert all(torch.equal(now[k], {**changed, **part}[k]) for k in now)
         plain.load_state_dict(now)
-        train(plain, reference, 1)  # both go on from the third step's moments, which differ; so only that it runs is checked
+        train(
+            plain, reference, 1
+        )  # both go on from the third step's moments, which differ; so only that it runs is checked
         train(model, optimizer, 1)
 
 

@@ -121,7 +121,9 @@ def test_backward_after_the_step_is_refused(kind, policy, tmp_path):
     with prepared(model, adamw(model), kind, tmp_path, policy=policy) as (model, optimizer):
         stale = model.loss(batch(1))
         train(model, optimizer, steps=1)
-        with pytest.raises((outcore.UnsupportedError, RuntimeError), match=r"they have changed since|modified by an inplace operation"):
+        with pytest.raises(
+            (outcore.UnsupportedError, RuntimeError), match=r"they have changed since|modified by an inplace operation"
+        ):
             stale.backward()
     model = make()
     with prepared(model, adamw(model), kind, tmp_path, policy=policy) as (model, optimizer):
@@ -161,7 +163,10 @@ def test_gradients_of_inputs_and_parameters_alone(kind, policy, tmp_path):
                 y = block(y)
             return functional.mse_loss(model.head(y), torch.ones(2, 5, 31))
 
-        seen = [torch.autograd.grad(run(), x), torch.autograd.grad(run(), list(model.blocks[1].parameters())[1:], allow_unused=True)]
+        seen = [
+            torch.autograd.grad(run(), x),
+            torch.autograd.grad(run(), list(model.blocks[1].parameters())[1:], allow_unused=True),
+        ]
         some = [model.head.weight, model.blocks[0].up.weight, model.blocks[2].norm.bias]
         seen.append(torch.autograd.grad(run(), some))
         seen.append(torch.autograd.grad(run(), [x, model.embed.weight], allow_unused=True))
@@ -191,7 +196,10 @@ def test_autograd_functional(kind, policy, tmp_path):
 
     same(drive, kind, tmp_path, policy=policy)
     model = make()
-    with prepared(model, adamw(model), kind, tmp_path, policy=policy), pytest.raises(outcore.UnsupportedError, match="create_graph=True"):
+    with (
+        prepared(model, adamw(model), kind, tmp_path, policy=policy),
+        pytest.raises(outcore.UnsupportedError, match="create_graph=True"),
+    ):
         torch.autograd.functional.hvp(lambda v: model.blocks[0](v).sum(), torch.randn(2, 13), torch.ones(2, 13))
 
 
@@ -217,7 +225,11 @@ def test_function_transforms_are_refused_in_training(kind, tmp_path):
 def test_functional_call(kind, policy, tmp_path):
     def drive(model, optimizer):
         generator = torch.Generator().manual_seed(3)
-        own = {n: torch.randn(p.shape, generator=generator, requires_grad=True) for n, p in model.named_parameters() if "up" in n or "head" in n}
+        own = {
+            n: torch.randn(p.shape, generator=generator, requires_grad=True)
+            for n, p in model.named_parameters()
+            if "up" in n or "head" in n
+        }
         out = torch.func.functional_call(model, own, (batch(),))
         out.square().mean().backward()
         optimizer.step()

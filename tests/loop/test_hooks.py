@@ -21,7 +21,10 @@ def test_gradient_hooks_on_parameters(kind, policy, when, tmp_path):
     seen = []
 
     def register(model):
-        return [model.get_parameter(n).register_hook(lambda g: seen.append(g.clone()) or g.clamp(-1e-3, 1e-3)) for n in NAMES]
+        return [
+            model.get_parameter(n).register_hook(lambda g: seen.append(g.clone()) or g.clamp(-1e-3, 1e-3))
+            for n in NAMES
+        ]
 
     def optimizer(model):
         if when == "before":
@@ -51,7 +54,9 @@ def test_gradient_hooks_on_parameters(kind, policy, when, tmp_path):
 def test_post_accumulate_hooks_are_refused(kind, name, tmp_path):
     model = make()
     model.get_parameter(name).register_post_accumulate_grad_hook(lambda p: None)
-    with pytest.raises(outcore.OutcoreError, match=f"post-accumulate-grad hook.*'{name}'|'{name}'.*post-accumulate-grad hook"):
+    with pytest.raises(
+        outcore.OutcoreError, match=f"post-accumulate-grad hook.*'{name}'|'{name}'.*post-accumulate-grad hook"
+    ):
         outcore.prepare(model, adamw(model))
     model = make()
     called = []
@@ -72,7 +77,9 @@ def test_hooks_on_modules(kind, policy, tmp_path):
             block.register_forward_pre_hook(lambda m, args: (args[0] * 1.5,)),
             block.register_forward_hook(lambda m, args, out: seen.append(out.detach()) or out + 0.5),
             block.register_full_backward_pre_hook(lambda m, grads: (grads[0] * 2,)),
-            block.register_full_backward_hook(lambda m, before, after: seen.extend([before[0], after[0]]) or (before[0] * 0.5,)),
+            block.register_full_backward_hook(
+                lambda m, before, after: seen.extend([before[0], after[0]]) or (before[0] * 0.5,)
+            ),
             block.up.register_forward_pre_hook(lambda m, args: (args[0] + 0.25,)),
             block.up.register_forward_hook(lambda m, args, out: out * m.weight.mean()),
             block.up.register_full_backward_hook(lambda m, before, after: seen.append(before[0])),

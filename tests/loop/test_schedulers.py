@@ -19,7 +19,9 @@ SCHEDULERS = {
     "one cycle": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=6),
     "warmup and cosine": lambda o: get_cosine_schedule_with_warmup(o, num_warmup_steps=2, num_training_steps=6),
     "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, factor=0.3),
-    "chain": lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.ConstantLR(o, 0.5), lr_scheduler.ExponentialLR(o, 0.8)], [2]),
+    "chain": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, 0.5), lr_scheduler.ExponentialLR(o, 0.8)], [2]
+    ),
 }
 
 
@@ -87,7 +89,9 @@ def test_groups_changed_by_hand(kind, tmp_path):
 
     def optimizer(model):
         blocks = list(model.blocks.parameters())
-        return torch.optim.AdamW([{"params": blocks}, {"params": [*model.embed.parameters(), *model.head.parameters()]}], **ADAMW)
+        return torch.optim.AdamW(
+            [{"params": blocks}, {"params": [*model.embed.parameters(), *model.head.parameters()]}], **ADAMW
+        )
 
     same(drive, kind, tmp_path, optimizer=optimizer)
 

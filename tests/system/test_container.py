@@ -1,4 +1,4 @@
-"""In a container that has a quarter of the training state as memory, training with the disk tier stays within budget."""
+"""In a container with a quarter of the training state as memory, training with the disk tier stays within budget."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ CHILD = """
 
     WIDTH, DEPTH = 1536, 24
     with torch.device("meta"):
-        blocks = [nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(DEPTH)]
+        blocks = [
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+            for _ in range(DEPTH)
+        ]
         model = nn.Sequential(nn.Sequential(*blocks), nn.Linear(WIDTH, 1)).to(torch.bfloat16)
     numel = sum(p.numel() for p in model.parameters())
     state_bytes = 18 * numel

@@ -1,4 +1,4 @@
-"""A disk that fails while a model trains: a typed error that names file, unit and offset, at the next call at the latest."""
+"""A disk that fails while a model trains: a typed error with file, unit and offset, at the next call at the latest."""
 
 from __future__ import annotations
 

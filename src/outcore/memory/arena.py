@@ -27,8 +27,7 @@ class Buffer:
     """A piece of an arena in host or device memory.
 
     ``bytes`` is a 1D uint8 tensor over the memory; ``region`` says where in which arena it lies. Buffers are cut once
-    and
-    live as long as the arena.
+    and live as long as the arena.
     """
 
     bytes: torch.Tensor  # 1D uint8

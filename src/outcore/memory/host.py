@@ -52,8 +52,7 @@ class HostMemory:
 
         Args:
             nbytes: Size.
-            inherit: A forked child sees the memory, copied on write. Without, it has none of it, and the parent does not
-                pay for the fork.
+            inherit: A forked child sees the memory, copied on write. Else it has none of it, and forks cost nothing.
 
         Raises:
             MemoryBudgetError: The machine or this container does not have them, or the system refuses.

@@ -1,10 +1,11 @@
-"""A run's own folder below a path of the disk tier: two runs never meet, and nothing is ever removed that is not ours.
+"""A run's own folder below a path of the disk tier: two runs never meet, and nothing foreign is removed.
 
 [Note: nothing stays behind] The data file is unlinked as soon as it is open. The kernel frees its bytes when the
-process ends, however it ends: exit, exception, Ctrl-C, SIGTERM, SIGKILL, a crash. No signal handler is needed, which a
-library should not install: it would belong to the user's program, and would make a process that hangs inside a kernel
-deaf to SIGTERM. What an abrupt end leaves is a folder with an owner file of a few hundred bytes. While the run lives,
-that file tells a person who looks at a filling disk which process holds how much; afterwards the next run removes it.
+process ends, however it ends: exit, exception, Ctrl-C, SIGTERM, SIGKILL, a crash. No signal handler is needed, which
+a library should not install: it would belong to the user's program, and would make a process that hangs inside a
+kernel deaf to SIGTERM. What an abrupt end leaves is a folder with an owner file of a few hundred bytes. While the run
+lives, that file tells a person who looks at a filling disk which process holds how much; afterwards the next run
+removes it.
 
 [Note: is the owner alive] The owner file is locked with ``flock`` while the run lives. The kernel drops the lock with
 the last process that holds it, so this works across containers, where process ids mean nothing. Forked workers share

@@ -235,7 +235,7 @@ def _checked_hypers(name: str) -> Iterable[Hyper]:
 
 
 def _private_norms(tensors: list[Tensor]) -> list[Tensor]:
-    return list(torch._foreach_norm(tensors, 2.0))  # noqa: SLF001
+    return list(torch._foreach_norm(tensors, 2.0))
 
 
 def _public_norms(tensors: list[Tensor]) -> list[Tensor]:

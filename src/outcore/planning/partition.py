@@ -142,6 +142,12 @@ def _refuse_parameter(name: str, param: nn.Parameter) -> None:
             f"expected a plain model, but '{name}' belongs to a model that outcore.prepare() already manages; "
             "close that one first with outcore.close(), and prepare a model once"
         )
+    if param._post_accumulate_grad_hooks:
+        raise UnsupportedError(
+            f"expected no post-accumulate-grad hooks, but '{name}' has one, and its gradient leaves the device as "
+            "soon as it is there; use "
+            "register_hook, or act on p.grad between backward() and step()"
+        )
     if isinstance(param, UninitializedParameter):
         raise ConfigError(
             f"expected parameters with a shape, but '{name}' is not initialized yet; "

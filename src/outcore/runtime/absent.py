@@ -6,7 +6,7 @@ zero-stride view of one NaN, so that even a read that slips past the class (C++ 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NoReturn, Protocol, cast
 
 import torch
@@ -22,7 +22,7 @@ class Owner(Protocol):
         """Fully qualified name."""
 
     def make_present(self) -> bool:
-        """Give the parameters their values back if that needs no fetch: they live on the device and an update is under way."""
+        """Give the parameters their values back if that needs no fetch: an update on the device is under way."""
 
     def absence(self) -> str:
         """Where the bytes are, for the error."""
@@ -33,29 +33,31 @@ def _getter(name: str) -> Callable[..., Any]:
 
 
 _TENSOR: Any = torch.Tensor
-_QUESTIONS = "shape dtype grad_dtype device requires_grad grad grad_fn ndim is_leaf layout is_sparse is_cuda is_cpu is_meta is_quantized"
-_QUESTIONS += " is_nested itemsize nbytes _version is_mkldnn is_xpu is_mps _backward_hooks retains_grad output_nr"
-_QUESTIONS += " _post_accumulate_grad_hooks"
+_QUESTIONS = "shape dtype grad_dtype device requires_grad grad grad_fn ndim is_leaf layout is_sparse is_cuda is_cpu"
+_QUESTIONS += " is_meta is_quantized is_nested itemsize nbytes _version is_mkldnn is_xpu is_mps _backward_hooks"
+_QUESTIONS += " retains_grad output_nr _post_accumulate_grad_hooks"
 _METADATA: frozenset[Callable[..., Any]] = frozenset(
     [_getter(name) for name in _QUESTIONS.split()]
     + [_TENSOR.size, _TENSOR.numel, _TENSOR.nelement, _TENSOR.dim, _TENSOR.ndimension, _TENSOR.element_size]
     + [_TENSOR.is_floating_point, _TENSOR.is_complex, _TENSOR.__hash__, _TENSOR.__len__, _TENSOR.get_device]
-    # Parameters are asked for their gradients there, not for their values.
-    + [torch.autograd.grad, torch.autograd.backward, _TENSOR.backward]
     + [_TENSOR.grad.__set__, _TENSOR.grad.__delete__, _TENSOR.register_hook]
     + [torch.is_floating_point, torch.is_complex, torch.numel]
 )
+_BACKWARDS = (torch.autograd.grad, torch.autograd.backward, _TENSOR.backward)
 _DATA = _getter("data")
 _FREEZES = (_TENSOR.requires_grad_, _TENSOR.requires_grad.__set__)
 
 
 class AbsentParameter(Parameter):
-    """A parameter whose bytes are not on the device. Never constructed; ``absent_class`` makes one subclass per owner."""
+    """A parameter whose bytes are not on the device.
+
+    Never constructed; ``absent_class`` makes one subclass per owner.
+    """
 
     owner: ClassVar[Owner]
 
     @classmethod
-    @torch._disable_dynamo
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -66,12 +68,15 @@ class AbsentParameter(Parameter):
         if func in _METADATA or _is_question(func, args, kwargs):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func in _BACKWARDS:
+            return _name_for_gradients(func, args, kwargs)
         if cls.owner.make_present():
             # The class may watch who asks for data.
             return args[0].data if func == _DATA else func(*args, **kwargs)
         if func is _TENSOR.register_post_accumulate_grad_hook:
             raise UnsupportedError(
-                f"expected no post-accumulate-grad hook on '{cls.owner.name_of(args[0])}', whose gradient leaves the device as soon as it is "
+                f"expected no post-accumulate-grad hook on '{cls.owner.name_of(args[0])}', whose gradient leaves the "
+                "device as soon as it is "
                 "there; use register_hook, or act on p.grad between backward() and step()"
             )
         return _refuse(cls.owner, getattr(func, "__name__", str(func)), (*args, *kwargs.values()))
@@ -88,20 +93,23 @@ class AbsentParameter(Parameter):
             return Parameter.__reduce_ex__(self, protocol)
         return _refuse(self.owner, "pickling", (self,))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Name and metadata in place of values."""
         return f"AbsentParameter('{self.owner.name_of(self)}', shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 class WatchedParameter(Parameter):
-    """A parameter on the device whose master is elsewhere: remembers that ``data`` was asked for, through which it can be changed unseen."""
+    """A parameter on the device whose master is elsewhere: remembers that ``data`` was asked for.
+
+    Through ``data`` it can be changed without its version counter telling.
+    """
 
     touched: ClassVar[set[int]]
     place: int
-    __torch_function__ = torch._C._disabled_torch_function_impl  # as torch's own Parameter
+    __torch_function__ = cast("Any", torch._C)._disabled_torch_function_impl  # as torch's own Parameter
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         """The value, without history."""
         type(self).touched.add(self.place)
         return cast("torch.Tensor", _TENSOR.data.__get__(self))
@@ -144,16 +152,37 @@ def _keep_requires_grad(owner: Owner, func: Callable[..., Any], args: Any, kwarg
 def requires_grad_refusal(name: str, *, wanted: bool) -> str:
     """The error for freezing or unfreezing a parameter too late."""
     return (
-        "expected requires_grad to stay as it was at outcore.prepare(), which decided who owns gradient and optimizer bytes, but it was set "
+        "expected requires_grad to stay as it was at outcore.prepare(), which decided who owns gradient and "
+        "optimizer bytes, but it was set "
         f"to {wanted} on '{name}'; freeze, unfreeze or add adapters before prepare"
     )
 
 
+def _name_for_gradients(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run a backward that is to give gradients of absent parameters: they are named there, not read."""
+    named = [
+        p for p in _flat((*args, *kwargs.values())) if isinstance(p, AbsentParameter) and not p.owner.make_present()
+    ]
+    classes: list[type[Parameter]] = [type(p) for p in named]
+    try:
+        for param in named:
+            param.__class__ = Parameter  # type: ignore[assignment]
+        return func(*args, **kwargs)
+    finally:
+        for param, kind in zip(named, classes, strict=True):
+            param.__class__ = kind  # type: ignore[assignment]
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    for value in values:
+        yield from value if isinstance(value, list | tuple) else (value,)
+
+
 def _refuse(owner: Owner, action: str, args: Any) -> NoReturn:
-    flat = (a for arg in args for a in (arg if isinstance(arg, list | tuple) else (arg,)))
-    param = next((a for a in flat if isinstance(a, AbsentParameter)), None)
+    param = next((a for a in _flat(args) if isinstance(a, AbsentParameter)), None)
     name = "?" if param is None else owner.name_of(param)
     raise AbsentParameterError(
         f"expected a parameter on the device, but '{name}' is {owner.absence()} (asked for: {action}). "
-        "Read or change it inside 'with outcore.gathered(model, write=...)', or stream all with outcore.named_tensors(model)"
+        "Read or change it inside 'with outcore.gathered(model, write=...)', or stream all with "
+        "outcore.named_tensors(model)"
     )

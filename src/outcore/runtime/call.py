@@ -1,10 +1,10 @@
 """One call of a unit: bind its weights, run the block, and in backward run it again or walk the graph that was kept.
 
-[Note: the inner graph] The block runs on detached inputs in the caller's grad mode, outside of autograd's view of the rest of
-the model. ``UnitFunction`` then stands in the outer graph for the whole block: inputs and foreign leaves in, outputs out.
-Under ``recompute`` saved tensors are dropped as they are made (running under no_grad instead would pick other attention
-kernels and give another loss); under ``keep`` they stay, but weights are saved as their place in the unit, since the
-slot will hold another unit by then.
+[Note: the inner graph] The block runs on detached inputs in the caller's grad mode, outside of autograd's view of the
+rest of the model. ``UnitFunction`` then stands in the outer graph for the whole block: inputs and foreign leaves in,
+outputs out. Under ``recompute`` saved tensors are dropped as they are made (running under no_grad instead would pick
+other attention kernels and give another loss); under ``keep`` they stay, but weights are saved as their place in the
+unit, since the slot will hold another unit by then.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch.nn import Parameter
 
-from outcore.core.errors import UnsupportedError
+from outcore.core.errors import OutcoreError, UnsupportedError
 from outcore.runtime.absent import requires_grad_refusal
 from outcore.runtime.device import Device
 from outcore.runtime.inner_graph import drop_saved, foreign_leaves, guarded_leaf, save_weights_by_place, without_hooks
@@ -66,34 +66,40 @@ class UnitCall:
         """Take over ``unit.module.forward``."""
         self.unit, self._index, self._weights, self._sink, self._device = unit, index, weights, sink, device
         self._forward = unit.module.forward
-        # Makes backward run when nothing else needs a gradient, and tells an ordinary backward() from one for chosen inputs.
+        # Makes backward run when nothing else needs a gradient, and tells an ordinary backward() from one for chosen
+        # inputs.
         self._anchor = torch.empty(0, requires_grad=True)
         self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
         functools.update_wrapper(self, self._forward)
+        self._is_closed = False
         self._flags = [p.requires_grad for p in unit.params]
         self._trains = any(p.requires_grad for p in unit.module.parameters())
 
     def restore(self) -> None:
-        """Give ``forward`` back."""
+        """Give ``forward`` back. Graphs made so far cannot be walked any more."""
+        self._is_closed = True
         self.unit.module.__dict__.pop("forward", None)
 
-    @torch._disable_dynamo
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block."""
         if not torch.is_grad_enabled():
             return self._run_plain(args, kwargs)
-        tensors, structure = take_apart(_without_caches(args, kwargs, self._where), self._where)
+        tensors, structure = take_apart(_without_caches(args, kwargs), self._where)
         if not (self._trains or any(t.requires_grad for t in tensors)):
             return self._run_plain(args, kwargs)
+        _refuse_filled_caches(args, kwargs, self._where)
         self._refuse_transforms()
         call, inner, outputs, out_structure = self._run_forward(tensors, structure)
         if call.outputs:
             given = [t for t, w in zip(tensors, call.wants_grad, strict=True) if w]
             saved = [] if call.state is None else tensors
             # Parameters are inputs too: for torch.autograd.grad, backward(inputs=...) and their own gradient hooks.
-            results = iter(UnitFunction.apply(self, call, saved, self._anchor, *given, *call.foreign, *self._trainable))  # type: ignore[no-untyped-call]
+            results = iter(UnitFunction.apply(self, call, saved, self._anchor, *given, *call.foreign, *self._trainable))
         outer = {id(i): t for i, t in zip(inner, tensors, strict=True)}
-        result, added = out_structure.fill([outer.get(id(t), t) if t.grad_fn is None else next(results) for t in outputs])
+        result, added = out_structure.fill(
+            [outer.get(id(t), t) if t.grad_fn is None else next(results) for t in outputs]
+        )
         hand_over(added)
         return result
 
@@ -114,7 +120,8 @@ class UnitCall:
     def _refuse_transforms(self) -> None:
         if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
             raise UnsupportedError(
-                f"{self._where}: expected an ordinary forward, but torch.func transforms (vmap, grad, jvp, ...) or forward-mode AD are active, "
+                f"{self._where}: expected an ordinary forward, but torch.func transforms (vmap, grad, jvp, ...) or "
+                "forward-mode AD are active, "
                 "which cannot follow streamed weights; call it under torch.no_grad(), or use backward()"
             )
 
@@ -125,7 +132,8 @@ class UnitCall:
             self._refuse_weights_outside(tensors)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             raise UnsupportedError(
-                f"{self._where} is frozen and no argument needs a gradient, but its result does: a tensor with gradient reached it by "
+                f"{self._where} is frozen and no argument needs a gradient, but its result does: a tensor with "
+                "gradient reached it by "
                 "closure; pass it as an argument"
             )
         return result
@@ -138,7 +146,9 @@ class UnitCall:
         finally:
             self._weights.unbind(self._index)
 
-    def _run_forward(self, tensors: list[torch.Tensor], structure: Structure) -> tuple[Call, list[torch.Tensor], list[torch.Tensor], Structure]:
+    def _run_forward(
+        self, tensors: list[torch.Tensor], structure: Structure
+    ) -> tuple[Call, list[torch.Tensor], list[torch.Tensor], Structure]:
         """Run the block for the first time. Returns also its inner inputs, all results, and how they nest."""
         wants_grad = [t.requires_grad for t in tensors]
         inner = [guarded_leaf(t, self._where) if w else t for t, w in zip(tensors, wants_grad, strict=True)]
@@ -155,7 +165,9 @@ class UnitCall:
         if state is not None:
             state.drop_unchanged()
         if [_version(t) for t in tensors] != versions:
-            raise UnsupportedError(f"{self._where} changed one of its arguments in place, which recompute would do twice; copy it first")
+            raise UnsupportedError(
+                f"{self._where} changed one of its arguments in place, which recompute would do twice; copy it first"
+            )
         made = [t for t in outputs if t.grad_fn is not None]
         foreign = foreign_leaves(made, inner, self.unit.params, start, self._where)
         call = Call(structure, wants_grad, foreign, [t.shape for t in made], made, self._weights_version(), state)
@@ -177,11 +189,14 @@ class UnitCall:
                 result = self._forward(*args, **kwargs)
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error):
-                raise UnsupportedError(f"{self._where} changes one of its arguments in place, which cannot be recomputed; copy it first") from error
+                raise UnsupportedError(
+                    f"{self._where} changes one of its arguments in place, which cannot be recomputed; copy it first"
+                ) from error
             raise
         if not structure.still_holds(nest, tensors, self._where):
             raise UnsupportedError(
-                f"{self._where} changed a list, dict or dataclass that it got as an argument, which recompute would do twice; return what it adds"
+                f"{self._where} changed a list, dict or dataclass that it got as an argument, which recompute would "
+                "do twice; return what it adds"
             )
         return take_apart((result, added), self._where)
 
@@ -193,11 +208,14 @@ class UnitCall:
         for tensor in outputs:
             if storage_of(tensor) == base:
                 raise UnsupportedError(
-                    f"{self._where} returns one of its weights (shape {tuple(tensor.shape)}), whose memory will hold another unit soon; "
+                    f"{self._where} returns one of its weights (shape {tuple(tensor.shape)}), whose memory will hold "
+                    "another unit soon; "
                     "return a clone"
                 )
 
-    def backward(self, ctx: Any, call: Call, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def backward(
+        self, ctx: Any, call: Call, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
         """Gradients of inputs, foreign leaves and parameters, in the order of ``UnitFunction``'s inputs.
 
         In an ordinary backward those of parameters go to the sink instead.
@@ -206,7 +224,9 @@ class UnitCall:
         keeps_graph = bool(_autograd._autograd._get_current_graph_task_keep_graph())
         params = self._trainable
         is_ordinary = bool(_autograd._will_engine_execute_node(self._anchor_node))
-        wanted = [is_ordinary or _is_wanted(node) for node, _ in ctx.next_functions[len(ctx.next_functions) - len(params) :]]
+        wanted = [
+            is_ordinary or _is_wanted(node) for node, _ in ctx.next_functions[len(ctx.next_functions) - len(params) :]
+        ]
         with self._bound(Phase.BACKWARD):
             inner, outputs = self._graph(call, saved)
             if not keeps_graph:
@@ -217,29 +237,41 @@ class UnitCall:
             found = iter(without_hooks(params, lambda: _gradients(pairs, sources, keeps_graph=keeps_graph)))
             given = [next(found) for _ in outer]
             grads_of = {i: g for i, w in enumerate(wanted) if w and (g := next(found)) is not None}
-            # Autograd itself takes those of chosen inputs, and of parameters with hooks, which see the sum of all calls.
+            # Autograd itself takes those of chosen inputs, and of parameters with hooks, which see the sum of all
+            # calls.
             outside = {i: g for i, g in grads_of.items() if not is_ordinary or params[i]._backward_hooks}
             if is_ordinary:
                 self._sink.deposit(self.unit, {i: g for i, g in grads_of.items() if i not in outside})
         return [*given, *(outside.get(i) for i in range(len(params)))]
 
     def _refuse_stale(self, call: Call) -> None:
+        if self._is_closed:
+            raise OutcoreError(
+                f"{self._where}: expected a prepared model in backward, but it was closed; call backward() before "
+                "close()"
+            )
         if torch.is_grad_enabled():
             raise UnsupportedError(
-                f"{self._where}: expected a backward without create_graph=True; double backward through streamed weights is not supported"
+                f"{self._where}: expected a backward without create_graph=True; double backward through streamed "
+                "weights is not supported"
             )
         if call.weights_version != self._weights_version():
             raise UnsupportedError(
-                f"{self._where}: expected the weights of its forward, but they have changed since (optimizer.step(), load_state_dict, "
+                f"{self._where}: expected the weights of its forward, but they have changed since (optimizer.step(), "
+                "load_state_dict, "
                 "gathered(write=True), an edit in place); run forward again"
             )
         for i in call.watched:
             reference, version = call.returned[i]
             tensor = reference()
             if tensor is not None and tensor._version != version:
-                raise UnsupportedError(f"a result of {self._where} was changed in place after the call; change a copy instead")
+                raise UnsupportedError(
+                    f"a result of {self._where} was changed in place after the call; change a copy instead"
+                )
         if [_version(t) for t in call.foreign] != call.foreign_versions:
-            raise UnsupportedError(f"{self._where}: a tensor that it captured was changed in place after the call; change a copy instead")
+            raise UnsupportedError(
+                f"{self._where}: a tensor that it captured was changed in place after the call; change a copy instead"
+            )
 
     def _weights_version(self) -> int:
         edits = sum(p._version for p in self.unit.params) if self.unit.is_resident else 0
@@ -250,7 +282,8 @@ class UnitCall:
         if call.state is None:
             if call.graph is None:
                 raise UnsupportedError(
-                    f"{self._where}: expected one backward through this graph, but it is the second; pass retain_graph=True to the first"
+                    f"{self._where}: expected one backward through this graph, but it is the second; pass "
+                    "retain_graph=True to the first"
                 )
             return call.graph
         inner = [guarded_leaf(t, self._where) if w else t for t, w in zip(saved, call.wants_grad, strict=True)]
@@ -260,7 +293,8 @@ class UnitCall:
         if [t.shape for t in made] != call.shapes:
             raise UnsupportedError(
                 f"{self._where}: recompute gave results of shapes {[tuple(t.shape) for t in made]}, but forward gave "
-                f"{[tuple(shape) for shape in call.shapes]}; the block depends on something besides its arguments, random numbers and buffers"
+                f"{[tuple(shape) for shape in call.shapes]}; the block depends on something besides its arguments, "
+                "random numbers and buffers"
             )
         return inner, made
 
@@ -269,10 +303,14 @@ class UnitFunction(torch.autograd.Function):
     """Stands for a whole block in the outer graph."""
 
     @staticmethod
-    def forward(ctx: Any, unit_call: UnitCall, call: Call, saved: Sequence[torch.Tensor], anchor: torch.Tensor, *_: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, unit_call: UnitCall, call: Call, saved: Sequence[torch.Tensor], anchor: torch.Tensor, *_: torch.Tensor
+    ) -> Any:
         """Hand the results of the inner graph to the outer one."""
         ctx.unit_call, ctx.call = unit_call, call
-        ctx.set_materialize_grads(False)  # an undefined gradient stays None: a zero would make the optimizer step unused parameters
+        ctx.set_materialize_grads(
+            False
+        )  # an undefined gradient stays None: a zero would make the optimizer step unused parameters
         ctx.save_for_backward(*saved)
         # `.data`: no view relation, which would forbid later in-place changes of outputs of a multi-output function.
         results = tuple(t.data for t in call.outputs)
@@ -314,19 +352,19 @@ def _sharing(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) ->
     return [i for i, place in enumerate(places[: len(outputs)]) if place and places.count(place) > 1]
 
 
-def _without_caches(args: Any, kwargs: dict[str, Any], where: str) -> tuple[Any, dict[str, Any]]:
-    """Take key-value caches away while gradients are computed: recompute would append to them a second time."""
-    if not torch.is_grad_enabled():
-        return args, kwargs
-    return tuple(_no_cache(a, where) for a in args), {k: _no_cache(v, where) for k, v in kwargs.items()}
+def _without_caches(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Take key-value caches away: while gradients are computed, recompute would append to them a second time."""
+    return tuple(None if _is_cache(a) else a for a in args), {k: None if _is_cache(v) else v for k, v in kwargs.items()}
 
 
-def _no_cache(value: Any, where: str) -> Any:
-    if not any(c.__name__ == "Cache" and c.__module__.startswith("transformers") for c in type(value).__mro__):
-        return value
-    if value.get_seq_length():
-        raise UnsupportedError(
-            f"{where}: expected no key-value cache in training, but a filled {type(value).__name__} was passed, which recompute would "
-            "change a second time; train with use_cache=False, or generate under torch.no_grad()"
-        )
-    return None
+def _refuse_filled_caches(args: Any, kwargs: dict[str, Any], where: str) -> None:
+    for value in (*args, *kwargs.values()):
+        if _is_cache(value) and value.get_seq_length():
+            raise UnsupportedError(
+                f"{where}: expected no key-value cache in training, but a filled {type(value).__name__} was passed, "
+                "which recompute would change a second time; train with use_cache=False, or generate under torch.no_grad()"
+            )
+
+
+def _is_cache(value: Any) -> bool:
+    return any(c.__name__ == "Cache" and c.__module__.startswith("transformers") for c in type(value).__mro__)

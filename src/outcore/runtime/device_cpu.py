@@ -28,7 +28,7 @@ class CpuDevice(Device):
         self._memory: list[HostMemory] = []
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Memory straight from the system, so that closing gives it back. A forked data loader may read weights in it."""
+        """Memory straight from the system, so that closing gives it back; a forked data loader may read in it."""
         memory = HostMemory.open(nbytes, inherit=True)
         self._memory.append(memory)
         return memory.tensor

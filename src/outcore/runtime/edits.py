@@ -1,21 +1,21 @@
-"""Edits of weights that live on the device: a user may change them in place, and the next update must start from that.
+"""Edits of weights that live on the device: changed in place, they are where the next update starts.
 
-[Note: edits] A plain loop keeps an edit. Here the update of a unit may start from master weights elsewhere, so before each step the
-masters of edited weights follow them: elements that still are the rounded master keep it, the others become what the weight
-says. Edits are seen by version counter, by a changed address, and by ``p.data`` having been asked for (which has a version
-counter of its own).
+[Note: edits] A plain loop keeps an edit. Here the update of a unit may start from master weights elsewhere, so before
+each step the masters of edited weights follow them: elements that still are the rounded master keep it, the others
+become what the weight says. Edits are seen by version counter, by a changed address, and by ``p.data`` having been
+asked for (which has a version counter of its own).
 """
 
 from __future__ import annotations
 
 import torch
-from torch.nn import Parameter
 
 from outcore.core.errors import UnsupportedError
 from outcore.runtime.absent import requires_grad_refusal
 from outcore.runtime.access import Access
 from outcore.runtime.device import Device
 from outcore.runtime.unit import Unit
+from outcore.spec.model import ParamSpec
 
 
 @torch.no_grad()
@@ -35,7 +35,8 @@ def take_edits(unit: Unit, access: Access, device: Device) -> None:
         if param.data_ptr() != view.data_ptr():
             is_moved = True
             device.compute(f"edit of {unit.label}", writes=[buffer.region])
-            view.copy_(_replacement(unit, i, param))
+            refuse_other_form(unit.spec.params[i], param)
+            view.copy_(param)
         elif param._version == unit.versions[i] and i not in unit.touched:
             continue
         unit.weights_version += 1
@@ -46,14 +47,14 @@ def take_edits(unit: Unit, access: Access, device: Device) -> None:
     unit.note_versions()
 
 
-def _replacement(unit: Unit, index: int, param: Parameter) -> torch.Tensor:
-    spec, value = unit.spec.params[index], param.detach()
-    if tuple(value.shape) != spec.shape or str(value.dtype) != f"torch.{spec.dtype}":
+def refuse_other_form(spec: ParamSpec, tensor: torch.Tensor) -> None:
+    """Raise if a parameter's data was replaced by something of another shape or dtype, as resizing embeddings does."""
+    if tuple(tensor.shape) != spec.shape or str(tensor.dtype) != f"torch.{spec.dtype}":
         raise UnsupportedError(
-            f"expected '{spec.name}' to keep shape {spec.shape} and dtype {spec.dtype}, but its data was replaced by {tuple(value.shape)} "
-            f"{value.dtype}; change the model before outcore.prepare()"
+            f"expected '{spec.name}' to keep shape {spec.shape} and dtype {spec.dtype}, but its data was replaced by "
+            f"{tuple(tensor.shape)} "
+            f"{tensor.dtype}; resize embeddings and change the model before outcore.prepare()"
         )
-    return value
 
 
 def _refresh_master(unit: Unit, index: int, access: Access) -> None:

@@ -51,5 +51,9 @@ def gathered_units(engine: Engine, units: Sequence[Unit], *, write: bool) -> Ite
 def _write_changed(engine: Engine, unit: Unit) -> None:
     for i, param in enumerate(unit.params):
         before, now = engine.access.read_weight(unit, i), param.data.to("cpu")
-        if not torch.equal(before.view(-1).view(torch.uint8), now.contiguous().view(-1).view(torch.uint8)) if now.numel() else False:
+        if (
+            not torch.equal(before.view(-1).view(torch.uint8), now.contiguous().view(-1).view(torch.uint8))
+            if now.numel()
+            else False
+        ):
             engine.access.write_weight(unit, i, param.data)

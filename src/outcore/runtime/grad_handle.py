@@ -1,7 +1,8 @@
-"""Gradient handles: what stands on ``p.grad`` while the gradient itself is on its way to its home tier, or rests there.
+"""Gradient handles: what stands on ``p.grad`` while the gradient itself is on its way home, or rests there.
 
 A handle answers for the gradient's norm, takes part in clipping and loss scaling as a remembered factor, and can be
-zeroed; any other use raises. So ``torch.nn.utils.clip_grad_norm_``, ``GradScaler`` and every way of zeroing work unchanged.
+zeroed; any other use raises. So ``torch.nn.utils.clip_grad_norm_``, ``GradScaler`` and every way of zeroing work
+unchanged.
 """
 
 from __future__ import annotations
@@ -47,24 +48,24 @@ class GradHandle(torch.Tensor):
         is_zero: It was zeroed in place; the stored bytes no longer count.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # torch.Tensor inherits a method of that name that it does not serve
     factors: list[torch.Tensor]
     is_zero: bool
-    _owner: GradientOwner
+    owner: GradientOwner
 
     @staticmethod
-    def __new__(cls, owner: GradientOwner, index: int, like: torch.Tensor, dtype: torch.dtype) -> Self:  # noqa: PYI034
+    def __new__(cls: type[Self], owner: GradientOwner, index: int, like: torch.Tensor, dtype: torch.dtype) -> Self:
         """Make a wrapper with the parameter's metadata."""
         make = cast("Any", torch.Tensor)._make_wrapper_subclass
         return cast("Self", make(cls, like.shape, dtype=dtype, device=like.device))
 
     def __init__(self, owner: GradientOwner, index: int, like: torch.Tensor, dtype: torch.dtype) -> None:
-        """Args: owner: Keeps the gradient. index: Which of its parameters. like: The parameter. dtype: Of the accumulated gradient."""
-        self._owner, self.index, self.factors, self.is_zero = owner, index, [], False
+        """Args: owner: Keeps the gradient. index: Of the parameter. like: It. dtype: Of the accumulated gradient."""
+        self.owner, self.index, self.factors, self.is_zero = owner, index, [], False
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Name and shape: the values are elsewhere."""
-        return f"GradHandle('{self._owner.gradient_name(self)}', shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"GradHandle('{self.owner.gradient_name(self)}', shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def numpy(self, *, force: bool = False) -> NoReturn:
         """Refuse."""
@@ -82,18 +83,18 @@ class GradHandle(torch.Tensor):
         """Refuse."""
         raise UnsupportedError(_refusal(self, "pickling"))
 
-    def multiply(self, factor: torch.Tensor | float) -> Self:
+    def multiply(self, factor: torch.Tensor | float) -> Self:  # type: ignore[override]
         """Remember a factor. Tensors are copied: GradScaler changes its own in place."""
         if isinstance(factor, torch.Tensor):
             if factor.numel() != 1:
                 raise UnsupportedError(_refusal(self, f"multiplication by a tensor of shape {tuple(factor.shape)}"))
-            self.factors.append(self._owner.snapshot(factor))
+            self.factors.append(self.owner.snapshot(factor))
         else:
             self.factors.append(torch.tensor(factor, dtype=torch.float64, device=self.device))
         return self
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Serve what loops do to gradients; refuse the rest."""
@@ -105,9 +106,10 @@ class GradHandle(torch.Tensor):
 
 
 def _refusal(handle: GradHandle | None, action: str) -> str:
-    name = "?" if handle is None else handle._owner.gradient_name(handle)  # noqa: SLF001
+    name = "?" if handle is None else handle.owner.gradient_name(handle)
     return (
-        f"expected norm, scaling or zeroing, but got {action} on the gradient of '{name}', which outcore keeps off the device; "
+        f"expected norm, scaling or zeroing, but got {action} on the gradient of '{name}', which outcore keeps off "
+        "the device; "
         "clip with torch.nn.utils.clip_grad_norm_, scale with GradScaler, and call the step() of the optimizer that "
         "outcore.prepare() returned"
     )
@@ -116,14 +118,19 @@ def _refusal(handle: GradHandle | None, action: str) -> str:
 def _vector_norm(handle: GradHandle, order: float = 2, dim: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
     if dim is not None or any(args) or kwargs.get("dtype") is not None:
         raise UnsupportedError(_refusal(handle, "a norm along dimensions or in another dtype"))
-    return handle._owner.gradient_norm(handle, float(order))  # noqa: SLF001
+    return handle.owner.gradient_norm(handle, float(order))
 
 
 def _divide(handle: GradHandle, divisor: torch.Tensor | float) -> GradHandle:
-    # Division by a power of two is multiplication by its inverse; any other rounds differently, so the bytes are changed.
-    if not isinstance(divisor, torch.Tensor) and divisor != 0 and float(divisor).hex().startswith(("0x1.0000000000000p", "-0x1.0000000000000p")):
+    # Division by a power of two is multiplication by its inverse; any other rounds differently, so the bytes are
+    # changed.
+    if (
+        not isinstance(divisor, torch.Tensor)
+        and divisor != 0
+        and float(divisor).hex().startswith(("0x1.0000000000000p", "-0x1.0000000000000p"))
+    ):
         return handle.multiply(1.0 / divisor)
-    handle._owner.change_gradient(handle, lambda gradient: gradient.div_(divisor))  # noqa: SLF001
+    handle.owner.change_gradient(handle, lambda gradient: gradient.div_(divisor))
     return handle
 
 
@@ -133,7 +140,7 @@ def _change(operation: Callable[..., Any]) -> Callable[..., GradHandle]:
     def serve(handle: GradHandle, *args: Any, **kwargs: Any) -> GradHandle:
         if any(isinstance(a, torch.Tensor) for a in (*args, *kwargs.values())):
             raise UnsupportedError(_refusal(handle, f"{operation} with another tensor"))
-        handle._owner.change_gradient(handle, lambda gradient: operation(gradient, *args, **kwargs))  # noqa: SLF001
+        handle.owner.change_gradient(handle, lambda gradient: operation(gradient, *args, **kwargs))
         return handle
 
     return serve
@@ -148,7 +155,7 @@ def _zero(handle: GradHandle) -> GradHandle:
 def _add(handle: GradHandle, more: torch.Tensor, *, alpha: float = 1) -> GradHandle:
     if alpha != 1 or not isinstance(more, torch.Tensor) or isinstance(more, GradHandle) or more.shape != handle.shape:
         raise UnsupportedError(_refusal(handle, "addition other than autograd's accumulation"))
-    handle._owner.add_to_gradient(handle, more)  # noqa: SLF001
+    handle.owner.add_to_gradient(handle, more)
     return handle
 
 
@@ -158,7 +165,7 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse
         aten._amp_foreach_non_finite_check_and_unscale_.default(plain, found_inf, inverse_scale)
     for gradient in gradients:
         if isinstance(gradient, GradHandle):
-            finite = gradient._owner.gradient_is_finite(gradient)  # noqa: SLF001
+            finite = gradient.owner.gradient_is_finite(gradient)
             found_inf.copy_(torch.maximum(found_inf, (~finite).to(found_inf)))
             gradient.multiply(inverse_scale)
 

@@ -1,11 +1,12 @@
 """Gradients on the move: collected per backward pass, sent home when the pass is over for their unit.
 
-[Note: a gradient's way] Within one backward pass the gradients of a unit are summed in the dtype in which autograd makes them,
-as autograd itself would: in a *bucket* on the device, or in loose tensors where no bucket is needed (the root, and units
-whose gradients live on the device). When autograd has reached all parameters of the unit, which it does after all calls of the unit, the
-pass is *closed* for it: norms are taken, and the sum goes home. The first micro-batch lands there as it is (*native* form, the weights layout); a second
-one is added in the update dtype (*update* form). ``p.grad`` then is a handle; setting it to None, or zeroing it, makes the
-next gradient the first again.
+[Note: a gradient's way] Within one backward pass the gradients of a unit are summed in the dtype in which autograd
+makes them, as autograd itself would: in a *bucket* on the device, or in loose tensors where no bucket is needed (the
+root, and units whose gradients live on the device). When autograd has reached all parameters of the unit, which it
+does after all calls of the unit, the pass is *closed* for it: norms are taken, and the sum goes home. The first
+micro-batch lands there as it is (*native* form, the weights layout); a second one is added in the update dtype
+(*update* form). ``p.grad`` then is a handle; setting it to None, or zeroing it, makes the next gradient the first
+again.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.optim import kernels
 from outcore.runtime.device import Device
+from outcore.runtime.edits import refuse_other_form
 from outcore.runtime.grad_handle import GradHandle
 from outcore.runtime.gradient_homes import GradientHomes
 from outcore.runtime.homes import Homes
@@ -38,9 +40,19 @@ class Gradients:
     """All gradients of a model during backward; ``homes`` has them afterwards."""
 
     def __init__(
-        self, units: Sequence[Unit], homes: Homes, device: Device, resting: GradientHomes, accumulation_steps: int | None, *, clipping: bool
+        self,
+        units: Sequence[Unit],
+        homes: Homes,
+        device: Device,
+        resting: GradientHomes,
+        accumulation_steps: int | None,
+        *,
+        clipping: bool,
     ) -> None:
-        """Args: resting: Where gradients go. accumulation_steps: Micro-batches per step, if promised. clipping: False promises no norms."""
+        """Args: resting: Where gradients go.
+
+        accumulation_steps: Micro-batches per step, if promised. clipping: False promises no norms.
+        """
         self._homes, self._device, self._resting = homes, device, resting
         self._accumulation_steps, self._clipping = accumulation_steps, clipping
         self.of = {unit.name: UnitGradients(unit, self) for unit in units}
@@ -55,7 +67,8 @@ class Gradients:
         """Raise if ``clipping=False`` was promised."""
         if not self._clipping:
             raise ConfigError(
-                f"expected no gradient norm after outcore.prepare(..., clipping=False), but that of '{name}' was asked for; prepare with "
+                f"expected no gradient norm after outcore.prepare(..., clipping=False), but that of '{name}' was "
+                "asked for; prepare with "
                 "clipping=True"
             )
 
@@ -93,7 +106,7 @@ class Gradients:
         current.present.update(grads)
 
     def hook(self, unit: Unit, index: int) -> Callable[[torch.Tensor], None]:
-        """What autograd calls when it has reached a parameter: once in a pass, after everything that gives it a gradient.
+        """What autograd calls when it has reached a parameter: once in a pass, after all that gives it a gradient.
 
         ``p.grad`` is a tensor there if autograd itself made it: of the root, or read outside of its unit.
         """
@@ -101,6 +114,7 @@ class Gradients:
 
         def reached(param: torch.Tensor) -> None:
             self._refuse_other_hooks(param, unit.spec.params[index].name)
+            refuse_other_form(unit.spec.params[index], param)
             grad = param.grad
             if grad is not None and not isinstance(grad, GradHandle):
                 param.grad = None
@@ -116,12 +130,14 @@ class Gradients:
     def _refuse_other_hooks(self, param: torch.Tensor, name: str) -> None:
         if torch.is_grad_enabled():
             raise UnsupportedError(
-                f"expected a backward without create_graph=True, but the gradient of '{name}' was asked for with it; double backward "
+                f"expected a backward without create_graph=True, but the gradient of '{name}' was asked for with it; "
+                "double backward "
                 "through streamed weights is not supported"
             )
-        if len(param._post_accumulate_grad_hooks or ()) > 1:  # type: ignore[attr-defined]
+        if len(param._post_accumulate_grad_hooks or ()) > 1:
             raise UnsupportedError(
-                f"expected no post-accumulate-grad hooks, but '{name}' has one, and its gradient leaves the device as soon as it is "
+                f"expected no post-accumulate-grad hooks, but '{name}' has one, and its gradient leaves the device as "
+                "soon as it is "
                 "there; use register_hook, or act on p.grad between backward() and step()"
             )
 
@@ -167,8 +183,12 @@ class Gradients:
         if current.bucket is None:
             pool = self._homes.pool("device", "bucket", unit.spec.trainable_bytes)
             slot = pool.take()
-            while slot is None:  # all are held by units that are called again later: send one home early, its rest is added there
-                self._close(next(g for g in self._open.values() if g.open and g.open.bucket and g.open.bucket[0] is pool))
+            while (
+                slot is None
+            ):  # all are held by units that are called again later: send one home early, its rest is added there
+                self._close(
+                    next(g for g in self._open.values() if g.open and g.open.bucket and g.open.bucket[0] is pool)
+                )
                 slot = pool.take()
             current.bucket, after = (pool, slot), {"bucket free": slot.free_after}
         buffer = current.bucket[1].buffer
@@ -210,7 +230,8 @@ class Gradients:
         promised = self._accumulation_steps
         if promised is not None and gradients.num_passes > promised:
             raise UnsupportedError(
-                f"expected {promised} backward passes per step, as accumulation_steps promised, but unit '{gradients.unit.label}' got one "
+                f"expected {promised} backward passes per step, as accumulation_steps promised, but unit "
+                f"'{gradients.unit.label}' got one "
                 "more; call optimizer.step() in time, or prepare with accumulation_steps=None"
             )
 

@@ -1,8 +1,8 @@
-"""What a block's own graph may hold: saved weights by their place, nothing under recompute, and no way out but its results.
+"""What a block's own graph may hold, and how gradients get in and out of it.
 
-[Note: ways in and out] Gradients leave a block through its inputs, its parameters and foreign leaves, and enter through its
-results. A tensor with gradient that comes in by closure, or goes out as an attribute that the block sets, is a way that
-nobody follows, so it is found and refused.
+[Note: ways in and out] Gradients leave a block through its inputs, its parameters and foreign leaves, and enter
+through its results. A tensor with gradient that comes in by closure, or goes out as an attribute that the block sets,
+is a way that nobody follows, so it is found and refused.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def foreign_leaves(
                 found[id(leaf)] = leaf
         elif node._sequence_nr() < start:
             raise UnsupportedError(
-                f"{where} uses a tensor made outside of it ({node.name()}) by closure, so its gradient would be lost; pass it to the "
+                f"{where} uses a tensor made outside of it ({node.name()}) by closure, so its gradient would be lost; "
+                "pass it to the "
                 "block as an argument"
             )
         else:
@@ -59,7 +60,7 @@ def foreign_leaves(
 
 
 def guarded_leaf(tensor: torch.Tensor, where: str) -> torch.Tensor:
-    """A leaf that stands for an argument inside the block and refuses gradients that do not come through the results."""
+    """A leaf that stands for an argument inside the block; gradients must come to it through the results."""
 
     def refuse(_: torch.Tensor) -> NoReturn:
         raise UnsupportedError(_escaped(where))
@@ -79,7 +80,7 @@ def drop_saved(where: str) -> Any:
 
 
 def save_weights_by_place(unit: Unit, where: str) -> Any:
-    """Hooks under which a weight in a slot is saved as its place in the unit: the slot will hold another unit by then."""
+    """Hooks under which a weight in a slot is saved as its place: the slot will hold another unit by then."""
     buffer = unit.device_buffer()
     if unit.is_resident or buffer is None:
         return nullcontext()
@@ -90,7 +91,7 @@ def save_weights_by_place(unit: Unit, where: str) -> Any:
         if storage_of(tensor) == base:
             start = tensor.storage_offset() * tensor.element_size()
             if first <= start < stop:  # else in the same arena, but of another unit: the root
-                return _Placed(start - first, tensor.dtype, tensor.size(), tensor.stride())
+                return _Placed(int(start - first), tensor.dtype, tensor.size(), tensor.stride())
         return _Kept(tensor.detach(), tensor._version)  # detached: a result would keep its own node alive
 
     def unpack(saved: _Kept | _Placed) -> torch.Tensor:
@@ -101,7 +102,8 @@ def save_weights_by_place(unit: Unit, where: str) -> Any:
             raise UnsupportedError(_escaped(where))
         if now is None:
             raise UnsupportedError(
-                f"{where}: expected its backward outside of outcore.gathered(), or its forward inside too, but only backward is; policy keep "
+                f"{where}: expected its backward outside of outcore.gathered(), or its forward inside too, but only "
+                "backward is; policy keep "
                 "saved its weights by their place on the device"
             )
         return saved.at(now.bytes)
@@ -119,7 +121,8 @@ class _Kept:
     def unchanged(self, where: str) -> torch.Tensor:
         if self.tensor._version != self.version:
             raise UnsupportedError(
-                f"{where}: a tensor of shape {tuple(self.tensor.shape)} that its backward needs was changed in place after it was used; "
+                f"{where}: a tensor of shape {tuple(self.tensor.shape)} that its backward needs was changed in place "
+                "after it was used; "
                 "change a copy instead"
             )
         return self.tensor
@@ -136,18 +139,21 @@ class _Placed:
 
     def at(self, memory: torch.Tensor) -> torch.Tensor:
         start = (memory.storage_offset() + self.offset) // self.dtype.itemsize
-        return torch.empty(0, dtype=self.dtype, device=memory.device).set_(memory.untyped_storage(), start, self.size, self.stride)
+        return torch.empty(0, dtype=self.dtype, device=memory.device).set_(
+            memory.untyped_storage(), start, self.size, self.stride
+        )
 
 
 def _escaped(where: str) -> str:
     return (
-        f"{where}: expected gradients to come through its results, but one came by a tensor that the block stored elsewhere (an attribute, "
+        f"{where}: expected gradients to come through its results, but one came by a tensor that the block stored "
+        "elsewhere (an attribute, "
         "a list, a hook); return it from the block's forward"
     )
 
 
 def without_hooks(params: Sequence[Parameter], work: Callable[[], Any]) -> Any:
-    """Run ``work`` while the parameters' own gradient hooks are off: autograd runs them once, on the sum of all calls."""
+    """Run ``work`` with the parameters' own hooks off: autograd runs them once, on the sum of all calls."""
     hooked = [(p, p._backward_hooks) for p in params if p._backward_hooks]
     for param, _ in hooked:
         param._backward_hooks = None

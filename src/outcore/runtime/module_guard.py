@@ -1,8 +1,10 @@
-"""What a prepared module does differently: ``state_dict`` gives real values, ``load_state_dict`` writes them home, and what
-would move or copy its tensors behind outcore's back raises.
+"""What a prepared module does differently from an ordinary one.
 
-[Note: own parameters] Hooks sit on every module that directly owns parameters and handle just those, so a state dict is built
-parameter by parameter and nothing is read twice.
+``state_dict`` gives real values, ``load_state_dict`` writes them home, and what would move or copy its tensors behind
+outcore's back raises.
+
+[Note: own parameters] Hooks sit on every module that directly owns parameters and handle just those, so a state dict
+is built parameter by parameter and nothing is read twice.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from torch.nn import Parameter
 
 from outcore.core.errors import UnsupportedError
 from outcore.runtime.edits import take_edits
-from outcore.runtime.unit import Unit
 
 if TYPE_CHECKING:
     from outcore.runtime.engine import Engine
@@ -40,6 +41,11 @@ def attachment_of(module: nn.Module) -> Attachment | None:
     return found if isinstance(found, Attachment) else None
 
 
+def is_guarded(module: nn.Module) -> bool:
+    """Whether a module belongs to a prepared model."""
+    return isinstance(module.__dict__.get("__deepcopy__"), _RefuseCopies)
+
+
 class ModuleGuard:
     """Installs the hooks; ``remove`` takes them away."""
 
@@ -52,8 +58,15 @@ class ModuleGuard:
         self._undo.append(lambda: engine.model.__dict__.pop(ATTACHMENT, None))
         for prefix, module in engine.model.named_modules():
             self._guard_module(module)
-            owned = {n: p for n, p in module.named_parameters(recurse=False, remove_duplicate=False) if id(p) in engine.places}
-            self._known += [(module._parameters, name, f"{prefix}.{name}" if prefix else name, param) for name, param in owned.items()]
+            owned = {
+                n: p
+                for n, p in module.named_parameters(recurse=False, remove_duplicate=False)
+                if id(p) in engine.places
+            }
+            self._known += [
+                (module._parameters, name, f"{prefix}.{name}" if prefix else name, param)
+                for name, param in owned.items()
+            ]
             if owned:
                 self._guard_state_dict(module, owned)
 
@@ -66,7 +79,8 @@ class ModuleGuard:
         for registered, name, full_name, param in self._known:
             if registered.get(name) is not param:
                 raise UnsupportedError(
-                    f"expected the parameters that outcore.prepare() got, but '{full_name}' was replaced or taken away since; resize embeddings, tie "
+                    f"expected the parameters that outcore.prepare() got, but '{full_name}' was replaced or taken "
+                    "away since; resize embeddings, tie "
                     "weights and add adapters before prepare"
                 )
 
@@ -79,7 +93,11 @@ class ModuleGuard:
     def _guard_module(self, module: nn.Module) -> None:
         if not any(id(p) in self._engine.places for p in module.parameters()):
             return
-        refusals = {"_apply": _RefuseMoves(module), "__deepcopy__": _RefuseCopies(module), "__reduce_ex__": _RefuseCopies(module)}
+        refusals = {
+            "_apply": _RefuseMoves(module),
+            "__deepcopy__": _RefuseCopies(module),
+            "__reduce_ex__": _RefuseCopies(module),
+        }
         for name, refusal in refusals.items():
             module.__dict__[name] = refusal
             self._undo.append(functools.partial(module.__dict__.pop, name, None))
@@ -110,7 +128,8 @@ class _OwnParameters:
         """Give real values."""
         if keep_vars:
             raise UnsupportedError(
-                f"state_dict(keep_vars=True) at '{prefix}': expected keep_vars=False, since the parameters themselves hold no values between "
+                f"state_dict(keep_vars=True) at '{prefix}': expected keep_vars=False, since the parameters themselves "
+                "hold no values between "
                 "calls; use state_dict(), or outcore.gathered(model)"
             )
         self._materialise(may_change=False)
@@ -119,11 +138,14 @@ class _OwnParameters:
         """Take them away again; the dict keeps the tensors."""
         self._dematerialise()
 
-    def before_load(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *_: Any) -> None:
+    def before_load(
+        self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *_: Any
+    ) -> None:
         """Give torch something to copy into."""
         if local_metadata.get("assign_to_params_buffers"):
             raise UnsupportedError(
-                f"load_state_dict(assign=True) at '{prefix}': expected assign=False, since assigning would replace the parameters that outcore "
+                f"load_state_dict(assign=True) at '{prefix}': expected assign=False, since assigning would replace "
+                "the parameters that outcore "
                 "and the optimizer know"
             )
         if any(prefix + name in state_dict for name in self._owned):
@@ -131,7 +153,11 @@ class _OwnParameters:
 
     def after_load(self, *_: Any) -> None:
         """Write home what was loaded."""
-        changed = {key: self._param(key).data for key in self._before if not _same_bytes(self._param(key).data, self._before[key])}
+        changed = {
+            key: self._param(key).data
+            for key in self._before
+            if not _same_bytes(self._param(key).data, self._before[key])
+        }
         for key, value in changed.items():
             unit, index = self._engine.places[key]
             self._engine.access.write_weight(unit, index, value)
@@ -165,7 +191,11 @@ class _OwnParameters:
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)) if a.numel() else True
+    return (
+        torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+        if a.numel()
+        else True
+    )
 
 
 class _RefuseMoves:
@@ -182,8 +212,10 @@ class _RefuseMoves:
             result = function(probe)
             if result is not probe or (probe.device.type == "cpu" and probe.is_shared()):
                 raise UnsupportedError(
-                    f"expected the prepared model to stay where and what it is ({probe.device}, {probe.dtype}), but {type(self._module).__name__} was "
-                    f"asked to become {result.device}, {result.dtype}{', shared' if result is probe else ''}; choose device= and precision= in "
+                    f"expected the prepared model to stay where and what it is ({probe.device}, {probe.dtype}), but "
+                    f"{type(self._module).__name__} was "
+                    f"asked to become {result.device}, {result.dtype}{', shared' if result is probe else ''}; choose "
+                    "device= and precision= in "
                     "outcore.prepare()"
                 )
         return self._module
@@ -198,6 +230,8 @@ class _RefuseCopies:
     def __call__(self, *_: object) -> NoReturn:
         """Refuse, naming the way out."""
         raise UnsupportedError(
-            f"expected a module of its own to copy or pickle, but this {type(self._module).__name__} belongs to outcore.prepare() and its weights are "
-            "not inside it; copy it before prepare, or use state_dict(), outcore.named_tensors or outcore.save_pretrained"
+            f"expected a module of its own to copy or pickle, but this {type(self._module).__name__} belongs to "
+            "outcore.prepare() and its weights are "
+            "not inside it; copy it before prepare, or use state_dict(), outcore.named_tensors or "
+            "outcore.save_pretrained"
         )

@@ -16,8 +16,8 @@ from outcore.spec.plan import Plan
 class StreamedOptimizer(torch.optim.Optimizer):
     """Steps parameters wherever they live.
 
-    ``param_groups`` is the user's own list, so schedulers built before ``prepare`` go on working. States are not in ``state``,
-    which stays empty; ``state_dict`` reads them from their homes.
+    ``param_groups`` is the user's own list, so schedulers built before ``prepare`` go on working. States are not in
+    ``state``, which stays empty; ``state_dict`` reads them from their homes.
     """
 
     def __init__(self, engine: Engine, original: torch.optim.Optimizer) -> None:
@@ -52,8 +52,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """Bytes given to each lane since the run began."""
         return self.engine.traffic.totals()
 
-    @torch._disable_dynamo
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Submit the update of every parameter that has a gradient and return; errors of earlier steps surface here."""
         loss = None
         if closure is not None:
@@ -69,7 +69,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
             super().add_param_group(param_group)
             return
         raise UnsupportedError(
-            "expected all param groups before outcore.prepare(), which gives every trained parameter its memory, but one was added; "
+            "expected all param groups before outcore.prepare(), which gives every trained parameter its memory, but "
+            "one was added; "
             "build the optimizer completely first"
         )
 
@@ -78,6 +79,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
         Memory: host, all states.
         """
+        self.engine.refuse_if_closed()
         groups, state, index = [], {}, 0
         for group in self.param_groups:
             entry = {k: v for k, v in group.items() if k != "params"}
@@ -96,11 +98,13 @@ class StreamedOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: Made for other groups, or a tensor of another shape.
         """
+        self.engine.refuse_if_closed()
         groups = state_dict["param_groups"]
         sizes = [len(g["params"]) for g in self.param_groups]
         if [len(g["params"]) for g in groups] != sizes:
             raise ConfigError(
-                f"optimizer.load_state_dict: expected groups of {sizes} parameters, but got {[len(g['params']) for g in groups]}"
+                f"optimizer.load_state_dict: expected groups of {sizes} parameters, but got "
+                f"{[len(g['params']) for g in groups]}"
             )
         for mine, theirs in zip(self.param_groups, groups, strict=True):
             mine.update({k: v for k, v in theirs.items() if k != "params"})
@@ -123,7 +127,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
             elif name in unit.state_names and value is not None:
                 if tuple(value.shape) != unit.spec.params[i].shape:
                     raise ConfigError(
-                        f"optimizer.load_state_dict: expected {name} of '{unit.spec.params[i].name}' with shape {unit.spec.params[i].shape}, but got "
+                        f"optimizer.load_state_dict: expected {name} of '{unit.spec.params[i].name}' with shape "
+                        f"{unit.spec.params[i].shape}, but got "
                         f"{tuple(value.shape)}"
                     )
                 self.engine.access.write_state(unit, name, i, value)
@@ -133,10 +138,14 @@ class StreamedOptimizer(torch.optim.Optimizer):
         if place is None or not param.requires_grad:
             return {}
         unit, i = place
-        if not unit.steps[i] and not isinstance(self._original, torch.optim.Adagrad):  # Adagrad has states before its first step
+        if not unit.steps[i] and not isinstance(
+            self._original, torch.optim.Adagrad
+        ):  # Adagrad has states before its first step
             return {}
         # torch.optim.SGD keeps no step
-        values: dict[str, Any] = {} if isinstance(self._original, torch.optim.SGD) else {"step": torch.tensor(float(unit.steps[i]))}
+        values: dict[str, Any] = (
+            {} if isinstance(self._original, torch.optim.SGD) else {"step": torch.tensor(float(unit.steps[i]))}
+        )
         for name in unit.state_names:
             if name != "master" or unit.spec.params[i].dtype != unit.spec.params[i].update_dtype:
                 values[name] = self.engine.access.read_state(unit, name, i)
@@ -148,5 +157,6 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> NoReturn:
         """Refuse."""
-        raise UnsupportedError("expected optimizer.state_dict() to save, but the prepared optimizer itself is being copied or pickled")
-
+        raise UnsupportedError(
+            "expected optimizer.state_dict() to save, but the prepared optimizer itself is being copied or pickled"
+        )

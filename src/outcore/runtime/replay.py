@@ -1,4 +1,4 @@
-"""What a unit's forward saw besides its arguments, so that recompute sees the same: random numbers, autocast, flags, buffers."""
+"""What a forward saw besides its arguments, so that recompute sees it too: random numbers, modes, flags, buffers."""
 
 from __future__ import annotations
 
@@ -46,31 +46,38 @@ class ForwardState:
         """Make everything as it was before forward, and afterwards as it is now."""
         rng, training = self._device.rng_state(), [m.training for m in self._modules]
         exchanged = self._exchange_tensors()
-        now = [_SavedBuffer(b.module, b.name, buffer) for b in self._buffers if (buffer := b.module._buffers[b.name]) is not None]
+        now = [
+            _SavedBuffer(b.module, b.name, buffer)
+            for b in self._buffers
+            if (buffer := b.module._buffers[b.name]) is not None
+        ]
         try:
             self._device.set_rng_state(self._rng)
             _set_training(self._modules, self._training)
-            for buffer in self._buffers:
-                buffer.put_back()
+            for saved in self._buffers:
+                saved.put_back()
             with _autocast(self._autocast):
                 yield
         finally:
             self._device.set_rng_state(rng)
             _set_training(self._modules, training)
-            for buffer in now:
-                buffer.put_back()
+            for saved in now:
+                saved.put_back()
             for registered, name, tensor in exchanged:
                 registered[name] = tensor
 
     def _exchange_tensors(self) -> list[tuple[dict[str, Any], str, Any]]:
-        """Register the tensors that forward used: ``functional_call`` lends a module others for a while. Returns how to undo it."""
+        """Register the tensors that forward used: ``functional_call`` lends a module others for a while.
+
+        Returns how to undo it.
+        """
         undo: list[tuple[dict[str, Any], str, Any]] = []
         for module, params, buffers in self._tensors:
             for registered, then in ((module._parameters, params), (module._buffers, buffers)):
                 for name, tensor in then.items():
                     if registered.get(name) is not tensor:
                         undo.append((registered, name, registered.get(name)))
-                        registered[name] = tensor
+                        registered[name] = tensor  # type: ignore[assignment]
         return undo
 
 
@@ -90,7 +97,9 @@ class _SavedBuffer:
 
     def put_back(self) -> None:
         self.module._buffers[self.name] = self._tensor
-        self._tensor.data.copy_(self._value)  # `.data`: the graph of a recompute may have saved the buffer, and needs no other value
+        self._tensor.data.copy_(
+            self._value
+        )  # `.data`: the graph of a recompute may have saved the buffer, and needs no other value
 
 
 def _set_training(modules: Sequence[nn.Module], flags: Sequence[bool]) -> None:

@@ -1,8 +1,8 @@
 """Results that leave a block beside its return value: what transformers records with hooks inside blocks.
 
-Router logits, for one, go from inside a block into a list that only the model's own forward knows, and from there into the
-loss. While a unit runs, the list is replaced by a copy; what was added to it becomes a result of the unit, and goes to the
-real list afterwards, as a tensor of the outer graph.
+Router logits, for one, go from inside a block into a list that only the model's own forward knows, and from there
+into the loss. While a unit runs, the list is replaced by a copy; what was added to it becomes a result of the unit,
+and goes to the real list afterwards, as a tensor of the outer graph.
 """
 
 from __future__ import annotations

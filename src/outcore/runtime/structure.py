@@ -50,11 +50,14 @@ class Structure:
                 leaves.append(leaf)
         return pytree.tree_unflatten(leaves, self.spec)
 
-
     def still_holds(self, nest: Any, tensors: Sequence[torch.Tensor], where: str) -> bool:
         """Whether a nest that ``fill`` made is still as it was made: nobody added, took out or replaced anything."""
         found, now = take_apart(nest, where)
-        return len(found) == len(tensors) and all(a is b for a, b in zip(found, tensors, strict=True)) and self._equals(now)
+        return (
+            len(found) == len(tensors)
+            and all(a is b for a, b in zip(found, tensors, strict=True))
+            and self._equals(now)
+        )
 
     def _equals(self, other: Structure) -> bool:
         if self.spec != other.spec:
@@ -90,7 +93,11 @@ def _skeleton(nest: Any, place: Callable[[torch.Tensor], _Place], where: str) ->
         if isinstance(leaf, torch.Tensor):
             kept.append(place(leaf))
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            values = {f.name: _skeleton(getattr(leaf, f.name), place, where) for f in dataclasses.fields(leaf) if hasattr(leaf, f.name)}
+            values = {
+                f.name: _skeleton(getattr(leaf, f.name), place, where)
+                for f in dataclasses.fields(leaf)
+                if hasattr(leaf, f.name)
+            }
             shell = copy.copy(leaf)
             for name in values:  # the shell lives as long as the graph and must hold no tensors
                 object.__setattr__(shell, name, None)
@@ -99,7 +106,8 @@ def _skeleton(nest: Any, place: Callable[[torch.Tensor], _Place], where: str) ->
             for hidden in _hidden(leaf):
                 if hidden.requires_grad:
                     raise UnsupportedError(
-                        f"{where}: expected tensors in tuples, lists, dicts or dataclasses, but a tensor that needs a gradient is "
+                        f"{where}: expected tensors in tuples, lists, dicts or dataclasses, but a tensor that needs a "
+                        "gradient is "
                         f"inside a {type(leaf).__name__}, where it cannot be followed; register the class with "
                         "torch.utils._pytree.register_pytree_node or make it a dataclass"
                     )
@@ -129,7 +137,9 @@ def _hidden(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
     """Tensors inside an object that is no registered container, as far as one can reasonably look."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif depth and value is not None and not isinstance(value, bool | int | float | str | bytes | type | torch.nn.Module):
+    elif (
+        depth and value is not None and not isinstance(value, bool | int | float | str | bytes | type | torch.nn.Module)
+    ):
         slots = (getattr(value, name, None) for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
         parts = [*getattr(value, "__dict__", {}).values(), *slots]
         if isinstance(value, Mapping):

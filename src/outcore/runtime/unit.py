@@ -81,7 +81,8 @@ class Unit:
         # Views are made once per buffer; buffers live as long as the unit.
         self._views: dict[tuple[str, Region], list[torch.Tensor]] = {}
         self.update_dtypes = [torch_dtype(p.update_dtype) for p in spec.trainable]
-        # What p.grad says: the accumulated gradient's dtype, so that clipping takes the norms of a mixed model together,
+        # What p.grad says: the accumulated gradient's dtype, so that clipping takes the norms of a mixed model
+        # together,
         # as it does over fp32 accumulators. A torch without grad_dtype insists on the parameter's own.
         self.grad_dtypes = [_grad_dtype(p, s) for p, s in zip(params, spec.trainable, strict=False)]
         # Native and update form of gradients are the same bytes.

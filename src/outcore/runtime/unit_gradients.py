@@ -80,7 +80,8 @@ class UnitGradients:
             return None
         if grad is not self.handles.get(index):
             raise UnsupportedError(
-                f"expected p.grad of '{self.unit.spec.params[index].name}' to be what backward left there, or None, but it was set "
+                f"expected p.grad of '{self.unit.spec.params[index].name}' to be what backward left there, or None, "
+                "but it was set "
                 f"to a {type(grad).__name__}; gradients can be clipped, scaled and zeroed, not replaced"
             )
         return self.handles[index]

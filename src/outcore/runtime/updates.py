@@ -1,10 +1,8 @@
 """Updates: what ``step()`` submits, unit by unit, so that they run behind the next forward.
 
-[Note: forward window] ``step()`` takes a snapshot of settings and clip factors, submits every update and returns. Units
-are
-submitted in the order in which forward will need them, and a unit's fetch waits for its own update only. Units whose
-states
-live on the device are updated on compute at once.
+[Note: forward window] ``step()`` takes a snapshot of settings and clip factors, submits every update and returns.
+Units are submitted in the order in which forward will need them, and a unit's fetch waits for its own update only.
+Units whose states live on the device are updated on compute at once.
 """
 
 from __future__ import annotations

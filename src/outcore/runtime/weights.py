@@ -1,10 +1,8 @@
 """Weights on the move: fetch, bind, unbind, prefetch, evict.
 
 [Note: weight slots] A unit whose weights do not live on the device borrows a slot there. After unbinding, the slot
-stays
-with the unit ("cached") until another unit needs it; weights never change in a slot, so evicting moves no bytes. The
-next
-fetch into the slot waits for the compute that read it.
+stays with the unit ("cached") until another unit needs it; weights never change in a slot, so evicting moves no
+bytes. The next fetch into the slot waits for the compute that read it.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ class Visit(NamedTuple):
     """A unit bound in a phase."""
 
     phase: Phase
-    index: int
+    unit: int
 
 
 class VisitOrder:
@@ -114,7 +112,7 @@ class Weights:
             return
         after = {"weights updated": unit.weights_ready} if unit.is_resident else {"weights fetched": unit.fetched}
         self._device.compute(f"use weights of {unit.label}", reads=[buffer.region], after=after)
-        if not unit.is_resident or not unit.is_present:  # else they are where they were, with whatever a user did to them
+        if not unit.is_resident or not unit.is_present:  # else where they were, with a user's edits
             unit.point_at(buffer)
 
     def present_on_demand(self, unit: Unit) -> None:
@@ -160,7 +158,7 @@ class Weights:
 
     def _prefetch(self, visits: Iterator[Visit]) -> None:
         for visit in list(visits):
-            unit = self._units[visit.index]
+            unit = self._units[visit.unit]
             if unit.is_resident or unit.is_gathered or unit.slot is not None or unit.weights is None:
                 continue
             if not self._fetch(unit, is_demand=False):
@@ -230,7 +228,7 @@ class Weights:
             return None
         distance = {u.name: len(self._units) * 3 for u in holders}
         for i, visit in enumerate(self._order.coming(limit=2 * len(self._units))):
-            name = self._units[visit.index].name
+            name = self._units[visit.unit].name
             if name in distance:
                 distance[name] = min(distance[name], i)
         victim = max(holders, key=lambda u: distance[u.name])

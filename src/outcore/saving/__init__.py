@@ -1,1 +1,1 @@
-"""Weights in and out: first values from a checkpoint or an initialiser, export in Hugging Face's format, one tensor at a time."""
+"""Weights in and out, one tensor at a time: first values from a checkpoint or an initialiser, export."""

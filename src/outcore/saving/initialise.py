@@ -119,7 +119,7 @@ def _initialisers(model: nn.Module) -> Iterator[tuple[int, list[Initialiser]]]:
         if id(module) in inside:
             return
         if owner is not None and id(module) not in adapters:
-            yield id(module), [partial(cast("Any", owner)._init_weights, module)]  # noqa: SLF001 (models' hook)
+            yield id(module), [partial(cast("Any", owner)._init_weights, module)]
         for child in module.children():
             yield from walk(child, owner)
 
@@ -224,7 +224,7 @@ def _standing_in(
 
 
 def _slots(place: Place) -> dict[str, Any]:
-    found = place.module._buffers if place.is_buffer else place.module._parameters  # noqa: SLF001 (identity must survive)
+    found = place.module._buffers if place.is_buffer else place.module._parameters
     return found
 
 
@@ -246,7 +246,7 @@ def _like(tensor: torch.Tensor, device: str) -> torch.Tensor:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # noqa: SLF001 (meta tensors have no other identity that views share)
+    return tensor.untyped_storage()._cdata
 
 
 class _Writes(TorchDispatchMode):
@@ -258,7 +258,7 @@ class _Writes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for i, argument in enumerate(func._schema.arguments):  # noqa: SLF001 (what it writes stands nowhere else)
+        for i, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[i] if i < len(args) else kwargs.get(argument.name)
                 for tensor in value if isinstance(value, list | tuple) else [value]:

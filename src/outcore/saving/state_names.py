@@ -24,10 +24,10 @@ def places(model: nn.Module) -> Iterator[Place]:
     """Yield all places in the order of ``state_dict``; non-persistent buffers stand among the others."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
-        for key, param in module._parameters.items():  # noqa: SLF001 (named_parameters drops tied names per module)
+        for key, param in module._parameters.items():
             if param is not None:
                 yield Place(dot + key, module, key, param, is_buffer=False, is_persistent=True)
-        hidden = module._non_persistent_buffers_set  # noqa: SLF001 (torch offers no other way to ask)
+        hidden = module._non_persistent_buffers_set
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 yield Place(dot + key, module, key, buffer, is_buffer=True, is_persistent=key not in hidden)

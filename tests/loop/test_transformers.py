@@ -1,0 +1,185 @@
+"""Models of transformers and peft in the user's loop."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+import outcore
+
+from .rig import KINDS, adamw, make, prepared, same
+
+KIND = pytest.mark.parametrize("kind", KINDS)
+ENDS = pytest.mark.parametrize("kind", ["device", "disk"])
+POLICY = pytest.mark.parametrize("policy", ["keep", "recompute"])
+SIZES = {"vocab_size": 61, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def llama(**options):
+    more = {"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0, "attention_dropout": 0.1, **options}
+    return LlamaForCausalLM(LlamaConfig(hidden_size=20, intermediate_size=36, num_hidden_layers=3, **SIZES, **more))
+
+
+def gpt2():
+    return GPT2LMHeadModel(
+        GPT2Config(n_positions=40, n_embd=20, n_layer=3, n_head=2, pad_token_id=0, use_cache=False, **SIZES)
+    )
+
+
+def mixtral():
+    more = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_local_experts": 3,
+        "output_router_logits": True,
+        "pad_token_id": 0,
+    }
+    return MixtralForCausalLM(MixtralConfig(hidden_size=20, intermediate_size=24, num_hidden_layers=3, **SIZES, **more))
+
+
+def ids(seed=0):
+    return torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(seed))
+
+
+def step(model, optimizer, seed=0, **options):
+    loss = model(input_ids=ids(seed), labels=ids(seed), **options).loss
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach(), norm
+
+
+@KIND
+@pytest.mark.parametrize("build", [llama, gpt2], ids=["llama", "gpt2"])
+def test_generate_between_steps(kind, build, tmp_path):
+    ways = [{}, {"do_sample": True, "top_k": 20}, {"num_beams": 3}, {"use_cache": False}]
+
+    def drive(model, optimizer):
+        seen = []
+        for i, way in enumerate(ways):
+            seen.append(step(model, optimizer, i))
+            model.eval()
+            seen.append(
+                model.generate(
+                    ids(i),
+                    attention_mask=torch.ones_like(ids(i)),
+                    max_new_tokens=5,
+                    use_cache=way.pop("use_cache", True),
+                    **way,
+                )
+            )
+            ways[i] = {**way, "use_cache": False} if i == 3 else way
+            model.train()
+        return seen
+
+    same(drive, kind, tmp_path, build=build)
+
+
+@ENDS
+@POLICY
+def test_caches_in_training(kind, policy, tmp_path):
+    def drive(model, optimizer):
+        model.config.use_cache = True  # the model makes a cache by itself; nothing of it reaches a unit
+        seen = [step(model, optimizer), step(model, optimizer, use_cache=True)]
+        if hasattr(optimizer, "engine"):
+            with torch.no_grad():
+                cache = model(ids(), use_cache=True, past_key_values=DynamicCache(config=model.config)).past_key_values
+            with pytest.raises(outcore.UnsupportedError, match="expected no key-value cache in training"):
+                model(input_ids=ids(1), past_key_values=cache, labels=ids(1))
+        return seen
+
+    same(drive, kind, tmp_path, build=functools.partial(llama, attention_dropout=0.0), policy=policy)
+
+
+@ENDS
+@POLICY
+@pytest.mark.parametrize("asked", ["output_router_logits", "output_hidden_states", "output_attentions"])
+def test_what_is_recorded_inside_blocks(kind, policy, asked, tmp_path):
+    def drive(model, optimizer):
+        seen = []
+        for i in range(2):
+            out = model(input_ids=ids(i), labels=ids(i), **{asked: True})
+            loss = out.loss
+            if asked == "output_hidden_states":
+                loss = loss + sum(h.square().mean() for h in out.hidden_states)
+            if asked == "output_attentions":
+                loss = loss + 0.1 * sum(a.square().mean() for a in out.attentions)
+                seen.append(list(out.attentions))
+            loss.backward()
+            seen.append(list(out.router_logits))
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss)
+        return [*seen, step(model, optimizer)]
+
+    def build():
+        model = mixtral()
+        model.set_attn_implementation("eager")
+        return model
+
+    same(
+        drive,
+        kind,
+        tmp_path,
+        build=build,
+        policy=policy,
+        rounding=2e-7 if asked != "output_router_logits" else 0.0,
+        optimizer=adamw if asked == "output_router_logits" else lambda m: torch.optim.SGD(m.parameters(), 0.05),
+    )
+
+
+@KIND
+def test_what_libraries_ask(kind, tmp_path):
+    plain, model = make(llama), make(llama)
+    with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
+        step(model, optimizer)
+        assert model.num_parameters() == plain.num_parameters()
+        assert model.num_parameters(only_trainable=True) == plain.num_parameters()
+        assert model.get_memory_footprint() == plain.get_memory_footprint()
+        assert (model.device, model.dtype) == (plain.device, plain.dtype)
+        assert model.get_output_embeddings().weight.shape == (61, 20)
+
+
+@KIND
+def test_resized_embeddings_are_refused(kind, tmp_path):
+    model = make(llama)
+    with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
+        step(model, optimizer)
+        with pytest.raises(outcore.UnsupportedError, match=r"resize embeddings"):
+            model.resize_token_embeddings(70)
+            step(model, optimizer)
+
+
+@pytest.mark.filterwarnings("ignore")
+@KIND
+def test_adapters_added_later_are_refused(kind, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    model = make(llama)
+    with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
+        with pytest.raises(outcore.UnsupportedError, match=r"adapters"):
+            adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+            adapted(input_ids=ids(), labels=ids()).loss.backward()
+            optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
+@KIND
+def test_gradient_checkpointing_enabled_later(kind, tmp_path):
+    def drive(model, optimizer):
+        model.gradient_checkpointing_enable()
+        return [step(model, optimizer), step(model, optimizer)]
+
+    same(drive, kind, tmp_path, build=functools.partial(llama, use_cache=False))
