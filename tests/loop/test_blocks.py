@@ -203,11 +203,16 @@ def test_results_changed_in_place_outside(kind, tmp_path):
         return loss
 
     same(drive, kind, tmp_path)
-    model = make()
+    model = make(lambda: Tower(EndsInTanh))
     with prepared(model, adamw(model), kind, tmp_path, policy="keep") as (model, _):
         loss = with_changed_results(model)
         with pytest.raises(outcore.UnsupportedError, match="result of unit 'blocks.1' was changed in place"):
             loss.backward()
+
+
+class EndsInTanh(Base):
+    def forward(self, x):
+        return torch.tanh(self.core(x))  # whose backward needs the result
 
 
 class ReturnsViews(Base):

@@ -10,7 +10,6 @@ unit, since the slot will hold another unit by then.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -54,7 +53,8 @@ class Call:
     graph: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
     watched: list[int] = field(default_factory=list)
     """Results that must not be changed in place outside."""
-    returned: list[tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=list)
+    returned: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    """Those, as they were handed out, and their versions then."""
     foreign_versions: list[int] = field(default_factory=list)
     recording: Mapping[str, Any] | None = None
 
@@ -261,13 +261,10 @@ class UnitCall:
                 "load_state_dict, "
                 "gathered(write=True), an edit in place); run forward again"
             )
-        for i in call.watched:
-            reference, version = call.returned[i]
-            tensor = reference()
-            if tensor is not None and tensor._version != version:
-                raise UnsupportedError(
-                    f"a result of {self._where} was changed in place after the call; change a copy instead"
-                )
+        if any(tensor._version != version for tensor, version in call.returned):
+            raise UnsupportedError(
+                f"a result of {self._where} was changed in place after the call; change a copy instead"
+            )
         if [_version(t) for t in call.foreign] != call.foreign_versions:
             raise UnsupportedError(
                 f"{self._where}: a tensor that it captured was changed in place after the call; change a copy instead"
@@ -314,7 +311,8 @@ class UnitFunction(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         # `.data`: no view relation, which would forbid later in-place changes of outputs of a multi-output function.
         results = tuple(t.data for t in call.outputs)
-        call.returned = [(weakref.ref(t), t._version) for t in results]
+        # Detached: they share memory, which the inner graph holds anyway, and version counter, and no node.
+        call.returned = [(t.detach(), t._version) for t in (results[i] for i in call.watched)]
         call.outputs.clear()
         return results
 
@@ -362,7 +360,7 @@ def _refuse_filled_caches(args: Any, kwargs: dict[str, Any], where: str) -> None
         if _is_cache(value) and value.get_seq_length():
             raise UnsupportedError(
                 f"{where}: expected no key-value cache in training, but a filled {type(value).__name__} was passed, "
-                "which recompute would change a second time; train with use_cache=False, or generate under torch.no_grad()"
+                "which recompute would change a second time; train with use_cache=False, or generate under no_grad()"
             )
 
 
