@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -249,6 +251,28 @@ def test_anomaly_mode(kind, policy, tmp_path):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Anomaly Detection")
         same(drive, kind, tmp_path, policy=policy)
+
+
+@ENDS
+@POLICY
+def test_a_kept_loss_keeps_no_activations(kind, policy, tmp_path):
+    model = make()
+    with prepared(model, adamw(model), kind, tmp_path, policy=policy) as (model, _):
+        made = []
+        model.blocks[1].up.register_forward_hook(
+            lambda m, args, out: made.extend([weakref.ref(out), weakref.ref(args[0])])
+        )
+        model.blocks[1].register_forward_hook(
+            lambda m, args, out: made.extend([weakref.ref(out), weakref.ref(args[0])])
+        )
+        losses = [model.loss(batch()) for _ in range(2)]
+        losses[0].backward()
+        losses[1].backward(retain_graph=True)
+        losses[1].backward()
+        gc.collect()
+        assert len(made) >= 8
+        assert [r() for r in made if r() is not None] == []
+        assert len(losses) == 2
 
 
 class Checkpointed(Tower):

@@ -58,6 +58,11 @@ class Call:
     foreign_versions: list[int] = field(default_factory=list)
     recording: Mapping[str, Any] | None = None
 
+    def release(self) -> None:
+        """Let go of what a backward needs: this object lives as long as the loss does."""
+        self.graph = self.state = None
+        self.returned = []
+
 
 class UnitCall:
     """Stands in for ``module.forward`` of a unit."""
@@ -230,7 +235,7 @@ class UnitCall:
         with self._bound(Phase.BACKWARD):
             inner, outputs = self._graph(call, saved)
             if not keeps_graph:
-                call.graph = None
+                call.release()
             outer = [*(t for t, w in zip(inner, call.wants_grad, strict=True) if w), *call.foreign]
             sources = [*outer, *(p for p, w in zip(params, wanted, strict=True) if w)]
             pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None]
