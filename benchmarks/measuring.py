@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -63,5 +64,7 @@ def _field(path: str, key: str) -> str | None:
 
 
 def _output(*command: str) -> str | None:
+    if shutil.which(command[0]) is None:
+        return None
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
     return done.stdout.strip() or None if done.returncode == 0 else None

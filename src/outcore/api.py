@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from outcore.runtime.gather import gathered_units
 from outcore.runtime.module_guard import attachment_of, is_guarded
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.runtime.race import RaceChecker
+from outcore.runtime.unit import Unit
 from outcore.saving.export import save_model, stream_tensors
 from outcore.saving.first_values import FirstValues
 from outcore.spec.budget import Budget, Limits
@@ -155,14 +156,25 @@ def gathered(
         params = list(target.parameters())
     else:
         params = [target] if isinstance(target, torch.nn.Parameter) else list(target)
-    for engine in list(_ENGINES):
-        units = [u for u in engine.units if any(p is q for p in params for q in u.params)]
-        if units:
-            return gathered_units(engine, units, write=write)
-    raise ConfigError(
-        "gathered: expected a model, module or parameters that outcore.prepare() knows, but none of them belongs to "
-        "a prepared model"
-    )
+    wanted: dict[Engine, dict[str, Unit]] = {}
+    for param in params:
+        engine = next((e for e in _ENGINES if id(param) in e.places), None)
+        if engine is None:
+            raise ConfigError(
+                "gathered: expected a model, module or parameters that outcore.prepare() knows, but one of shape "
+                f"{tuple(param.shape)} belongs to no prepared model"
+            )
+        unit, _ = engine.places[id(param)]
+        wanted.setdefault(engine, {})[unit.name] = unit
+    return _all_gathered(wanted, write=write)
+
+
+@contextmanager
+def _all_gathered(wanted: Mapping[Engine, Mapping[str, Unit]], *, write: bool) -> Iterator[None]:
+    with ExitStack() as stack:
+        for engine, units in wanted.items():
+            stack.enter_context(gathered_units(engine, list(units.values()), write=write))
+        yield
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -242,12 +254,15 @@ def _prepare(
     _switch_off_checkpointing(model)
     try:
         first_values.take_over(engine.device.torch_device)
+        for param, values in optimizer.state.items() if optimizer is not None else ():
+            engine.check_state(param, values)
         engine.attach(first_values.of)
+        streamed = None if optimizer is None else StreamedOptimizer(engine, optimizer)
     except BaseException:
         engine.close()
         raise
     _ENGINES.add(engine)
-    return Prepared(model, None if optimizer is None else StreamedOptimizer(engine, optimizer))
+    return Prepared(model, streamed)
 
 
 def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None, options: _Options) -> None:

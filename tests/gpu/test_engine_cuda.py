@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ def test_states_on_the_device_give_the_plain_bits(name, dtype, micro_batches, po
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_first_loss_and_norm_are_the_plain_ones_and_the_rest_agrees(kind, micro_batches, tmp_path):
     """An update on the CPU agrees with one on the GPU to the rounding of one kernel, so later steps agree closely."""
-    model = build("gpt2", torch.float32)
+    model = build("llama", torch.float32)  # no biases: gradients that are zero but for rounding would be magnified
     want = plain(copy.deepcopy(model), micro_batches)
     got = streamed(model, tmp_path, kind, micro_batches)
     for a, b in zip(want[0][: micro_batches + 1], got[0][: micro_batches + 1], strict=True):
@@ -150,11 +151,15 @@ def test_delays_on_each_lane_change_nothing(lane, tmp_path):
     assert_equal(want, streamed(model, tmp_path, "mixed", 2, faults=Faults(delays=delays, poison=True)))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_three_steps_synchronise_nothing(tmp_path):
     model = build("llama", torch.bfloat16).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     plan = plan_for(model, "host", "recompute")
-    data = batches(1)
+    causal = (
+        torch.ones(31, 31, dtype=torch.bool, device="cuda").tril().expand(3, 1, 31, 31)
+    )  # else the model looks for one
+    data = [batch | {"attention_mask": causal} for batch in batches(1)]
     with outcore.prepare(model, optimizer, plan=plan, device="cuda") as (model, optimizer):
         assert optimizer.engine.homes.host_is_pinned
         for i, batch in enumerate(data):
@@ -173,7 +178,8 @@ def test_device_memory_is_what_the_plan_says(tmp_path):
 
     model = build("llama", torch.bfloat16)
     plan, spec = plan_for(model, "host", "recompute"), partition(model, state_names=("exp_avg", "exp_avg_sq")).spec
-    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     with outcore.prepare(model, torch.optim.AdamW(model.parameters()), plan=plan, device="cuda"):
         taken = torch.cuda.memory_allocated() - before

@@ -14,7 +14,7 @@ from torch.nn import functional
 import outcore
 from outcore.optim.rules import rule_for
 from outcore.planning.partition import partition
-from outcore.planning.pools import LEAST, pools_for
+from outcore.planning.pools import Comfort, pools_for
 from outcore.spec.plan import Plan, UnitPlan
 
 WIDTH, VOCAB, LENGTH = 13, 31, 7
@@ -71,9 +71,11 @@ def plan_for(
     kind: str,
     policy: str = "recompute",
     units: Sequence[Any] | None = None,
+    *,
     steps: int | None = None,
+    depth: int = 0,
 ) -> Plan:
-    """Everything on one tier (the root's weights stay on the device), one slot of each kind."""
+    """Everything on one tier (the root's weights stay on the device), one slot of each kind if ``depth`` is 0."""
     names = () if optimizer is None else rule_for(optimizer).state_names(optimizer.param_groups)
     spec = partition(model, units=units, state_names=names).spec
     assert len(spec.units) > 1, "nothing moves"
@@ -87,8 +89,10 @@ def plan_for(
     return Plan(
         precision=spec.precision,
         units=tuple(plans),
-        pools=pools_for(spec, plans, steps, LEAST),
-        prefetch_depth=0,
+        pools=pools_for(
+            spec, plans, steps, Comfort(prefetch_depth=depth, num_buckets=depth + 1, max_slots_host=depth + 1)
+        ),
+        prefetch_depth=depth,
         accumulation_steps=steps,
     )
 
@@ -103,10 +107,11 @@ def prepared(
     policy: str = "recompute",
     units: Sequence[Any] | None = None,
     accumulation_steps: int | None = None,
+    depth: int = 0,
     **options: Any,
 ) -> Iterator[Any]:
     """``outcore.prepare`` with a plan for one tier, closed at the end."""
-    plan = plan_for(model, optimizer, kind, policy, units, accumulation_steps)
+    plan = plan_for(model, optimizer, kind, policy, units, steps=accumulation_steps, depth=depth)
     options["accumulation_steps"] = accumulation_steps
     budget = outcore.Budget(disk=str(folder))
     with outcore.prepare(model, optimizer, plan=plan, budget=budget, units=units, **options) as result:

@@ -16,6 +16,7 @@ import outcore
 from .rig import KINDS, Block, Tower, adamw, batch, make, prepared, same, train
 
 KIND = pytest.mark.parametrize("kind", KINDS)
+ENDS = pytest.mark.parametrize("kind", ["device", "host"])
 AWAY = pytest.mark.parametrize("kind", ["host", "disk"])
 NAME = "blocks.1.up.weight"
 
@@ -112,7 +113,7 @@ def test_questions_are_answered(kind, tmp_path):
             assert NAME in repr(model.get_parameter(NAME))
 
 
-@KIND
+@ENDS
 @pytest.mark.parametrize("name", [NAME, "blocks.1.shift", "head.weight"])
 def test_freezing_and_unfreezing_are_refused(kind, name, tmp_path):
     for way in ("method", "attribute"):
@@ -161,7 +162,7 @@ def test_head_and_embedding_read_outside_of_their_calls(kind, tmp_path):
     same(drive, kind, tmp_path, build=tied)
 
 
-@KIND
+@ENDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_edits_of_weights_on_the_device_count(kind, dtype, tmp_path):
     def edits(model, step):
@@ -208,7 +209,7 @@ def test_edits_of_weights_on_the_device_count(kind, dtype, tmp_path):
         assert (masters[place]["master"][2] - 3.0).abs().max() < 1e-5
 
 
-@KIND
+@ENDS
 def test_an_edit_between_forward_and_backward_is_refused(kind, tmp_path):
     model = make()
     name = "blocks.1.up.weight" if kind == "device" else "head.weight"
@@ -222,7 +223,7 @@ def test_an_edit_between_forward_and_backward_is_refused(kind, tmp_path):
             loss.backward()
 
 
-@KIND
+@ENDS
 def test_replaced_data_of_another_shape_is_refused(kind, tmp_path):
     model = make()
     with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
@@ -231,7 +232,7 @@ def test_replaced_data_of_another_shape_is_refused(kind, tmp_path):
             optimizer.step()
 
 
-@KIND
+@ENDS
 def test_replaced_parameters_are_refused(kind, tmp_path):
     model = make()
     with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
@@ -241,7 +242,7 @@ def test_replaced_parameters_are_refused(kind, tmp_path):
         assert not dict(outcore.named_tensors(model))["head.weight"].any()  # reading goes on
 
 
-@KIND
+@ENDS
 @pytest.mark.parametrize(
     "way",
     [
@@ -262,7 +263,7 @@ def test_copies_of_modules_are_refused(kind, way, tmp_path):
         train(model, optimizer, 1)
 
 
-@KIND
+@ENDS
 @pytest.mark.parametrize("way", [copy.deepcopy, pickle.dumps])
 def test_copies_of_the_optimizer_are_refused(kind, way, tmp_path):
     model = make()
@@ -273,7 +274,7 @@ def test_copies_of_the_optimizer_are_refused(kind, way, tmp_path):
         way(optimizer)
 
 
-@KIND
+@ENDS
 def test_moves_that_change_nothing_pass_and_others_are_refused(kind, tmp_path):
     model = make()
     with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):

@@ -13,10 +13,9 @@ from torch.nn import functional
 
 import outcore
 
-from .rig import KINDS, WIDTH, Tower, adamw, batch, make, prepared, same, train
+from .rig import WIDTH, Tower, adamw, batch, make, prepared, same, train
 
-KIND = pytest.mark.parametrize("kind", KINDS)
-ENDS = pytest.mark.parametrize("kind", ["device", "disk"])
+KIND = pytest.mark.parametrize("kind", ["device", "host"])
 POLICY = pytest.mark.parametrize("policy", ["keep", "recompute"])
 
 
@@ -132,7 +131,7 @@ class Boxes(Base):
         return Box({"deep": [self.core(x)]})
 
 
-@ENDS
+@KIND
 @POLICY
 def test_tensors_hidden_in_objects_are_refused(kind, policy, tmp_path):
     x = torch.randn(2, WIDTH, requires_grad=True)
@@ -163,7 +162,7 @@ class ChangesArgument(Base):
         return self.core(x)
 
 
-@ENDS
+@KIND
 @POLICY
 def test_changed_arguments_are_refused(kind, policy, tmp_path):
     model = make(lambda: Tower(ChangesArgument))
@@ -221,7 +220,7 @@ class ReturnsViews(Base):
         return y, y.view(-1), x.view(-1)
 
 
-@ENDS
+@KIND
 @POLICY
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_views_changed_in_place_outside_are_refused(kind, policy, which, tmp_path):
@@ -304,7 +303,8 @@ def shared_tower():
 @KIND
 @POLICY
 def test_parameters_of_the_root_used_inside(kind, policy, tmp_path):
-    same(lambda m, o: train(m, o, 3), kind, tmp_path, build=shared_tower, policy=policy)
+    # With two slots for three blocks a block's slot in backward is not that of its forward.
+    same(lambda m, o: train(m, o, 3), kind, tmp_path, build=shared_tower, policy=policy, depth=1)
 
 
 class ReadsNeighbour(Base):
@@ -337,7 +337,7 @@ class Leaks(Base):
         return self.core(x)
 
 
-@ENDS
+@KIND
 @POLICY
 @pytest.mark.parametrize("name", ["penalty", "plain"])
 def test_gradients_through_attributes_are_refused(kind, policy, name, tmp_path):

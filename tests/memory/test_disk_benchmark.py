@@ -23,8 +23,8 @@ def test_the_benchmark_reports_both_directions(tmp_path):
     report = json.loads(output)
     assert report["nbytes"] == 8 * 2**20
     for verb in ("read", "write"):
-        rates = report[verb]["store"]
-        assert len(rates["all_bytes_per_s"]) == 3
-        assert 0 < rates["min_bytes_per_s"] <= rates["median_bytes_per_s"] <= rates["max_bytes_per_s"]
+        rates = report[verb]["store_bytes_per_s"]
+        assert rates["repetitions"] == 3
+        assert 0 < rates["min"] <= rates["median"] <= rates["max"]
         assert "apt-get install fio" in report[verb]["fio"]
     assert list(tmp_path.iterdir()) == []

@@ -45,7 +45,11 @@ class Access:
 
     @torch.no_grad()
     def write_weight(self, unit: Unit, index: int, value: torch.Tensor) -> None:
-        """Replace a weight, and its master: both become ``value``, each in its own dtype."""
+        """Replace a weight, and its master.
+
+        A value with more precision than the weight becomes the master. Else elements whose master already rounds to the
+        value keep it: loading a model after its optimizer, or writing one element, loses nothing.
+        """
         spec = unit.spec.params[index]
         weight = value.detach().to(torch_dtype(spec.dtype))
         self._weights.invalidate(unit)
@@ -54,7 +58,18 @@ class Access:
             self._device.wait("weights fetched", handle)
         self._write(unit.weights, unit.spec.weight_offsets[index], weight, unit.weights_ready, "weights updated")
         if unit.has_master and spec.requires_grad:
-            self.write_state(unit, "master", index, value)
+            self.write_master(unit, index, value)
+
+    @torch.no_grad()
+    def write_master(self, unit: Unit, index: int, value: torch.Tensor) -> None:
+        """Let a master follow its weight; see ``write_weight``."""
+        if value.dtype == torch_dtype(unit.spec.params[index].dtype):
+            master, value = self.read_state(unit, "master", index), value.to("cpu")
+            is_edited = master.to(value.dtype) != value
+            if not bool(is_edited.any()):
+                return
+            value = torch.where(is_edited, value.to(master.dtype), master)
+        self.write_state(unit, "master", index, value)
 
     @torch.no_grad()
     def write_state(self, unit: Unit, name: str, index: int, value: torch.Tensor) -> None:

@@ -173,10 +173,17 @@ class Device(abc.ABC):
         region = buffer.region
         name = f"poison {region.arena} [{region.start}, {region.stop})"
         if lane is not None:
-            return self.submit(lane, name, lambda: _fill(buffer), writes=[region], after=after)
+            return self.submit(lane, name, lambda: self._fill(buffer), writes=[region], after=after)
         self.compute(name, writes=[region], after=after)
-        _fill(buffer)
+        self._fill(buffer)
         return self.mark(name)
+
+    def _fill(self, buffer: Buffer) -> None:
+        if (
+            buffer.bytes.device.type == "cpu"
+        ):  # then this thread writes at once, which copies on its stream must not see
+            self._finish_copies()
+        buffer.bytes.fill_(POISON)
 
     def _blocked_by(self, handle: Handle, wait: Callable[[], None]) -> None:
         start = time.perf_counter()
@@ -204,6 +211,11 @@ class Device(abc.ABC):
         self._execution.drain()
         if self._checker is not None:
             self._checker.synchronize()
+
+    def drain(self) -> None:
+        """``synchronize``, but in a forked child, which has nothing under way."""
+        if os.getpid() == self._pid:
+            self.synchronize()
 
     def close(self) -> None:
         """Let running operations finish, fail the queued ones, join the threads. Idempotent.
@@ -261,6 +273,10 @@ class Device(abc.ABC):
         """Device memory that is free now."""
 
     @abc.abstractmethod
+    def _finish_copies(self) -> None:
+        """Block the calling thread until the copies that it has issued are over."""
+
+    @abc.abstractmethod
     def _free_memory(self) -> None:
         """Give back what ``allocate`` took, as far as tensors do not do so when they go."""
 
@@ -315,10 +331,6 @@ def _handles(dependency: Dependency) -> Iterator[Handle]:
         yield dependency
     elif dependency is not None:
         yield from (handle for handle in dependency if handle is not None)
-
-
-def _fill(buffer: Buffer) -> None:
-    buffer.bytes.fill_(POISON)
 
 
 def _close_lanes(lanes: Lanes, execution: Execution, pid: int) -> None:

@@ -33,6 +33,9 @@ class CpuDevice(Device):
         self._memory.append(memory)
         return memory.tensor
 
+    def _finish_copies(self) -> None:
+        """Copies are over when they return."""
+
     def _free_memory(self) -> None:
         while self._memory:
             self._memory.pop().close()

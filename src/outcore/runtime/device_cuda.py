@@ -17,7 +17,6 @@ from outcore.runtime.faults import Faults
 from outcore.runtime.lanes import COPY_LANES, Handle, Lane, Operation
 from outcore.runtime.race import RaceChecker
 
-REGISTER_CHUNK_BYTES = 4 * 2**30  # one registration of hundreds of GiB may fail where pieces succeed
 _CYCLES_PER_S = 1_000_000_000  # what torch.cuda._sleep counts; GPUs run at 1 to 2 GHz, and only tests sleep
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
 
@@ -109,18 +108,17 @@ class CudaDevice(Device):
         return aligned_bytes(nbytes, self.torch_device)
 
     def register_host(self, memory: torch.Tensor) -> bool:
-        """Pin host memory in chunks of 4 GiB; all of it or nothing."""
-        chunks = _chunks(memory)
-        for i, (address, nbytes) in enumerate(chunks):
-            if int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE)) != 0:
-                self._unregister(chunks[:i])
-                self._clear_error()
-                return False
-        return True
+        """Pin with cudaHostRegister in one piece: a copy from one registration into the next may be refused."""
+        nbytes = memory.numel() * memory.element_size()
+        if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, _PORTABLE)) == 0:
+            return True
+        self._clear_error()
+        return False
 
     def unregister_host(self, memory: torch.Tensor) -> None:
         """Undo ``register_host``."""
-        self._unregister(_chunks(memory))
+        if int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())) != 0:
+            self._clear_error()
 
     def hand_over(self, tensor: torch.Tensor, lane: Lane) -> None:
         """Keep the allocator from reusing the tensor's memory before ``lane``'s stream is done with it."""
@@ -144,6 +142,9 @@ class CudaDevice(Device):
         idle_bytes = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return int(free_bytes + idle_bytes)
 
+    def _finish_copies(self) -> None:
+        torch.cuda.current_stream(self.torch_device).synchronize()
+
     def _free_memory(self) -> None:
         """The allocator takes it back with the last tensor."""
 
@@ -160,11 +161,6 @@ class CudaDevice(Device):
     def _pause_compute(self, seconds: float) -> None:
         with torch.cuda.device(self.torch_device):
             sleep_on_stream(seconds)
-
-    def _unregister(self, chunks: list[tuple[int, int]]) -> None:
-        refused = [address for address, _ in chunks if int(torch.cuda.cudart().cudaHostUnregister(address)) != 0]
-        if refused:
-            self._clear_error()
 
     def _clear_error(self) -> None:
         """Take the refusal away that the runtime remembers: else the next kernel, whoever launches it, reports it."""
@@ -183,10 +179,3 @@ def sleep_on_stream(seconds: float) -> None:
     """Keep the current stream busy for about so long."""
     if seconds > 0:
         torch.cuda._sleep(int(seconds * _CYCLES_PER_S))  # noqa: SLF001  (torch offers no public delay)
-
-
-def _chunks(memory: torch.Tensor) -> list[tuple[int, int]]:
-    """(address, bytes) of the pieces that are registered one by one."""
-    total_bytes = memory.numel() * memory.element_size()
-    starts = range(0, total_bytes, REGISTER_CHUNK_BYTES)
-    return [(memory.data_ptr() + start, min(REGISTER_CHUNK_BYTES, total_bytes - start)) for start in starts]

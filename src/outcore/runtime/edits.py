@@ -41,7 +41,7 @@ def take_edits(unit: Unit, access: Access, device: Device) -> None:
             continue
         unit.weights_version += 1
         if unit.has_master and i < unit.num_trainable:
-            _refresh_master(unit, i, access)
+            access.write_master(unit, i, access.read_weight(unit, i))
     if is_moved:
         unit.point_at(buffer)
     unit.note_versions()
@@ -55,10 +55,3 @@ def refuse_other_form(spec: ParamSpec, tensor: torch.Tensor) -> None:
             f"{tuple(tensor.shape)} "
             f"{tensor.dtype}; resize embeddings and change the model before outcore.prepare()"
         )
-
-
-def _refresh_master(unit: Unit, index: int, access: Access) -> None:
-    weight, master = access.read_weight(unit, index), access.read_state(unit, "master", index)
-    is_edited = master.to(weight.dtype) != weight
-    if bool(is_edited.any()):
-        access.write_state(unit, "master", index, torch.where(is_edited, weight.to(master.dtype), master))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from outcore.core.errors import OutcoreError, UnsupportedError
+from outcore.core.errors import ConfigError, OutcoreError, UnsupportedError
 from outcore.optim.rules import Hyper, UpdateRule
 from outcore.planning.partition import Partition
 from outcore.runtime.access import Access
@@ -19,6 +19,7 @@ from outcore.runtime.call import UnitCall
 from outcore.runtime.device import Device
 from outcore.runtime.edits import take_edits
 from outcore.runtime.fill import Values, fill_unit
+from outcore.runtime.grad_handle import GradHandle
 from outcore.runtime.gradient_homes import GradientHomes
 from outcore.runtime.gradients import Gradients
 from outcore.runtime.homes import Homes
@@ -26,7 +27,6 @@ from outcore.runtime.lanes import Handle
 from outcore.runtime.module_guard import ModuleGuard
 from outcore.runtime.traffic import Traffic
 from outcore.runtime.unit import Unit
-from outcore.runtime.unit_gradients import UnitGradients
 from outcore.runtime.updates import Change, Updates
 from outcore.runtime.weights import Weights
 from outcore.runtime.workers import UpdateWorkers
@@ -127,14 +127,14 @@ class Engine:
         hypers = self._hypers(groups)
         self._refuse_while_gathered()
         self.refuse_if_replaced()
+        held = {u.name: self.gradients.of[u.name].held_handles() for u in self.units}  # refuses before anything is done
         for unit in self.units:
             take_edits(unit, self.access, self.device)
         cache: dict[int, tuple[torch.Tensor, Handle | None]] = {}
         for unit in self.weights.units_by_next_use():
-            gradients = self.gradients.of[unit.name]
-            changes, copied = self._changes(unit, gradients, hypers, cache)
+            changes, copied = self._changes(unit, held[unit.name], hypers, cache)
             if changes:
-                self._updates.submit(unit, gradients, changes, copied)
+                self._updates.submit(unit, self.gradients.of[unit.name], changes, copied)
         self.gradients.after_step()
         self.weights.prefetch_after_update()
 
@@ -148,12 +148,12 @@ class Engine:
     def _changes(
         self,
         unit: Unit,
-        gradients: UnitGradients,
+        held: Mapping[int, GradHandle],
         hypers: Mapping[int, Hyper],
         cache: dict[int, tuple[torch.Tensor, Handle | None]],
     ) -> tuple[dict[int, Change], list[Handle]]:
         changes, copied = {}, []
-        for i, handle in gradients.held_handles().items():
+        for i, handle in held.items():
             hyper = hypers.get(id(unit.params[i]))
             if hyper is None:  # trainable, but given to no optimizer: it keeps its gradient, as in a plain loop
                 continue
@@ -172,6 +172,41 @@ class Engine:
                 f"expected optimizer.step() outside of outcore.gathered(), but unit '{unit.label}' is gathered; leave "
                 "the block first"
             )
+
+    # States, by parameter.
+
+    def check_state(self, param: torch.Tensor, values: Mapping[str, Any]) -> None:
+        """Raise if states of an optimizer do not fit a parameter.
+
+        Raises:
+            ConfigError: A tensor of another shape.
+        """
+        unit, i = self.places.get(id(param), (None, 0))
+        if unit is None or i >= unit.num_trainable:
+            return
+        spec = unit.spec.params[i]
+        for name in unit.state_names:
+            value = values.get(name)
+            if value is not None and tuple(value.shape) != spec.shape:
+                raise ConfigError(
+                    f"optimizer state: expected {name} of '{spec.name}' with shape {spec.shape}, but got "
+                    f"{tuple(value.shape)}; it was saved for another model"
+                )
+
+    def load_state(self, param: torch.Tensor, values: Mapping[str, Any]) -> None:
+        """Replace a parameter's states by ``values``; what is missing begins anew, masters apart."""
+        unit, i = self.places.get(id(param), (None, 0))
+        if unit is None or i >= unit.num_trainable or self._rule is None:
+            return
+        has_states = any(values.get(name) is not None for name in unit.state_names if name != "master")
+        unit.steps[i] = int(values["step"]) if "step" in values else int(has_states)  # SGD keeps no step
+        for name in unit.state_names:
+            value = values.get(name)
+            if value is None and name != "master":
+                spec = unit.spec.params[i]
+                value = torch.full(spec.shape, self._rule.initial_value(name), dtype=unit.update_dtypes[i])
+            if value is not None:
+                self.access.write_state(unit, name, i, value)
 
     # Life.
 
@@ -194,6 +229,7 @@ class Engine:
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
+        self.device.drain()  # nothing may be in flight to or from memory and files that are given back
         for unit in self.units:
             unit.mark_absent(device=self.device.torch_device)
             for param in unit.params:

@@ -90,7 +90,7 @@ class GradHandle(torch.Tensor):
                 raise UnsupportedError(_refusal(self, f"multiplication by a tensor of shape {tuple(factor.shape)}"))
             self.factors.append(self.owner.snapshot(factor))
         else:
-            self.factors.append(torch.tensor(factor, dtype=torch.float64, device=self.device))
+            self.factors.append(torch.tensor(factor, dtype=torch.float64))  # on the host: no copy, no wait
         return self
 
     @classmethod

@@ -18,7 +18,7 @@ from outcore.runtime.grad_handle import GradHandle
 from outcore.runtime.homes import Homes, Slot, SlotPool
 from outcore.runtime.lanes import After, Handle, Lane, newest
 from outcore.runtime.traffic import Traffic
-from outcore.runtime.unit import Unit, expect_buffer, expect_extent
+from outcore.runtime.unit import Unit, expect_buffer, expect_extent, torch_dtype
 from outcore.runtime.unit_gradients import Pass, UnitGradients
 
 _PROMOTE_NUMEL = 2**18
@@ -221,12 +221,30 @@ class GradientHomes:
         if handle.is_zero:
             value = torch.zeros(unit.spec.params[i].numel, dtype=dtype, device=self._device.torch_device)
         else:
-            with self._at_hand(unit, is_write=False) as home:
-                stored = gradients.stored_view(home, i).to(self._device.torch_device, dtype)
-                value = stored.clone() if unit.plan.gradients == "disk" else stored
+            if unit.plan.gradients == "disk":
+                stored = self._read_one(gradients, i)
+            else:
+                with self._at_hand(unit, is_write=False) as home:
+                    stored = gradients.stored_view(home, i)
+            value = stored.to(self._device.torch_device, dtype)
         for factor in handle.factors:
             value = value * factor
         return value
+
+    def _read_one(self, gradients: UnitGradients, index: int) -> torch.Tensor:
+        """One gradient as it is stored, straight from disk. Memory: host, that gradient."""
+        unit, spec = gradients.unit, gradients.unit.spec
+        offsets, dtype = (spec.update_offsets, unit.update_dtypes[index])
+        if gradients.is_native:
+            offsets, dtype = spec.weight_offsets, torch_dtype(spec.params[index].dtype)
+        nbytes = spec.params[index].numel * dtype.itemsize
+        part = expect_extent(unit.gradients, unit.label).part(offsets[index], offsets[index] + nbytes)
+        self._device.wait("gradients stored", unit.gradients_ready)
+        self._device.host_access(f"look at a gradient of {unit.label}", reads=[part.region])
+        found = torch.empty(nbytes, dtype=torch.uint8)
+        if nbytes:
+            self._disk().read(part, found)
+        return found.view(dtype)
 
     @torch.no_grad()
     def change(self, gradients: UnitGradients, handle: GradHandle, change: Callable[[torch.Tensor], Any]) -> None:

@@ -204,12 +204,15 @@ class Gradients:
     @torch.no_grad()
     def _close(self, gradients: UnitGradients) -> None:
         """Take norms, send the sums of this pass home, put handles on ``p.grad``."""
-        current, gradients.open = gradients.open, None
+        current = gradients.open
         if current is None:
             return
         unit = gradients.unit
         held = {i: handle for i, handle in gradients.held_handles().items() if not handle.is_zero}
-        self._count_pass(gradients, is_first=not held)
+        self._count_pass(
+            gradients, is_first=not held
+        )  # may refuse: until then the pass stays open, to be dropped whole
+        gradients.open = None
         added = current.present & held.keys()
         self._take_norms(gradients, current, added)
         done = self._resting.send(gradients, current, held)

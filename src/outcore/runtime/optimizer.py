@@ -35,7 +35,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._is_complete = True
         self.step_was_skipped = False
         for param, values in list(original.state.items()):
-            self.load_state_of(param, values)
+            engine.load_state(param, values)
         original.state.clear()
 
     @property
@@ -106,41 +106,23 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 f"optimizer.load_state_dict: expected groups of {sizes} parameters, but got "
                 f"{[len(g['params']) for g in groups]}"
             )
-        for mine, theirs in zip(self.param_groups, groups, strict=True):
-            mine.update({k: v for k, v in theirs.items() if k != "params"})
         keys = [key for group in groups for key in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
-        for key, param in zip(keys, params, strict=True):
-            self.load_state_of(param, state_dict["state"].get(key, {}))
-
-    def load_state_of(self, param: torch.Tensor, values: dict[str, Any]) -> None:
-        """Write one parameter's states home."""
-        place = self.engine.places.get(id(param))
-        if place is None or not param.requires_grad or not values:
-            return
-        unit, i = place
-        if "step" not in values:  # SGD: what counts is whether a first step was made
-            unit.steps[i] = max(unit.steps[i], int(any(v is not None for v in values.values())))
-        for name, value in values.items():
-            if name == "step":
-                unit.steps[i] = int(value)
-            elif name in unit.state_names and value is not None:
-                if tuple(value.shape) != unit.spec.params[i].shape:
-                    raise ConfigError(
-                        f"optimizer.load_state_dict: expected {name} of '{unit.spec.params[i].name}' with shape "
-                        f"{unit.spec.params[i].shape}, but got "
-                        f"{tuple(value.shape)}"
-                    )
-                self.engine.access.write_state(unit, name, i, value)
+        values = [state_dict["state"].get(key, {}) for key in keys]
+        for param, state in zip(params, values, strict=True):
+            self.engine.check_state(param, state)
+        for mine, theirs in zip(self.param_groups, groups, strict=True):
+            mine.update({k: v for k, v in theirs.items() if k != "params"})
+        for param, state in zip(params, values, strict=True):
+            self.engine.load_state(param, state)
 
     def _state_of(self, param: torch.Tensor) -> dict[str, Any]:
         place = self.engine.places.get(id(param))
         if place is None or not param.requires_grad:
             return {}
         unit, i = place
-        if not unit.steps[i] and not isinstance(
-            self._original, torch.optim.Adagrad
-        ):  # Adagrad has states before its first step
+        has_states = unit.steps[i] or isinstance(self._original, torch.optim.Adagrad)  # which has them from the start
+        if not has_states:
             return {}
         # torch.optim.SGD keeps no step
         values: dict[str, Any] = (

@@ -79,6 +79,7 @@ class Unit:
         self.touched: set[int] = set()
         self._present_class = watched_class(self.touched) if self.is_resident and self.has_master else Parameter
         # Views are made once per buffer; buffers live as long as the unit.
+        self._absent_views: dict[tuple[str, torch.device], torch.Tensor] = {}
         self._views: dict[tuple[str, Region], list[torch.Tensor]] = {}
         self.update_dtypes = [torch_dtype(p.update_dtype) for p in spec.trainable]
         # What p.grad says: the accumulated gradient's dtype, so that clipping takes the norms of a mixed model
@@ -167,12 +168,19 @@ class Unit:
         for param, spec in zip(self.params, self.spec.params, strict=True):
             if device is not None:
                 param.__class__ = Parameter
-                param.data = absent_view(spec, device)
+                param.data = self._absent_view(spec, device)
             param.__class__ = self.absent_class
+
+    def _absent_view(self, spec: ParamSpec, device: torch.device) -> torch.Tensor:
+        key = (spec.name, device)
+        if key not in self._absent_views:
+            self._absent_views[key] = absent_view(spec, device)
+        return self._absent_views[key]
 
     def forget(self) -> None:
         """Let go of all memory, so that it can be given back."""
         self._views.clear()
+        self._absent_views.clear()
         self.weights = self.gradients = self.states = self.slot = None
 
     def state_span(self, name: str) -> tuple[int, int]:

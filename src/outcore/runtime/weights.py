@@ -99,9 +99,13 @@ class Weights:
         if unit.is_gathered:
             return
         if unit.num_bound == 1:
-            if not unit.is_resident and unit.slot is None and unit.weights is not None:
-                self._fetch(unit, is_demand=True)
-            self.present(unit)
+            try:
+                if not unit.is_resident and unit.slot is None and unit.weights is not None:
+                    self._fetch(unit, is_demand=True)
+                self.present(unit)
+            except BaseException:  # whoever called will not unbind
+                unit.num_bound -= 1
+                raise
         self._prefetch(self._order.coming(limit=self._depth))
 
     def present(self, unit: Unit) -> None:
