@@ -97,7 +97,8 @@ def test_a_refused_step_changes_nothing(tmp_path):
 
 def test_a_broken_promise_costs_no_bucket(tmp_path):
     model = build()
-    with outcore.prepare(model, adamw(model), budget=tight(model, tmp_path), accumulation_steps=1) as (model, optimizer):
+    options = {"budget": tight(model, tmp_path), "accumulation_steps": 1}
+    with outcore.prepare(model, adamw(model), **options) as (model, optimizer):
         x = torch.randn(7, 5)
         for _ in range(4):  # more often than there are buckets
             model(x).sum().backward()
