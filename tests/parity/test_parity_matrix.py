@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from . import zoo
-from .cases import CHOICES, KINDS, PRECISIONS, Case, pairs, pairwise, run
+from .cases import CHOICES, KINDS, PRECISIONS, Case, pairs, pairwise, run_checked
 from .loops import assert_equal, plain_loop
 
 MATRIX = list(pairwise())
@@ -16,7 +16,7 @@ MATRIX = list(pairwise())
 
 @pytest.mark.parametrize("case", MATRIX, ids=str)
 def test_streamed_training_equals_the_plain_loop(case: Case, tmp_path: Path) -> None:
-    assert_equal(plain_loop(case.name, case.setting), run(case, tmp_path))
+    assert_equal(plain_loop(case.name, case.setting), run_checked(case, tmp_path))
 
 
 def test_every_pair_of_choices_is_covered() -> None:
