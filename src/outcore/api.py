@@ -14,7 +14,7 @@ from torch import nn
 
 from outcore.core.errors import ConfigError
 from outcore.memory.limits import disk_free_bytes, host_free_bytes
-from outcore.optim.rules import rule_for
+from outcore.optim.rules import UpdateRule, rule_for
 from outcore.planning.check import check_plan
 from outcore.planning.partition import Partition, partition
 from outcore.planning.placement import place
@@ -23,14 +23,14 @@ from outcore.runtime.device_open import open_device
 from outcore.runtime.engine import Engine, Promises
 from outcore.runtime.faults import Faults
 from outcore.runtime.gather import gathered_units
-from outcore.runtime.module_guard import attachment_of, is_guarded
+from outcore.runtime.module_guard import attachment_of, engine_of, is_guarded
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.runtime.race import RaceChecker
 from outcore.runtime.unit import Unit
 from outcore.saving.export import save_model, stream_tensors
 from outcore.saving.first_values import FirstValues
 from outcore.spec.budget import Budget, Limits
-from outcore.spec.model import Precision
+from outcore.spec.model import ModelSpec, Precision
 from outcore.spec.plan import Plan
 
 _DEVICE_SHARE = 0.9  # of what is free, where no budget says otherwise: the rest is for the driver and fragmentation
@@ -118,6 +118,27 @@ def prepare_for_test(
     return _prepare(model, optimizer, _Options(**options), faults or Faults(), race_checker)
 
 
+def plan_for(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> tuple[ModelSpec, Plan]:
+    """The plan that ``prepare`` would follow with the same arguments; no memory is taken and nothing is changed.
+
+    Args:
+        model: Any part of it may be on the meta device.
+        optimizer: Over its parameters.
+        options: As ``prepare`` takes them.
+
+    Returns:
+        The model in units, and where each of them lives.
+
+    Raises:
+        ConfigError: An argument that cannot be used.
+        PlanInfeasibleError: The budget does not suffice.
+    """
+    given = _Options(**{name: value for name, value in options.items() if value is not None})
+    _, cut = _cut(model, optimizer, given)
+    with open_device(given.device, Faults(), None) as device:
+        return cut.spec, _choose_plan(cut, given, device)
+
+
 def close(model: nn.Module) -> None:
     """End the run of a prepared model: wait for updates, give memory, files and threads back. Idempotent.
 
@@ -185,7 +206,7 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     Raises:
         ConfigError: Not a prepared model.
     """
-    return stream_tensors(_engine_of(model, "named_tensors"))
+    return stream_tensors(engine_of(model, "named_tensors"))
 
 
 def save_pretrained(model: nn.Module, directory: str | Path) -> None:
@@ -204,7 +225,7 @@ def save_pretrained(model: nn.Module, directory: str | Path) -> None:
 
     Memory: host, one tensor at a time.
     """
-    save_model(_engine_of(model, "save_pretrained"), directory)
+    save_model(engine_of(model, "save_pretrained"), directory)
 
 
 _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -230,12 +251,7 @@ def _prepare(
     faults: Faults,
     race_checker: RaceChecker | None,
 ) -> Prepared:
-    _check_arguments(model, optimizer, options)
-    rule = None if optimizer is None else rule_for(optimizer)
-    if optimizer is None:
-        model.requires_grad_(requires_grad=False)
-    state_names = rule.state_names(optimizer.param_groups) if rule is not None and optimizer is not None else ()
-    cut = partition(model, units=options.units, state_names=state_names, precision=options.precision)
+    rule, cut = _cut(model, optimizer, options)
     first_values = FirstValues(model, options.weights)
     device = open_device(options.device, faults, race_checker)
     try:
@@ -263,6 +279,19 @@ def _prepare(
         raise
     _ENGINES.add(engine)
     return Prepared(model, streamed)
+
+
+def _cut(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, options: _Options
+) -> tuple[UpdateRule | None, Partition]:
+    """Check the arguments and cut the model into units. Without an optimizer everything is frozen."""
+    _check_arguments(model, optimizer, options)
+    if optimizer is None:
+        model.requires_grad_(requires_grad=False)
+        return None, partition(model, units=options.units, state_names=(), precision=options.precision)
+    rule = rule_for(optimizer)
+    names = rule.state_names(optimizer.param_groups)
+    return rule, partition(model, units=options.units, state_names=names, precision=options.precision)
 
 
 def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None, options: _Options) -> None:
@@ -333,13 +362,3 @@ def _switch_off_checkpointing(model: nn.Module) -> None:
             f"({len(active)} modules)",
             stacklevel=4,
         )
-
-
-def _engine_of(model: nn.Module, what: str) -> Engine:
-    attachment = attachment_of(model)
-    if attachment is None:
-        raise ConfigError(
-            f"{what}: expected a model that outcore.prepare() returned, but got a {type(model).__name__} that is not "
-            "prepared"
-        )
-    return attachment.engine

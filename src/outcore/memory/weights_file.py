@@ -25,9 +25,6 @@ from outcore.core.errors import ConfigError
 from outcore.core.quantities import align_up
 from outcore.memory.disk_file import disk_error
 
-SINGLE_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
-
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -47,7 +44,6 @@ _DTYPES = {
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER_BYTES = 100 * 10**6  # what the format allows
-_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 TensorSpec = tuple[str, torch.dtype, tuple[int, ...]]
 """Name, dtype and shape of a tensor that will be written."""
@@ -71,32 +67,45 @@ class _Entry:
 class WeightsDirectory:
     """The tensors of a checkpoint directory. Only headers are kept."""
 
-    def __init__(self, path: Path, entries: Mapping[str, _Entry]) -> None:
+    def __init__(self, path: Path, entries: Mapping[str, _Entry], metadata: Mapping[str, str]) -> None:
         """Only ``open`` calls this."""
         self.path = path
+        self.metadata = dict(metadata)
         self._entries = dict(entries)
 
     @classmethod
-    def open(cls, path: str | Path) -> Self:
+    def open(cls, path: str | Path, stem: str = "model") -> Self:
         """Read and check all headers.
+
+        Args:
+            path: The directory.
+            stem: What the files' names begin with.
 
         Raises:
             ConfigError: No weights there, or files that are not what they should be.
         """
         folder = Path(path)
-        if (folder / SINGLE_NAME).exists():
-            return cls(folder, _read_header(folder / SINGLE_NAME))
-        if not (folder / INDEX_NAME).exists():
-            raise ConfigError(f"weights '{folder}': expected {SINGLE_NAME} or {INDEX_NAME} there, but found neither")
-        weight_map = _read_index(folder / INDEX_NAME)
-        shards = {name: _read_header(folder / name) for name in sorted(set(weight_map.values()))}
+        single, index = folder / _single_name(stem), folder / _index_name(stem)
+        if single.exists():
+            return cls(folder, *_read_header(single))
+        if not index.exists():
+            raise ConfigError(f"weights '{folder}': expected {single.name} or {index.name} there, but found neither")
+        weight_map = _read_index(index)
+        headers = {name: _read_header(folder / name) for name in sorted(set(weight_map.values()))}
+        shards = {name: entries for name, (entries, _) in headers.items()}
         for name, shard in weight_map.items():
             if name not in shards[shard]:
                 raise ConfigError(
-                    f"weights '{folder / INDEX_NAME}': expected tensor '{name}' in '{shard}', but it is not there; "
+                    f"weights '{index}': expected tensor '{name}' in '{shard}', but it is not there; "
                     "the files belong to different saves, fetch them again"
                 )
-        return cls(folder, {name: shards[shard][name] for name, shard in weight_map.items()})
+        _, metadata = next(iter(headers.values()))
+        return cls(folder, {name: shards[shard][name] for name, shard in weight_map.items()}, metadata)
+
+    @staticmethod
+    def is_there(path: str | Path, stem: str = "model") -> bool:
+        """Whether the directory has such files."""
+        return any((Path(path) / name).is_file() for name in (_single_name(stem), _index_name(stem)))
 
     def names(self) -> list[str]:
         """Names of all tensors."""
@@ -142,6 +151,7 @@ def write_safetensors(
     specs: Sequence[TensorSpec],
     tensors: Iterable[tuple[str, torch.Tensor]],
     *,
+    stem: str = "model",
     max_shard_bytes: int = 5 * 10**9,
     metadata: Mapping[str, str] | None = None,
 ) -> list[Path]:
@@ -155,6 +165,7 @@ def write_safetensors(
         directory: Made if missing.
         specs: Every tensor, in the order of ``tensors``.
         tensors: Names and values, on any device.
+        stem: What the files' names begin with.
         max_shard_bytes: A file grows beyond it only for a single larger tensor.
         metadata: Strings for the files' headers, beside ``format: pt``.
 
@@ -166,7 +177,7 @@ def write_safetensors(
     """
     folder = Path(directory)
     shards = _shards_of(specs, max_shard_bytes)
-    names = _shard_names(len(shards))
+    names = _shard_names(stem, len(shards))
     texts = {"format": "pt", **(metadata or {})}
     stream = iter(tensors)
     partial: list[Path] = []
@@ -179,10 +190,11 @@ def write_safetensors(
         if extra is not None:
             raise AssertionError(f"'{extra[0]}' comes after the last of the specs")
         if len(names) > 1:
-            partial.append(folder / f".{INDEX_NAME}.{os.getpid()}.partial")
+            index = _index_name(stem)
+            partial.append(folder / f".{index}.{os.getpid()}.partial")
             _write_index(partial[-1], names, shards)
-            names = [*names, INDEX_NAME]
-        return _put_in_place(folder, partial, names)
+            names = [*names, index]
+        return _put_in_place(folder, partial, names, stem)
     except OSError as error:
         raise disk_error(f"weights '{folder}': expected to write {len(names)} files", error) from error
     finally:
@@ -206,7 +218,8 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _read_header(path: Path) -> dict[str, _Entry]:
+def _read_header(path: Path) -> tuple[dict[str, _Entry], dict[str, str]]:
+    """Entries and metadata."""
     what = f"weights '{path}': expected a safetensors file"
     try:
         with path.open("rb", buffering=0) as file:
@@ -217,7 +230,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
             header = _parse(_read_exactly(file, header_bytes), path)
     except OSError as error:
         raise ConfigError(f"{what}, but it cannot be read: {error}") from error
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
     entries = {name: _entry_of(name, fields, path, 8 + header_bytes) for name, fields in header.items()}
     end = 8 + header_bytes
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
@@ -226,7 +239,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
         end += entry.nbytes
     if end != file_bytes:
         raise ConfigError(f"{what} of {end} bytes, but it has {file_bytes}; it is truncated or damaged, fetch it again")
-    return entries
+    return entries, metadata if isinstance(metadata, dict) else {}
 
 
 def _entry_of(name: str, fields: object, path: Path, base: int) -> _Entry:
@@ -309,10 +322,18 @@ def _shards_of(specs: Sequence[TensorSpec], max_shard_bytes: int) -> list[list[T
     return shards
 
 
-def _shard_names(num_shards: int) -> list[str]:
+def _single_name(stem: str) -> str:
+    return f"{stem}.safetensors"
+
+
+def _index_name(stem: str) -> str:
+    return f"{stem}.safetensors.index.json"
+
+
+def _shard_names(stem: str, num_shards: int) -> list[str]:
     if num_shards == 1:
-        return [SINGLE_NAME]
-    return [f"model-{i + 1:05d}-of-{num_shards:05d}.safetensors" for i in range(num_shards)]
+        return [_single_name(stem)]
+    return [f"{stem}-{i + 1:05d}-of-{num_shards:05d}.safetensors" for i in range(num_shards)]
 
 
 def _write_shard(
@@ -360,14 +381,16 @@ def _write_index(path: Path, names: Sequence[str], shards: Sequence[Sequence[Ten
         os.fsync(file.fileno())
 
 
-def _put_in_place(folder: Path, partial: Sequence[Path], names: Sequence[str]) -> list[Path]:
-    stale = [folder / INDEX_NAME] + ([folder / SINGLE_NAME] if SINGLE_NAME not in names else [])
+def _put_in_place(folder: Path, partial: Sequence[Path], names: Sequence[str], stem: str) -> list[Path]:
+    single = _single_name(stem)
+    stale = [folder / _index_name(stem)] + ([folder / single] if single not in names else [])
     for path in stale:
         path.unlink(missing_ok=True)
     for path, name in zip(partial, names, strict=True):
         path.rename(folder / name)
-    for path in folder.glob("model-*-of-*.safetensors"):
-        if _SHARD.fullmatch(path.name) and path.name not in names:
+    shard = re.compile(rf"{re.escape(stem)}-\d{{5}}-of-\d{{5}}\.safetensors")
+    for path in list(folder.iterdir()):
+        if shard.fullmatch(path.name) and path.name not in names:
             path.unlink()
     fd = os.open(folder, os.O_RDONLY)
     try:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from outcore.core.errors import UnsupportedError
+from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.runtime.edits import take_edits
 
 if TYPE_CHECKING:
@@ -39,6 +39,25 @@ def attachment_of(module: nn.Module) -> Attachment | None:
     """The attachment of a prepared model, if it is one."""
     found = module.__dict__.get(ATTACHMENT)
     return found if isinstance(found, Attachment) else None
+
+
+def engine_of(module: nn.Module, what: str) -> Engine:
+    """The engine of a prepared model.
+
+    Args:
+        module: The model.
+        what: Who asks, for the error.
+
+    Raises:
+        ConfigError: Not a prepared model.
+    """
+    attachment = attachment_of(module)
+    if attachment is None:
+        raise ConfigError(
+            f"{what}: expected a model that outcore.prepare() returned, but got a {type(module).__name__} that is not "
+            "prepared"
+        )
+    return attachment.engine
 
 
 def is_guarded(module: nn.Module) -> bool:

@@ -1,0 +1,198 @@
+"""The training state of a prepared model, to and from a directory: optimizer states by name, and weights alone.
+
+[Note: training state] ``optimizer.safetensors`` (or its shards) holds every state of every trained parameter as
+``<parameter>.<state>``, master weights included where weights have another dtype, and in its header's metadata
+(``training_state``) the steps of each parameter and the settings of each param group. It does not depend on the plan:
+what was saved from disk loads onto the device. Weights stand beside it, as ``save_pretrained`` writes them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.memory.weights_file import TensorSpec, WeightsDirectory, write_safetensors
+from outcore.runtime.edits import take_edits
+from outcore.runtime.engine import Engine
+from outcore.runtime.module_guard import engine_of
+from outcore.runtime.optimizer import StreamedOptimizer
+from outcore.runtime.unit import Unit
+from outcore.saving.conversions import is_adapter_model
+from outcore.saving.load_plan import plan_loading
+from outcore.saving.state_names import places
+
+_STEM = "optimizer"
+_KEY = "training_state"
+
+
+def has_states(directory: str | Path) -> bool:
+    """Whether ``save_states`` wrote there."""
+    return WeightsDirectory.is_there(directory, _STEM)
+
+
+def save_states(optimizer: StreamedOptimizer, directory: str | Path) -> None:
+    """Write optimizer states, steps and the settings of param groups. Updates that are under way are waited for.
+
+    Args:
+        optimizer: Prepared.
+        directory: Made if missing; an older save there is replaced when the new one is complete.
+
+    Raises:
+        UnsupportedError: A setting of a param group that JSON cannot hold.
+        DiskError: The directory cannot be written.
+
+    Memory: host, one tensor at a time.
+    """
+    engine = optimizer.engine
+    engine.refuse_if_closed()
+    trained = dict(_trained(optimizer))
+    described = {
+        "steps": {name: unit.steps[i] for name, (unit, i) in trained.items()},
+        "groups": [{k: _plain(k, v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
+    }
+    specs = [spec for name, (unit, i) in trained.items() for spec in _specs(name, unit, i)]
+    metadata = {_KEY: json.dumps(described)}
+    write_safetensors(directory, specs, _values(engine, trained), stem=_STEM, metadata=metadata)
+
+
+def load_states(optimizer: StreamedOptimizer, directory: str | Path) -> None:
+    """Read what ``save_states`` wrote; it may have been saved under another plan. Settings of groups are taken over.
+
+    Raises:
+        ConfigError: Nothing there, or saved for another model, optimizer or precision; nothing has been changed.
+        DiskError: The files cannot be read.
+
+    Memory: host, one tensor at a time.
+    """
+    engine = optimizer.engine
+    engine.refuse_if_closed()
+    saved = WeightsDirectory.open(directory, _STEM)
+    trained = dict(_trained(optimizer))
+    steps, groups = _described(saved)
+    _refuse_others(saved, trained, steps)
+    if len(groups) != len(optimizer.param_groups):
+        raise ConfigError(
+            f"optimizer states '{saved.path}': expected {len(optimizer.param_groups)} param groups as the optimizer "
+            f"has, but {len(groups)} were saved; build it as in the run that saved them"
+        )
+    for group, settings in zip(optimizer.param_groups, groups, strict=True):
+        group.update({k: _like(group.get(k), v) for k, v in settings.items()})
+    for name, (unit, i) in trained.items():
+        for state, _, _ in _specs(name, unit, i):
+            engine.access.write_state(unit, state.removeprefix(f"{name}."), i, saved.read(state))
+        unit.steps[i] = steps[name]
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, directory: str | Path) -> None:
+    """Replace the weights of a prepared model by a checkpoint's; of a model with adapters, the adapters alone.
+
+    Masters follow, optimizer states stay.
+
+    Args:
+        model: Prepared.
+        directory: As ``save_pretrained`` writes it.
+
+    Raises:
+        ConfigError: Not a prepared model, or a checkpoint of another one; nothing has been changed.
+
+    Memory: host, one tensor at a time; all adapters.
+    """
+    engine = engine_of(model, "load_weights")
+    engine.refuse_if_closed()
+    if is_adapter_model(model):
+        _load_adapters(model, directory)
+        return
+    loading = plan_loading(model, directory)
+    for tensor in {id(p.tensor): p.tensor for p in places(model) if loading.holds(p.tensor)}.values():
+        found = engine.places.get(id(tensor))
+        if found is None:
+            tensor.copy_(loading.read(tensor))  # a buffer
+            continue
+        take_edits(found[0], engine.access, engine.device)
+        engine.access.write_weight(*found, loading.read(tensor))
+    loading.forget()
+
+
+def _load_adapters(model: nn.Module, directory: str | Path) -> None:
+    from peft import load_peft_weights, set_peft_model_state_dict
+
+    if not any((Path(directory) / name).is_file() for name in ("adapter_model.safetensors", "adapter_model.bin")):
+        raise ConfigError(f"weights '{directory}': expected adapter_model.safetensors there, but there is none")
+    set_peft_model_state_dict(model, load_peft_weights(str(directory), device="cpu"))
+
+
+def _trained(optimizer: StreamedOptimizer) -> Iterator[tuple[str, tuple[Unit, int]]]:
+    """Every parameter with states, by name, in the order of the groups."""
+    for param in (p for group in optimizer.param_groups for p in group["params"]):
+        unit, i = optimizer.engine.places[id(param)]
+        if i < unit.num_trainable:
+            yield unit.spec.params[i].name, (unit, i)
+
+
+def _specs(name: str, unit: Unit, index: int) -> list[TensorSpec]:
+    spec = unit.spec.params[index]
+    has_master = spec.dtype != spec.update_dtype  # else the weight itself is one, whether or not the plan has a copy
+    states = [state for state in unit.state_names if state != "master" or has_master]
+    return [(f"{name}.{state}", unit.update_dtypes[index], spec.shape) for state in states]
+
+
+def _values(engine: Engine, trained: Mapping[str, tuple[Unit, int]]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, (unit, i) in trained.items():
+        take_edits(unit, engine.access, engine.device)
+        for state, _, _ in _specs(name, unit, i):
+            yield state, engine.access.read_state(unit, state.removeprefix(f"{name}."), i)
+
+
+def _described(saved: WeightsDirectory) -> tuple[dict[str, int], list[dict[str, Any]]]:
+    try:
+        described = json.loads(saved.metadata[_KEY])
+        return {name: int(n) for name, n in described["steps"].items()}, [dict(g) for g in described["groups"]]
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"optimizer states '{saved.path}': expected steps and groups under '{_KEY}' in the file's metadata, but "
+            f"they cannot be read: {error!r}; the file was not written by outcore, or is damaged"
+        ) from error
+
+
+def _refuse_others(saved: WeightsDirectory, trained: Mapping[str, tuple[Unit, int]], steps: Mapping[str, int]) -> None:
+    wanted = {spec[0]: spec[1:] for name, (unit, i) in trained.items() for spec in _specs(name, unit, i)}
+    there = {name: (saved.dtype(name), saved.shape(name)) for name in saved.names()}
+    differing = sorted(name for name in wanted.keys() | there.keys() if wanted.get(name) != there.get(name))
+    differing += sorted(trained.keys() ^ steps.keys())
+    if differing:
+        name = differing[0]
+        raise ConfigError(
+            f"optimizer states '{saved.path}': expected those of this model, optimizer and precision, but "
+            f"{len(differing)} differ: '{name}' is {_shown(wanted.get(name))} here and {_shown(there.get(name))} in "
+            "the file; resume with the settings of the run that saved it"
+        )
+
+
+def _shown(spec: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
+    return "missing" if spec is None else f"{spec[0]} {spec[1]}"
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A setting as JSON holds it exactly: Python writes a float with as many digits as it needs."""
+    value = value.tolist() if isinstance(value, torch.Tensor) else value
+    value = [_plain(name, v) for v in value] if isinstance(value, list | tuple) else value
+    if not isinstance(value, str | int | float | bool | list | None):
+        raise UnsupportedError(
+            f"optimizer states: expected numbers, strings and lists in param groups, but '{name}' is a "
+            f"{type(value).__name__}; remove it before saving"
+        )
+    return value
+
+
+def _like(mine: Any, saved: Any) -> Any:
+    """A setting as the group has it: JSON knows no tuples, and no tensors."""
+    if isinstance(mine, torch.Tensor):
+        return torch.as_tensor(saved, dtype=mine.dtype, device=mine.device)
+    return tuple(saved) if isinstance(saved, list) else saved

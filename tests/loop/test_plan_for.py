@@ -1,0 +1,43 @@
+"""A plan made ahead is the plan that prepare follows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import outcore
+from outcore.api import plan_for
+from outcore.core.errors import ConfigError
+
+CONFIG = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4)
+
+
+def build(device: str) -> tuple[LlamaForCausalLM, torch.optim.AdamW]:
+    with torch.device(device):
+        model = LlamaForCausalLM(CONFIG)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+@pytest.mark.parametrize("precision", ["fp32", "pure_bf16", None])
+def test_is_the_plan_that_prepare_follows(place: str, precision: str | None, tmp_path: Path):
+    budget = outcore.Budget(device="200KiB", host="700KiB", disk=tmp_path)
+    model, optimizer = build(place)
+    before = {name: (id(p), p.device, p.requires_grad) for name, p in model.named_parameters()}
+    spec, plan = plan_for(model, optimizer, budget=budget, precision=precision)
+    assert {name: (id(p), p.device, p.requires_grad) for name, p in model.named_parameters()} == before
+    assert list(tmp_path.iterdir()) == []
+    with outcore.prepare(*build("cpu"), budget=budget, precision=precision) as (_, streamed):
+        assert (streamed.model_spec, streamed.plan) == (spec, plan)
+
+
+def test_refuses_what_prepare_refuses(tmp_path: Path):
+    model, optimizer = build("meta")
+    with pytest.raises(outcore.PlanInfeasibleError) as caught:
+        plan_for(model, optimizer, budget=outcore.Budget(device=1000, host=1000))
+    assert caught.value.required_bytes
+    with pytest.raises(ConfigError, match="positive integer"):
+        plan_for(model, optimizer, accumulation_steps=0)
