@@ -16,6 +16,7 @@ from outcore.core.errors import ConfigError
 from outcore.memory.limits import disk_free_bytes, host_free_bytes
 from outcore.optim.rules import UpdateRule, rule_for
 from outcore.planning.check import check_plan
+from outcore.planning.early import with_early_updates
 from outcore.planning.partition import Partition, partition
 from outcore.planning.placement import place
 from outcore.runtime.device import Device
@@ -328,7 +329,10 @@ def _choose_plan(cut: Partition, options: _Options, device: Device) -> Plan:
     limits = _limits(options.budget, device)
     if options.plan is None:
         reserve = 0 if device.kind == "cpu" else int(_ACTIVATION_SHARE * limits.device_bytes)
-        return place(cut.spec, limits, accumulation_steps=options.accumulation_steps, activation_reserve_bytes=reserve)
+        steps = options.accumulation_steps
+        plan = place(cut.spec, limits, accumulation_steps=steps, activation_reserve_bytes=reserve)
+        # With clipping an attempt is lost whenever a step clips, which only a measured run can weigh.
+        return plan if steps is None or options.clipping else with_early_updates(cut.spec, plan, limits)
     promised, given = options.plan.accumulation_steps, options.accumulation_steps
     if given is not None and promised != given:
         raise ConfigError(

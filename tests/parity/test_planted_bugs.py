@@ -23,6 +23,8 @@ SCENARIOS = [
     Case("patchwork", "mixed", Setting(precision="bf16", micro_batches=3, steps=STEPS), offset=7, depth=1),
     Case("patchwork", "resident", Setting(clipping="off", steps=STEPS), policy="keep"),
     Case("llama", "disk", Setting(precision="bf16", micro_batches=3, steps=STEPS), depth=2),
+    Case("patchwork", "mixed", Setting(clipping="off", steps=STEPS), promised=True, early=True, depth=1),
+    Case("llama", "host", Setting(clipping="on", steps=STEPS), promised=True, early=True, depth=1),
 ]
 LEAST_LABELS = 10
 

@@ -4,12 +4,17 @@
 round differently. A block starts at a multiple of 64 elements from its parameter's start and ends at one or at the
 parameter's end, so every element meets the same of the two as in a step over the whole parameter, whatever the block
 size, the number of workers and the place in memory.
+
+[Note: interpreter lock] Every call of torch lets go of the interpreter lock and takes it again, and a worker that finds
+it taken sleeps until it is woken, which takes longer than the call. So the views of all blocks of a parameter are made
+by one call per tensor, and few calls are left per block.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import final
 
 import torch
@@ -43,16 +48,36 @@ class Piece:
     """0-dim tensors that the gradient is multiplied by, one after the other, after it was cast to the update dtype."""
     zero: bool = False
     """The gradient was zeroed before the factors came; ``grad`` is not read."""
+    old_target: Tensor | None = None
+    """Out of place: what ``target`` is before the update."""
+    old_states: Mapping[str, Tensor] = field(default_factory=dict)
+    """Out of place: what ``states`` are before the update."""
 
-    def part(self, start: int, stop: int) -> Piece:
-        """Elements [start, stop)."""
+    def parts(self, numels: Sequence[int]) -> Iterator[Piece]:
+        """Cut the whole into parts of so many elements, one behind the other. See [Note: interpreter lock]."""
+        if len(numels) == 1:
+            yield self
+            return
 
-        def cut(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor[start:stop]
+        def cut(tensor: Tensor | None) -> Sequence[Tensor | None]:
+            return [None] * len(numels) if tensor is None else tensor.split_with_sizes(numels)
 
-        target = self.target[start:stop]
-        states = {name: tensor[start:stop] for name, tensor in self.states.items()}
-        return replace(self, target=target, grad=cut(self.grad), states=states, weights=cut(self.weights))
+        def cut_each(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+            columns = {name: tensor.split_with_sizes(numels) for name, tensor in tensors.items()}
+            return [{name: column[i] for name, column in columns.items()} for i in range(len(numels))]
+
+        targets, grads, weights = self.target.split_with_sizes(numels), cut(self.grad), cut(self.weights)
+        states, old_targets, old_states = cut_each(self.states), cut(self.old_target), cut_each(self.old_states)
+        for i, target in enumerate(targets):
+            yield replace(
+                self,
+                target=target,
+                grad=grads[i],
+                states=states[i],
+                weights=weights[i],
+                old_target=old_targets[i],
+                old_states=old_states[i],
+            )
 
 
 def update_blocks(pieces: Iterable[Piece], scratch: Tensor) -> None:
@@ -67,33 +92,32 @@ def update_blocks(pieces: Iterable[Piece], scratch: Tensor) -> None:
             CPU it should fit in a core's L2 cache beside what streams through; on an accelerator larger is faster.
     """
     with torch.no_grad():
-        for blocks in _batches(pieces, scratch.numel()):
-            _update(blocks, scratch)
+        for (_, dtype, _), group in _alike(pieces).items():
+            numel = scratch.numel() // (dtype.itemsize * CUT_NUMEL) * CUT_NUMEL
+            room = scratch[: numel * dtype.itemsize].view(dtype)
+            for blocks in _filled(group, numel):
+                _update(blocks, room)
 
 
-def _batches(pieces: Iterable[Piece], scratch_bytes: int) -> Iterator[list[Piece]]:
-    """Blocks that one kernel call can take: same settings, same dtype, gradients no larger than the scratch."""
+def _alike(pieces: Iterable[Piece]) -> dict[tuple[Hyper, torch.dtype, bool], list[Piece]]:
+    """Pieces that one kernel call can take: same settings, same dtype."""
     alike: dict[tuple[Hyper, torch.dtype, bool], list[Piece]] = {}
     for piece in pieces:
         first = isinstance(piece.hyper, SgdHyper) and piece.step == 1
         alike.setdefault((piece.hyper, piece.target.dtype, first), []).append(piece)
-    for (_, dtype, _), group in alike.items():
-        yield from _filled(group, scratch_bytes // (dtype.itemsize * CUT_NUMEL) * CUT_NUMEL)
+    return alike
 
 
 def _filled(pieces: Sequence[Piece], block_numel: int) -> Iterator[list[Piece]]:
+    """Blocks for one kernel call each: as many as fill the scratch."""
     if not block_numel:
         raise AssertionError(f"the scratch of an update holds less than {CUT_NUMEL} elements")
     batch: list[Piece] = []
     room = block_numel
     for piece in pieces:
-        numel = piece.target.numel()
-        start = 0
-        while start < numel:
-            stop = min(start + room, numel)
-            batch.append(piece if stop - start == numel else piece.part(start, stop))
-            room -= align_up(stop - start, CUT_NUMEL)
-            start = stop
+        for block in piece.parts(_sizes(piece.target.numel(), room, block_numel)):
+            batch.append(block)
+            room -= align_up(block.target.numel(), CUT_NUMEL)
             if room <= 0:
                 yield batch
                 batch, room = [], block_numel
@@ -101,14 +125,28 @@ def _filled(pieces: Sequence[Piece], block_numel: int) -> Iterator[list[Piece]]:
         yield batch
 
 
+def _sizes(numel: int, first: int, following: int) -> list[int]:
+    """``numel`` as a sum: at most ``first``, then as many ``following`` as it takes, then the rest."""
+    if numel <= first:
+        return [numel] if numel else []
+    whole, rest = divmod(numel - first, following)
+    return [first, *[following] * whole, *([rest] if rest else [])]
+
+
 def _update(blocks: list[Piece], scratch: Tensor) -> None:
-    view = scratch[: scratch.numel() // 4 * 4].view(blocks[0].target.dtype)
+    """One kernel call, and the casts around it. ``scratch`` has the dtype of the targets."""
     grads, start = [], 0
     for block in blocks:
         numel = block.target.numel()
-        grads.append(_gradient(block, view[start : start + numel]))
+        room = scratch if numel == scratch.numel() else scratch[start : start + numel]
+        grads.append(_gradient(block, room))
         start += align_up(numel, CUT_NUMEL)
     hyper = blocks[0].hyper
+    for block in blocks:  # out of place: the new bytes of a block are in cache when the kernel comes to them
+        if block.old_target is not None:
+            block.target.copy_(block.old_target)
+        for name, old in block.old_states.items():
+            block.states[name].copy_(old)
     targets, steps = [block.target for block in blocks], [block.step for block in blocks]
     states = [tuple(block.states[name] for name in hyper.state_names) for block in blocks]
     apply(FusedStep(hyper=hyper, targets=targets, grads=grads, states=states, steps=steps))
@@ -136,22 +174,23 @@ def _gradient(block: Piece, room: Tensor) -> Tensor:
     return room
 
 
-def split(pieces: Sequence[Piece], num_workers: int) -> list[list[Piece]]:
-    """Cut work into one list per worker, of equal numbers of elements, in order; the same cut for the same pieces.
+def split(pieces: Sequence[Piece], num_shares: int) -> list[list[Piece]]:
+    """Cut work into shares of equal numbers of elements, in order; the same cut for the same pieces.
 
-    A parameter may be cut at multiples of ``CUT_NUMEL``. Lists may be empty where there is too little work.
+    A parameter may be cut at multiples of ``CUT_NUMEL``. Shares may be empty where there is too little work.
     """
     total = sum(piece.target.numel() for piece in pieces)
-    shares: list[list[Piece]] = [[] for _ in range(num_workers)]
+    ends = [-(-total * (i + 1) // num_shares) for i in range(num_shares)]
+    shares: list[list[Piece]] = [[] for _ in range(num_shares)]
     done = 0
     for piece in pieces:
+        numels, owners = [], []
         numel = piece.target.numel()
-        start = 0
-        while start < numel:
-            worker = min(done * num_workers // total, num_workers - 1)
-            share_end = -(-total * (worker + 1) // num_workers)
-            stop = min(start + align_up(share_end - done, CUT_NUMEL), numel)
-            shares[worker].append(piece if stop - start == numel else piece.part(start, stop))
-            done += stop - start
-            start = stop
+        while numel:
+            owners.append(bisect_right(ends, done))
+            numels.append(min(align_up(ends[owners[-1]] - done, CUT_NUMEL), numel))
+            done += numels[-1]
+            numel -= numels[-1]
+        for owner, part in zip(owners, piece.parts(numels), strict=True):
+            shares[owner].append(part)
     return shares

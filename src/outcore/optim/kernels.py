@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, final
 
 import torch
@@ -51,8 +51,18 @@ class FusedStep:
         return [state[index] for state in self.states]
 
     def count(self, step: int) -> Tensor:
-        """A step number as torch keeps it."""
-        return torch.full((), min(step, _LAST_STEP), dtype=torch.float32, device=self.targets[0].device)
+        """A step number as torch keeps it; only read."""
+        device = self.targets[0].device
+        return _count_on_host(step) if device.type == "cpu" else _count(step, device)
+
+
+def _count(step: int, device: torch.device) -> Tensor:
+    return torch.full((), min(step, _LAST_STEP), dtype=torch.float32, device=device)
+
+
+@lru_cache(maxsize=64)  # all blocks of a step share it; on a device it would have to be ordered behind its making
+def _count_on_host(step: int) -> Tensor:
+    return _count(step, torch.device("cpu"))
 
 
 Stepper = Callable[[FusedStep], None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from outcore.core.errors import ConfigError, PlanInfeasibleError
 from outcore.core.quantities import format_bytes
 from outcore.planning.pools import pools_for
-from outcore.planning.reservations import tier_bytes
+from outcore.planning.reservations import can_be_early, tier_bytes
 from outcore.planning.table import infeasible_table
 from outcore.spec.budget import Limits
 from outcore.spec.model import ModelSpec
@@ -33,6 +33,7 @@ def check_plan(
             f"precision='{plan.precision}'"
         )
     _check_names(model, plan)
+    _check_early(model, plan)
     _check_pools(model, plan)
     if limits is not None:
         _check_limits(model, plan, limits, activation_reserve_bytes)
@@ -53,6 +54,20 @@ def _check_names(model: ModelSpec, plan: Plan) -> None:
         f"plan: expected the {len(expected)} units of this model in module order, but got {what}; make the plan again "
         "for this model with the same units="
     )
+
+
+def _check_early(model: ModelSpec, plan: Plan) -> None:
+    for spec, unit in zip(model.units, plan.units, strict=True):
+        if unit.early and plan.accumulation_steps is None:
+            raise ConfigError(
+                f"plan, unit '{unit.name}': early: expected accumulation_steps in the plan, since which gradient is "
+                "the last must be known; set it, or set early to false"
+            )
+        if unit.early and not can_be_early(spec, unit):
+            raise ConfigError(
+                f"plan, unit '{unit.name}': early: expected weights in host memory to be trained as a whole, since "
+                "the old and the new ones change places, but some are frozen; set early to false"
+            )
 
 
 def _check_pools(model: ModelSpec, plan: Plan) -> None:

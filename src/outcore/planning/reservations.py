@@ -12,7 +12,7 @@ from typing import Literal
 from outcore.spec.model import ModelSpec, Precision, UnitSpec
 from outcore.spec.plan import Plan, Tier, UnitPlan
 
-ReservationKind = Literal["weights", "gradients", "states", "buffers", "slot"]
+ReservationKind = Literal["weights", "gradients", "states", "next_weights", "next_states", "buffers", "slot"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,13 @@ def states_of(unit: UnitPlan, model: ModelSpec) -> tuple[str, ...]:
     return (("master",) if has_master(unit, model.precision) else ()) + model.state_names
 
 
+def can_be_early(spec: UnitSpec, unit: UnitPlan) -> bool:
+    """Whether the unit's update can run inside backward: states off the device, and what changes places is whole."""
+    if not spec.trainable_bytes or unit.states == "device":
+        return False
+    return unit.weights != "host" or spec.trainable_bytes == spec.weight_bytes
+
+
 def reservations(model: ModelSpec, plan: Plan) -> Iterator[Reservation]:
     """List every buffer of a plan. Empty ones are left out.
 
@@ -61,6 +68,9 @@ def _unit(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> Iterator[Reservat
     yield item(unit.weights, "weights", spec.weight_bytes)
     yield item(unit.gradients, "gradients", spec.update_bytes)
     yield item(unit.states, "states", spec.update_bytes * len(states_of(unit, model)))
+    if unit.early:
+        yield item("host", "next_weights", spec.trainable_bytes)
+        yield item(unit.states, "next_states", spec.update_bytes * len(states_of(unit, model)))
     yield item("device", "buffers", spec.buffer_bytes)
 
 

@@ -29,6 +29,8 @@ def plan_table(model: ModelSpec, plan: Plan, limits: Limits | None = None) -> st
             rows.append((tier, against, format_bytes(sum(r.nbytes for r in items))))
             rows += _tier_rows(items, [u.name for u in model.units], plan)
     how = f"precision {plan.precision}, prefetch depth {plan.prefetch_depth}, policy {_policies(plan)}"
+    early = sum(u.early for u in plan.units)
+    how += f", {early} units updated inside backward" if early else ""
     return _align(rows) + "\n" + how
 
 
@@ -65,10 +67,10 @@ def infeasible_table(
 
 
 def _tier_rows(items: Sequence[Reservation], order: Sequence[str], plan: Plan) -> Iterator[tuple[str, str, str]]:
-    for kind in ("weights", "gradients", "states"):
+    for kind in ("weights", "gradients", "states", "next_weights", "next_states"):
         owned = {r.owner: r.nbytes for r in items if r.kind == kind}
         for label, nbytes in _runs([(name, owned[name]) for name in order if name in owned]):
-            yield f"  {kind}", label, format_bytes(nbytes)
+            yield f"  {kind.replace('_', ' ')}", label, format_bytes(nbytes)
     buffers = sum(r.nbytes for r in items if r.kind == "buffers")
     if buffers:
         yield "  buffers", "all units", format_bytes(buffers)
@@ -83,7 +85,8 @@ def _sums(items: Sequence[Reservation], plan: Plan) -> dict[str, int]:
     """Bytes by kind; the root and the pools apart, since they cannot move."""
     sums: dict[str, int] = {}
     for item in items:
-        label = f"{item.kind} of the units" if item.owner else f"{item.kind} of the root"
+        kind = item.kind.replace("_", " ")
+        label = f"{kind} of the units" if item.owner else f"{kind} of the root"
         if item.kind == "slot":
             label = f"slots for {plan.pools[_pool_index(item)].kind}"
         sums[label] = sums.get(label, 0) + item.nbytes

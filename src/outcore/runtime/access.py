@@ -74,6 +74,9 @@ class Access:
     @torch.no_grad()
     def write_state(self, unit: Unit, name: str, index: int, value: torch.Tensor) -> None:
         """Replace one optimizer state."""
+        unit.states_version += 1
+        for handle in unit.states_readers:
+            self._device.wait("states read", handle)
         start, _ = self._state_span(unit, name, index)
         dtype = torch_dtype(unit.spec.trainable[index].update_dtype)
         self._write(unit.states, start, value.detach().to(dtype), unit.states_ready, "states written")

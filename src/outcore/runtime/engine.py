@@ -17,6 +17,7 @@ from outcore.planning.partition import Partition
 from outcore.runtime.access import Access
 from outcore.runtime.call import UnitCall
 from outcore.runtime.device import Device
+from outcore.runtime.early import EarlyUpdates
 from outcore.runtime.edits import take_edits
 from outcore.runtime.fill import Values, fill_unit
 from outcore.runtime.grad_handle import GradHandle
@@ -85,6 +86,10 @@ class Engine:
         steps, clipping = promises.accumulation_steps, promises.clipping
         self.gradients = Gradients(self.units, self.homes, device, resting, steps, clipping=clipping)
         self._updates = Updates(self.homes, device, self.traffic, self.weights, resting, self._workers)
+        self.groups: Sequence[Mapping[str, Any]] = ()
+        """The param groups as they are now, for updates that do not wait for ``step``."""
+        self._early = EarlyUpdates(self._updates, device, self.traffic, lambda: self._hypers(self.groups))
+        self.gradients.on_last = self._early.attempt
         self.access = Access(self.homes, device, self.weights)
         self.places = {id(p): (u, i) for u in self.units for i, p in enumerate(u.params)}
         self.is_closed = False
@@ -133,8 +138,9 @@ class Engine:
         cache: dict[int, tuple[torch.Tensor, Handle | None]] = {}
         for unit in self.weights.units_by_next_use():
             changes, copied = self._changes(unit, held[unit.name], hypers, cache)
-            if changes:
-                self._updates.submit(unit, self.gradients.of[unit.name], changes, copied)
+            gradients = self.gradients.of[unit.name]
+            if not self._early.keep(gradients, changes, copied) and changes:
+                self._updates.submit(unit, gradients, changes, copied)
         self.gradients.after_step()
         self.weights.prefetch_after_update()
 

@@ -60,6 +60,8 @@ class Gradients:
         self._num_passes = 0
         self._last_factor: tuple[torch.Tensor, int, torch.Tensor] | None = None
         self._open: dict[str, UnitGradients] = {}
+        self.on_last: Callable[[UnitGradients], None] = _nothing
+        """Called when the last promised gradient of a unit that is updated early is on its way home."""
 
     # What handles ask for.
 
@@ -213,6 +215,7 @@ class Gradients:
             gradients, is_first=not held
         )  # may refuse: until then the pass stays open, to be dropped whole
         gradients.open = None
+        gradients.version += 1
         added = current.present & held.keys()
         self._take_norms(gradients, current, added)
         done = self._resting.send(gradients, current, held)
@@ -224,6 +227,8 @@ class Gradients:
         for i in current.present - added:
             gradients.handles[i] = GradHandle(gradients, i, unit.params[i], unit.grad_dtypes[i])
             unit.params[i].grad = gradients.handles[i]
+        if unit.plan.early and gradients.num_passes == self._accumulation_steps:
+            self.on_last(gradients)
 
     def _count_pass(self, gradients: UnitGradients, *, is_first: bool) -> None:
         if is_first:  # zeroed without a step, as after one that GradScaler skipped
@@ -247,3 +252,7 @@ class Gradients:
         for i in current.present - added:
             native = current.loose[i] if i in current.loose else views[i]
             gradients.norms[i] = kernels.norms([native.to(gradients.unit.update_dtypes[i]).contiguous()])[0]
+
+
+def _nothing(_: UnitGradients) -> None:
+    """No unit is updated early."""

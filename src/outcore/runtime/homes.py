@@ -20,7 +20,7 @@ from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, PoolKind, Tier
 
 Home = Buffer | Extent
-HomeKind = Literal["weights", "gradients", "states"]
+HomeKind = Literal["weights", "gradients", "states", "next_weights", "next_states"]
 
 
 @dataclass(slots=True, eq=False)

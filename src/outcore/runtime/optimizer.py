@@ -31,7 +31,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._original = original
         self._is_complete = False
         super().__init__(original.param_groups, dict(original.defaults))
-        self.param_groups = original.param_groups
+        self.param_groups = engine.groups = original.param_groups
         self._is_complete = True
         self.step_was_skipped = False
         for param, values in list(original.state.items()):

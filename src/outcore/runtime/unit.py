@@ -65,8 +65,13 @@ class Unit:
         self.gradients_ready: Handle | None = None
         self.gradients_readers: list[Handle] = []
         self.states_ready: Handle | None = None
+        self.states_readers: list[Handle] = []
+        # Second homes, see [Note: early updates].
+        self.next_weights = homes.get((spec.name, "next_weights"))
+        self.next_states = homes.get((spec.name, "next_states"))
         self.steps = [0] * len(spec.trainable)
         self.weights_version = 0  # counts changes, so that a backward notices that these are not its forward's weights
+        self.states_version = 0  # counts changes by anybody but an update
         # Where the weights can be bound now.
         self.slot: Slot | None = None
         self.fetched: Handle | None = None
@@ -181,7 +186,7 @@ class Unit:
         """Let go of all memory, so that it can be given back."""
         self._views.clear()
         self._absent_views.clear()
-        self.weights = self.gradients = self.states = self.slot = None
+        self.weights = self.gradients = self.states = self.next_weights = self.next_states = self.slot = None
 
     def state_span(self, name: str) -> tuple[int, int]:
         """Bytes [start, stop) of a state in the states home."""

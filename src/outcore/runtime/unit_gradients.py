@@ -56,6 +56,7 @@ class UnitGradients:
         num_passes: Backward passes since the last step.
         counted_pass: The pass that was counted last.
         open: The pass that is running.
+        version: Counts changes of what is stored.
     """
 
     def __init__(self, unit: Unit, store: GradientStore) -> None:
@@ -67,6 +68,7 @@ class UnitGradients:
         self.num_passes = 0
         self.counted_pass = -1
         self.open: Pass | None = None
+        self.version = 0
 
     def held(self, index: int) -> GradHandle | None:
         """The handle on a parameter's ``p.grad``, if its gradient is held.
@@ -130,4 +132,5 @@ class UnitGradients:
 
     def change_gradient(self, handle: GradHandle, change: Callable[[torch.Tensor], Any]) -> None:
         """Fetch, change, write back."""
+        self.version += 1
         self._store.change(self, handle, change)

@@ -41,7 +41,7 @@ class Change:
 
 
 @dataclass(slots=True)
-class _Borrowed:
+class Borrowed:
     """Bytes that an update needs in memory: a buffer, what must have happened before, and its slot if any."""
 
     buffer: Buffer
@@ -76,16 +76,20 @@ class Updates:
             changes: By parameter index; others keep weights and states.
             copied: Copies of clip factors to the host that may be under way.
         """
+        self.begin(unit, changes)
+        if unit.plan.states == "device":
+            self._on_device(unit, gradients, changes)
+        else:
+            self._on_host(unit, gradients, changes, copied)
+
+    def begin(self, unit: Unit, changes: Mapping[int, Change]) -> None:
+        """Note that the weights of a unit are about to change, or did."""
         self._weights.invalidate(unit)
         unit.weights_version += 1
         if unit.is_resident:  # as the plain step would: a graph that saved the old weights must not be walked any more
             for i in changes:
                 torch.autograd.graph.increment_version(unit.params[i])
             unit.note_versions()
-        if unit.plan.states == "device":
-            self._on_device(unit, gradients, changes)
-        else:
-            self._on_host(unit, gradients, changes, copied)
 
     def host_factors(
         self, handle: GradHandle, cache: dict[int, tuple[torch.Tensor, Handle | None]]
@@ -133,7 +137,7 @@ class Updates:
         self._device.compute(
             f"update {unit.label}", reads=[grads.region], writes=[*writes, scratch.region], after=after
         )
-        update_blocks(self._pieces(unit, gradients, changes, grads, states, weights), scratch.bytes)
+        update_blocks(self.pieces(gradients, changes, grads, states, weights), scratch.bytes)
         unit.weights_ready = unit.states_ready = self._device.mark(f"updated {unit.label}")
 
     # On the host: fetch what is missing, update, write back.
@@ -141,19 +145,14 @@ class Updates:
     def _on_host(
         self, unit: Unit, gradients: UnitGradients, changes: Mapping[int, Change], copied: Sequence[Handle]
     ) -> None:
-        grads = self._gradients(unit)
-        states = self._states(unit)
+        grads = self.gradients(unit)
+        states = self.states(unit)
         target = self._weights_target(unit)
-        pieces = self._pieces(
-            unit, gradients, changes, grads.buffer, None if states is None else states.buffer, target.buffer
-        )
+        pieces = self.pieces(gradients, changes, grads.buffer, None if states is None else states.buffer, target.buffer)
         unchanged = self._unchanged(unit, changes, states, target)
-        workers = self._workers
-        if workers is None:
-            raise AssertionError("an update on the host without workers")
 
         def work() -> None:
-            workers.run(pieces)
+            self.run(pieces)
             for to, origin in unchanged:
                 to.copy_(origin)
 
@@ -169,23 +168,31 @@ class Updates:
             writes=regions,
             after=after,  # type: ignore[arg-type]
         )
-        self._give_back_gradients(unit, grads, done)
+        self.give_back_gradients(unit, grads, done)
         self._write_back_states(unit, states, done)
         self._write_back_weights(unit, target, done)
 
-    def _gradients(self, unit: Unit) -> _Borrowed:
+    def run(self, pieces: Sequence[Piece]) -> None:
+        """Update pieces in host memory; on the update lane."""
+        if self._workers is None:
+            raise AssertionError("an update on the host without workers")
+        self._workers.run(pieces)
+
+    def gradients(self, unit: Unit) -> Borrowed:
+        """Gradients at rest, in host memory; to be given back."""
         if unit.plan.gradients == "host":
-            return _Borrowed(expect_buffer(unit.gradients, unit.label), {"gradients stored": unit.gradients_ready})
+            return Borrowed(expect_buffer(unit.gradients, unit.label), {"gradients stored": unit.gradients_ready})
         fetch = self._resting.fetch_from_disk if unit.plan.gradients == "disk" else self._resting.fetch_from_device
         buffer, slot, after = fetch(unit)
-        return _Borrowed(buffer, after, slot)
+        return Borrowed(buffer, after, slot)
 
-    def _states(self, unit: Unit) -> _Borrowed | None:
+    def states(self, unit: Unit) -> Borrowed | None:
+        """States in host memory: their home, or a slot that is being filled from disk. None where there are none."""
         if unit.states is None:
             return None
         if isinstance(unit.states, Buffer):
-            return _Borrowed(unit.states, {"states written": unit.states_ready})
-        extent, disk = unit.states, self._disk()
+            return Borrowed(unit.states, {"states written": unit.states_ready, "states read": unit.states_readers})
+        extent, disk = unit.states, self.disk()
         pool, slot = self._homes.take("host", "states", extent.nbytes)
         buffer = slot.buffer.part(0, extent.nbytes)
         read = self._device.submit(
@@ -197,28 +204,33 @@ class Updates:
             after={"state slot free": slot.free_after, "states written": unit.states_ready},
         )
         self._traffic.add(Lane.STATES_READ, extent.nbytes)
-        return _Borrowed(buffer, {"states read": read}, (pool, slot))
+        return Borrowed(buffer, {"states read": read}, (pool, slot))
 
-    def _weights_target(self, unit: Unit) -> _Borrowed:
+    def _weights_target(self, unit: Unit) -> Borrowed:
         """Where the new trainable weights are written: their home, or a slot on the way there."""
         nbytes = unit.spec.trainable_bytes
         if unit.plan.weights == "host":
             home = expect_buffer(unit.weights, unit.label).part(0, nbytes)
-            return _Borrowed(home, {"weights fetched": unit.weights_readers, "weights updated": unit.weights_ready})
+            return Borrowed(home, {"weights fetched": unit.weights_readers, "weights updated": unit.weights_ready})
         pool, slot = self._homes.take("host", "new_weights", nbytes)
-        return _Borrowed(slot.buffer.part(0, nbytes), {"new weights slot free": slot.free_after}, (pool, slot))
+        return Borrowed(slot.buffer.part(0, nbytes), {"new weights slot free": slot.free_after}, (pool, slot))
 
-    def _pieces(
+    def pieces(
         self,
-        unit: Unit,
         gradients: UnitGradients,
         changes: Mapping[int, Change],
         grads: Buffer,
         states: Buffer | None,
         weights: Buffer,
+        *,
+        old_states: Buffer | None = None,
+        old_weights: Buffer | None = None,
     ) -> list[Piece]:
-        views = {name: unit.state_views(states, name) for name in unit.state_names} if states is not None else {}
-        weight_views = [v.view(-1) for v in unit.native_views(weights)]
+        """The update of a unit, by parameter; out of place where old buffers are given."""
+        unit = gradients.unit
+        views, weight_views = _views(unit, states), [v.view(-1) for v in unit.native_views(weights)]
+        old_views = _views(unit, old_states)
+        old_targets = old_views.get("master") if old_weights is None else unit.native_views(old_weights)
         pieces = []
         for i, change in changes.items():
             pieces.append(
@@ -231,12 +243,14 @@ class Updates:
                     hyper=change.hyper,
                     factors=change.factors,
                     zero=change.is_zero,
+                    old_target=None if old_targets is None else old_targets[i].view(-1),
+                    old_states={name: view[i] for name, view in old_views.items() if name != "master"},
                 )
             )
         return pieces
 
     def _unchanged(
-        self, unit: Unit, changes: Mapping[int, Change], states: _Borrowed | None, target: _Borrowed
+        self, unit: Unit, changes: Mapping[int, Change], states: Borrowed | None, target: Borrowed
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Weights that the slot must carry home although they were not updated: the home is overwritten as a whole."""
         if target.slot is None or states is None:
@@ -244,19 +258,20 @@ class Updates:
         masters, weights = unit.state_views(states.buffer, "master"), unit.native_views(target.buffer)
         return [(weights[i].view(-1), masters[i]) for i in range(unit.num_trainable) if i not in changes]
 
-    def _give_back_gradients(self, unit: Unit, grads: _Borrowed, done: Handle) -> None:
+    def give_back_gradients(self, unit: Unit, grads: Borrowed, done: Handle) -> None:
+        """They were last used by an update."""
         if grads.slot is None:
             unit.gradients_readers = newest([*unit.gradients_readers, done])
         else:
-            self._give(grads.slot, done, Lane.UPDATE)
+            self.give(grads, done, Lane.UPDATE)
 
-    def _write_back_states(self, unit: Unit, states: _Borrowed | None, done: Handle) -> None:
+    def _write_back_states(self, unit: Unit, states: Borrowed | None, done: Handle) -> None:
         if states is None:
             return
         if states.slot is None:
-            unit.states_ready = done
+            unit.states_ready, unit.states_readers = done, []
             return
-        extent, disk, buffer = expect_extent(unit.states, unit.label), self._disk(), states.buffer
+        extent, disk, buffer = expect_extent(unit.states, unit.label), self.disk(), states.buffer
         unit.states_ready = self._device.submit(
             Lane.DISK_WRITE,
             f"write states of {unit.label}",
@@ -266,14 +281,23 @@ class Updates:
             after={"states updated": done},
         )
         self._traffic.add(Lane.DISK_WRITE, extent.nbytes)
-        self._give(states.slot, unit.states_ready, Lane.DISK_WRITE)
+        self.give(states, unit.states_ready, Lane.DISK_WRITE)
 
-    def _write_back_weights(self, unit: Unit, target: _Borrowed, done: Handle) -> None:
+    def _write_back_weights(self, unit: Unit, target: Borrowed, done: Handle) -> None:
         if target.slot is None:
             unit.weights_ready, unit.weights_readers = done, []
             return
-        buffer, nbytes = target.buffer, target.buffer.nbytes
-        lane = Lane.WRITE_BACK if unit.plan.weights == "device" else Lane.DISK_WRITE
+        self.give(target, self.send_weights(unit, target.buffer, done), self._way_lane(unit))
+
+    def send_weights(self, unit: Unit, buffer: Buffer, done: Handle) -> Handle:
+        """Send new trained weights from host memory to their home on the device or on disk.
+
+        Args:
+            unit: Neither bound nor cached.
+            buffer: What to send; may be overwritten after the returned handle.
+            done: The update that makes them.
+        """
+        lane = self._way_lane(unit)
         work, home, label = self._way_home(unit, buffer)
         readers: list[Handle] = (
             [self._device.mark(f"weights of {unit.label} used")] if lane is Lane.WRITE_BACK else unit.weights_readers
@@ -287,26 +311,39 @@ class Updates:
             after={"weights updated on the host": done, label: readers, "weights written": unit.weights_ready},
         )
         unit.weights_readers = []
-        self._traffic.add(lane, nbytes)
-        self._give(target.slot, unit.weights_ready, lane)
+        self._traffic.add(lane, buffer.nbytes)
         if unit.is_resident:
             unit.mark_absent()  # reading one before the copy is done must wait for it
+        return unit.weights_ready
+
+    @staticmethod
+    def _way_lane(unit: Unit) -> Lane:
+        return Lane.WRITE_BACK if unit.plan.weights == "device" else Lane.DISK_WRITE
 
     def _way_home(self, unit: Unit, buffer: Buffer) -> tuple[Callable[[], None], Region, str]:
         if unit.plan.weights == "device":
             home = expect_buffer(unit.weights, unit.label).part(0, buffer.nbytes)
             return lambda: _copy(home.bytes, buffer.bytes), home.region, "weights used"
-        extent, disk = expect_extent(unit.weights, unit.label).part(0, buffer.nbytes), self._disk()
+        extent, disk = expect_extent(unit.weights, unit.label).part(0, buffer.nbytes), self.disk()
         return lambda: disk.write(extent, buffer.bytes), extent.region, "weights read from disk"
 
-    def _give(self, slot: tuple[SlotPool, Slot], last_use: Handle, lane: Lane) -> None:
-        poison = self._device.poison(slot[1].buffer, lane=lane)
-        slot[0].give(slot[1], [h for h in (last_use, poison) if h is not None])
+    def give(self, borrowed: Borrowed, last_use: Handle, lane: Lane) -> None:
+        """Give a slot back after its last use."""
+        if borrowed.slot is None:
+            raise AssertionError("bytes at home cannot be given back")
+        pool, slot = borrowed.slot
+        poison = self._device.poison(slot.buffer, lane=lane)
+        pool.give(slot, [h for h in (last_use, poison) if h is not None])
 
-    def _disk(self) -> DiskStore:
+    def disk(self) -> DiskStore:
+        """The disk tier."""
         if self._homes.disk is None:
             raise AssertionError("bytes on disk without a disk tier")
         return self._homes.disk
+
+
+def _views(unit: Unit, states: Buffer | None) -> dict[str, list[torch.Tensor]]:
+    return {name: unit.state_views(states, name) for name in unit.state_names} if states is not None else {}
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

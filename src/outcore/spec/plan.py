@@ -42,6 +42,9 @@ class UnitPlan:
     gradients: Tier
     states: Tier
     policy: Policy = "recompute"
+    early: bool = False
+    """Update inside backward, as soon as the last gradient is there, into a second home of states and weights, which
+    takes over when ``step()`` finds that nothing came between. Needs promised ``accumulation_steps``."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -54,6 +57,13 @@ class UnitPlan:
             raise ConfigError(
                 f"{where}: states on the device need weights and gradients on the device too, but got "
                 f"weights={self.weights}, gradients={self.gradients}; move the states to host or disk"
+            )
+        if not isinstance(self.early, bool):
+            raise ConfigError(f"{where}: early: expected true or false, but got {self.early!r}")
+        if self.early and self.states == "device":
+            raise ConfigError(
+                f"{where}: early: expected states on host or disk, but they are on the device, where an update waits "
+                "for no transfer; set early to false"
             )
         if self.name == "" and self.weights != "device":
             raise ConfigError(

@@ -1,0 +1,279 @@
+"""Updates inside backward: the bits of the plain loop, be an attempt kept, dropped, or overtaken by the user."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from outcore.runtime.early import EarlyUpdates
+
+from . import zoo
+from .cases import Case, run, run_checked
+from .loops import Setting, assert_equal, plain_loop, streamed_loop
+
+STEPS = 5
+
+
+@pytest.fixture
+def outcomes(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many attempts there were, and how many were kept."""
+    counts: Counter[str] = Counter()
+    attempt, keep = EarlyUpdates._start, EarlyUpdates.keep
+
+    def start(self: EarlyUpdates, *args: Any) -> Any:
+        counts["started"] += 1
+        return attempt(self, *args)
+
+    def kept(self: EarlyUpdates, *args: Any) -> bool:
+        is_kept = keep(self, *args)
+        counts["kept"] += is_kept
+        return is_kept
+
+    monkeypatch.setattr(EarlyUpdates, "_start", start)
+    monkeypatch.setattr(EarlyUpdates, "keep", kept)
+    return counts
+
+
+def case(name: str, kind: str, *, offset: int = 0, **setting: Any) -> Case:
+    return Case(name, kind, Setting(steps=STEPS, **setting), promised=True, early=True, offset=offset, depth=2)
+
+
+KINDS = ["host", "disk", "resident", "mixed"]
+each_kind = pytest.mark.parametrize("kind", KINDS)
+each_precision = pytest.mark.parametrize("precision", ["fp32", "bf16", "pure_bf16"])
+
+
+class TestWindow:
+    """Without clipping every attempt is kept."""
+
+    @each_kind
+    @each_precision
+    @pytest.mark.parametrize("micro_batches", [1, 3])
+    def test_equals_the_plain_loop(
+        self, kind: str, precision: str, micro_batches: int, outcomes: Counter[str], tmp_path: Path
+    ) -> None:
+        c = case("gpt2", kind, precision=precision, micro_batches=micro_batches, clipping="off", scheduler="cosine")
+        assert_equal(plain_loop(c.name, c.setting), run_checked(c, tmp_path, poison=True))
+        assert outcomes["kept"] == outcomes["started"] > STEPS
+
+    @pytest.mark.parametrize("name", ["patchwork", "lora", "mixtral", "qwen3"])
+    @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adagrad"])
+    def test_skipped_frozen_and_shared_parts(
+        self, name: str, optimizer: str, outcomes: Counter[str], tmp_path: Path
+    ) -> None:
+        c = case(name, "mixed", precision="bf16", clipping="off", optimizer=optimizer, groups="two", offset=3)
+        assert_equal(plain_loop(c.name, c.setting), run_checked(c, tmp_path, poison=True))
+        assert outcomes["kept"] == outcomes["started"] > 0
+
+    def test_plain_sgd_has_nothing_but_weights(
+        self, outcomes: Counter[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from . import loops
+
+        monkeypatch.setitem(loops.OPTIMIZERS, "plain_sgd", (torch.optim.SGD, {"lr": 1e-2}))
+        c = case("patchwork", "host", clipping="off", optimizer="plain_sgd")
+        assert_equal(plain_loop(c.name, c.setting), run_checked(c, tmp_path, poison=True))
+        assert outcomes["kept"] == outcomes["started"] > 0
+
+
+class TestSpeculation:
+    """With clipping, attempts are kept in steps that do not clip."""
+
+    @each_kind
+    @each_precision
+    @pytest.mark.parametrize("clipping", ["never", "on", "always"])
+    def test_equals_the_plain_loop(
+        self, kind: str, precision: str, clipping: str, outcomes: Counter[str], tmp_path: Path, monkeypatch: Any
+    ) -> None:
+        from . import loops
+
+        limit = loops.max_norm
+        monkeypatch.setattr(loops, "max_norm", lambda name, how: 1e9 if how == "never" else limit(name, how))
+        c = case("gpt2", kind, precision=precision, clipping=clipping, micro_batches=2)
+        assert_equal(plain_loop.__wrapped__(c.name, c.setting), run_checked(c, tmp_path, poison=True))
+        kept, started = outcomes["kept"], outcomes["started"]
+        assert started > STEPS
+        assert {"never": kept == started, "on": 0 < kept < started, "always": kept == 0}[clipping]
+
+    def test_one_spike(self, outcomes: Counter[str], tmp_path: Path) -> None:
+        """One step whose gradients are a hundred thousand times larger than the limit."""
+        c = case("llama", "mixed", precision="bf16", clipping="always")
+
+        def spiking() -> Callable[[nn.Module, zoo.Batch, int], torch.Tensor]:
+            scales = iter([1e-4, 1e-4, 1e5, 1e-4, 1e-4])
+
+            def spike(model: nn.Module, batch: zoo.Batch, _: int) -> torch.Tensor:
+                loss = zoo.loss(model, batch) * next(scales)
+                loss.backward()
+                return loss
+
+            return spike
+
+        plain = plain_loop.__wrapped__(c.name, c.setting, backward=spiking())
+        assert_equal(plain, run(c, tmp_path, backward=spiking()))
+        assert 0 < outcomes["kept"] < outcomes["started"]
+
+
+def train(
+    model: nn.Module, optimizer: Any, name: str, before_step: Callable[[int], bool], scale: Callable[[int], float]
+) -> list[torch.Tensor]:
+    """Some steps; ``before_step`` may change anything and says whether to step."""
+    losses = []
+    torch.manual_seed(3)
+    for step, batch in enumerate(zoo.batches(name, steps=6, micro_batches=1)):
+        loss = zoo.loss(model, batch) * scale(step)
+        loss.backward()
+        if before_step(step):
+            optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().clone())
+    return losses
+
+
+class TestUserCameBetween:
+    """What a user may do between backward and step counts, as it does in the plain loop."""
+
+    def compare(
+        self,
+        tmp_path: Path,
+        change: Callable[[nn.Module, Any, int], bool],
+        scale: Callable[[int], float] = lambda _: 1.0,
+    ) -> None:
+        import outcore
+
+        c = Case("llama", "mixed", Setting(), promised=True, early=True)
+        plain = zoo.make(c.name, "fp32")
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+        want = train(plain, optimizer, c.name, lambda step: change(plain, optimizer, step), scale)
+        model = zoo.make(c.name, "fp32")
+        mine = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        budget = outcore.Budget(disk=str(tmp_path))
+        plan = c.plan(model, mine)
+        with outcore.prepare(model, mine, plan=plan, budget=budget) as (model, streamed):
+            got = train(model, streamed, c.name, lambda step: change(model, streamed, step), scale)
+            assert torch.equal(torch.stack(want).nan_to_num(), torch.stack(got).nan_to_num())
+            for (name, a), b in zip(outcore.named_tensors(model), plain.parameters(), strict=True):
+                assert torch.equal(a, b), name
+            states = streamed.state_dict()["state"]
+            for i, state in optimizer.state_dict()["state"].items():
+                assert torch.equal(state["exp_avg_sq"], states[i]["exp_avg_sq"]), i
+
+    def test_nothing(self, outcomes: Counter[str], tmp_path: Path) -> None:
+        self.compare(tmp_path, lambda *_: True)
+        assert outcomes["kept"] == outcomes["started"] > 0
+
+    def test_a_rate_set_just_before_the_step(self, outcomes: Counter[str], tmp_path: Path) -> None:
+        def change(_: nn.Module, optimizer: Any, step: int) -> bool:
+            optimizer.param_groups[0]["lr"] = 1e-2 / (step + 2)
+            return True
+
+        self.compare(tmp_path, change)
+        assert outcomes["kept"] == 0 < outcomes["started"]
+
+    def test_a_skipped_step(self, outcomes: Counter[str], tmp_path: Path) -> None:
+        self.compare(tmp_path, lambda _, __, step: step % 2 == 0)
+        assert 0 < outcomes["kept"] < outcomes["started"]
+
+    def test_a_step_skipped_since_gradients_are_not_finite(self, outcomes: Counter[str], tmp_path: Path) -> None:
+        def change(model: nn.Module, _: Any, step: int) -> bool:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+            assert bool(norm.isfinite()) == (step % 3 != 1)
+            return bool(norm.isfinite())
+
+        self.compare(tmp_path, change, lambda step: float("inf") if step % 3 == 1 else 1.0)
+        assert 0 < outcomes["kept"] < outcomes["started"]
+
+    def test_gradients_scaled(self, tmp_path: Path) -> None:
+        def change(model: nn.Module, _: Any, step: int) -> bool:
+            for p in model.parameters():
+                if step == 2 and p.grad is not None:
+                    p.grad.mul_(0.5)
+                if step == 3 and p.grad is not None:
+                    p.grad.div_(3.0)  # needs the bytes
+                if step == 4 and p.grad is not None:
+                    p.grad.clamp_(-1e-3, 1e-3)
+            return True
+
+        self.compare(tmp_path, change)
+
+    def test_some_gradients_dropped(self, tmp_path: Path) -> None:
+        def change(model: nn.Module, _: Any, step: int) -> bool:
+            for i, p in enumerate(model.parameters()):
+                if step == 2 and i % 3 == 0:
+                    p.grad = None
+                if step == 3 and i % 3 == 1 and p.grad is not None:
+                    p.grad.zero_()
+            return True
+
+        self.compare(tmp_path, change)
+
+    def test_states_loaded(self, tmp_path: Path) -> None:
+        kept: dict[int, Any] = {}
+
+        def change(_: nn.Module, optimizer: Any, step: int) -> bool:
+            if step == 1:
+                kept[id(optimizer)] = optimizer.state_dict()
+                kept[id(optimizer)] = {
+                    "state": {k: {n: v.clone() for n, v in s.items()} for k, s in kept[id(optimizer)]["state"].items()},
+                    "param_groups": kept[id(optimizer)]["param_groups"],
+                }
+            if step == 4:
+                optimizer.load_state_dict(kept[id(optimizer)])
+            return True
+
+        self.compare(tmp_path, change)
+
+    def test_weights_loaded(self, tmp_path: Path) -> None:
+        kept: dict[int, Any] = {}
+
+        def change(model: nn.Module, _: Any, step: int) -> bool:
+            if step == 1:
+                kept[id(model)] = {n: t.clone() for n, t in model.state_dict().items()}
+            if step == 4:
+                model.load_state_dict(kept[id(model)])
+            return True
+
+        self.compare(tmp_path, change)
+
+    def test_states_read(self, outcomes: Counter[str], tmp_path: Path) -> None:
+        def change(model: nn.Module, optimizer: Any, _: int) -> bool:
+            optimizer.state_dict()
+            model.state_dict()
+            return True
+
+        self.compare(tmp_path, change)
+        assert outcomes["kept"] == outcomes["started"] > 0
+
+
+ASYNC = [
+    case("patchwork", "mixed", precision="bf16", clipping="off", micro_batches=3),
+    case("llama", "disk", precision="bf16", clipping="on"),
+    case("gpt2", "resident", precision="bf16", clipping="on"),
+    case("qwen3", "host", clipping="on", micro_batches=2),
+]
+
+
+@pytest.mark.parametrize("case", ASYNC, ids=str)
+@pytest.mark.parametrize("faults", [{"permute": 0}, {"permute": 1}, {"delays": {"update": 0.002}}], ids=str)
+def test_timing_never_shows(case: Case, faults: dict[str, Any], tmp_path: Path) -> None:
+    assert_equal(plain_loop(case.name, case.setting), run_checked(case, tmp_path, poison=True, **faults))
+
+
+@pytest.mark.parametrize("case", ASYNC, ids=str)
+def test_looking_on_changes_nothing(case: Case, tmp_path: Path) -> None:
+    assert_equal(plain_loop(case.name, case.setting), run_checked(case, tmp_path, is_nosy=True, poison=True))
+
+
+def test_fewer_micro_batches_than_promised(tmp_path: Path) -> None:
+    """The rest is flushed by step()."""
+    c = Case("llama", "host", Setting(micro_batches=1, steps=3, clipping="off"))
+    promised = Case("llama", "host", Setting(micro_batches=2, steps=3, clipping="off"), promised=True, early=True)
+    options = promised.options(tmp_path)
+    got = streamed_loop(c.name, c.setting, make_plan=promised.plan, **options)
+    assert_equal(plain_loop(c.name, c.setting), got)
