@@ -18,6 +18,7 @@ from .rig import KINDS, Block, Tower, adamw, batch, make, prepared, same, train
 KIND = pytest.mark.parametrize("kind", KINDS)
 ENDS = pytest.mark.parametrize("kind", ["device", "host"])
 AWAY = pytest.mark.parametrize("kind", ["host", "disk"])
+POLICY = pytest.mark.parametrize("policy", ["keep", "recompute"])
 NAME = "blocks.1.up.weight"
 
 READS = {
@@ -134,6 +135,52 @@ def test_freezing_and_unfreezing_are_refused(kind, name, tmp_path):
                 outcore.UnsupportedError, match=f"requires_grad to stay as it was.*'{name}'.*before prepare"
             ):
                 change()
+
+
+@ENDS
+@POLICY
+def test_frozen_while_nobody_trains(kind, policy, tmp_path):
+    """As adapters are switched off for a reference model's forward, between a forward and its backward."""
+
+    def drive(model, optimizer):
+        losses = []
+        for step in range(2):
+            loss = model.loss(batch(step))
+            model.blocks.requires_grad_(False)
+            with torch.no_grad():
+                losses.append(model.loss(batch(9)))
+            for name, param in model.blocks.named_parameters():
+                param.requires_grad_("shift" not in name)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return losses
+
+    same(drive, kind, tmp_path, policy=policy)
+
+
+@ENDS
+@POLICY
+def test_frozen_too_long(kind, policy, tmp_path):
+    model = make()
+    with prepared(model, adamw(model), kind, tmp_path, policy=policy) as (model, optimizer):
+        loss = model.loss(batch())
+        model.get_parameter(NAME).requires_grad_(False)
+        with pytest.raises(outcore.UnsupportedError, match=f"requires_grad to stay as it was.*'{NAME}'"):
+            loss.backward()
+
+
+@ENDS
+def test_unfrozen_below_all_that_is_trained(kind, tmp_path):
+    """Nothing in front of the block needs a gradient, so a plain run would be all that it gets."""
+    model = make()
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+    with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
+        model.get_parameter(NAME).requires_grad_(True)
+        with pytest.raises(outcore.UnsupportedError, match=f"requires_grad to stay as it was.*'{NAME}'"):
+            model.loss(batch()).backward()
 
 
 @KIND

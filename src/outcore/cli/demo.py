@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM
 
 import outcore
 from outcore.cli import plain_loop
-from outcore.cli.progress import StepReport, follow
+from outcore.cli.progress import StepReport, progress
 from outcore.core.errors import ConfigError, DiskError, UnsupportedError
 from outcore.core.quantities import format_bytes
 from outcore.memory.disk import DiskStore
@@ -67,8 +67,9 @@ def _train(console: Console, text: torch.Tensor, *, steps: int, device: str | No
         place = next(model.parameters()).device
         before = _mean_loss(model, unseen, place)
         reports = _reports(model, optimizer, plain_loop.batches(training, seed=0), steps)
-        for _ in follow(console, reports, steps):
-            pass
+        with progress(console, steps) as show:
+            for report in reports:
+                show(report)
         after = _mean_loss(model, unseen, place)
         console.print(f"\n[bold]Loss on unseen text[/bold]  before {before:.3f}  after {after:.3f}")
         console.print("\n[bold]Sample[/bold]")
@@ -143,7 +144,8 @@ def _reports(
 ) -> Iterator[StepReport]:
     tokens = plain_loop.BATCH_SIZE * plain_loop.SEQUENCE
     for loss, _ in _streamed(model, optimizer, data, steps, micro_batches=1):
-        yield StepReport(loss=loss, tokens=tokens, moved_bytes=sum(optimizer.traffic().values()))
+        moved_bytes = sum(optimizer.traffic().values())
+        yield StepReport(loss=loss, tokens=tokens, moved_bytes=moved_bytes, exposed_s=optimizer.engine.device.exposed_s)
 
 
 @torch.no_grad()

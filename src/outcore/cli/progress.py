@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from outcore.core.quantities import format_bytes
 
 LINES = 10  # how many lines a whole run prints where there is no terminal
+WORTH_SAYING = 0.01  # of the time: a lane that is waited for less is not mentioned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,15 +24,45 @@ class StepReport:
     tokens: int
     moved_bytes: int
     """Bytes given to all lanes since the run began."""
+    exposed_s: Mapping[str, float]
+    """Lane -> seconds that the run has waited for it since it began."""
 
 
-def follow(console: Console, reports: Iterable[StepReport], steps: int) -> Iterator[StepReport]:
-    """Pass the reports on and show loss, tokens/s, time left and bytes moved."""
-    shown = _bar(console, reports, steps) if console.is_terminal else _lines(console, reports, steps)
-    yield from shown
+Show = Callable[[StepReport], None]
 
 
-def _bar(console: Console, reports: Iterable[StepReport], steps: int) -> Iterator[StepReport]:
+@contextmanager
+def progress(console: Console, steps: int, *, done: int = 0) -> Iterator[Show]:
+    """Show loss, tokens/s, what the run waits for, bytes moved and time left of every step that is reported.
+
+    Args:
+        console: A terminal gets a bar, anything else plain lines.
+        steps: Of the whole run.
+        done: How many of them an earlier run did.
+    """
+    start_s, step, tokens = time.perf_counter(), done, 0
+
+    def status(report: StepReport) -> str:
+        nonlocal step, tokens
+        step, tokens = step + 1, tokens + report.tokens
+        return _status(report, tokens, time.perf_counter() - start_s)
+
+    if console.is_terminal:
+        with _bar(console) as bar:
+            task = bar.add_task("train", total=steps, completed=done, status="")
+            yield lambda report: bar.update(task, advance=1, status=status(report))
+        return
+
+    def line(report: StepReport) -> None:
+        text = status(report)
+        if step in (done + 1, steps) or step % max(1, steps // LINES) == 0:
+            left_s = (time.perf_counter() - start_s) / (step - done) * (steps - step)
+            console.print(f"step {step}/{steps}  {text}  {left_s:.0f} s left", soft_wrap=True)
+
+    yield line
+
+
+def _bar(console: Console) -> Progress:
     columns = (
         TextColumn("step"),
         MofNCompleteColumn(),
@@ -38,25 +70,14 @@ def _bar(console: Console, reports: Iterable[StepReport], steps: int) -> Iterato
         TextColumn("{task.fields[status]}"),
         TimeRemainingColumn(),
     )
-    start_s, tokens = time.perf_counter(), 0
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("train", total=steps, status="")
-        for report in reports:
-            tokens += report.tokens
-            progress.update(task, advance=1, status=_status(report, tokens / (time.perf_counter() - start_s)))
-            yield report
+    return Progress(*columns, console=console, transient=True)
 
 
-def _lines(console: Console, reports: Iterable[StepReport], steps: int) -> Iterator[StepReport]:
-    start_s, tokens = time.perf_counter(), 0
-    for step, report in enumerate(reports, start=1):
-        tokens += report.tokens
-        if step in (1, steps) or step % max(1, steps // LINES) == 0:
-            elapsed_s = time.perf_counter() - start_s
-            left_s = elapsed_s / step * (steps - step)
-            console.print(f"step {step}/{steps}  {_status(report, tokens / elapsed_s)}  {left_s:.0f} s left")
-        yield report
+def _status(report: StepReport, tokens: int, elapsed_s: float) -> str:
+    said = (f"loss {report.loss:.3f}", f"{tokens / elapsed_s:,.0f} tokens/s", _waiting(report.exposed_s, elapsed_s))
+    return "  ".join(part for part in (*said, f"{format_bytes(report.moved_bytes)} moved") if part)
 
 
-def _status(report: StepReport, tokens_per_s: float) -> str:
-    return f"loss {report.loss:.3f}  {tokens_per_s:,.0f} tokens/s  {format_bytes(report.moved_bytes)} moved"
+def _waiting(exposed_s: Mapping[str, float], elapsed_s: float) -> str:
+    lane, seconds = max(exposed_s.items(), key=lambda item: item[1], default=("", 0.0))
+    return f"{seconds / elapsed_s:.0%} waiting for {lane}" if seconds > WORTH_SAYING * elapsed_s else ""

@@ -41,11 +41,11 @@ _METADATA: frozenset[Callable[..., Any]] = frozenset(
     + [_TENSOR.size, _TENSOR.numel, _TENSOR.nelement, _TENSOR.dim, _TENSOR.ndimension, _TENSOR.element_size]
     + [_TENSOR.is_floating_point, _TENSOR.is_complex, _TENSOR.__hash__, _TENSOR.__len__, _TENSOR.get_device]
     + [_TENSOR.grad.__set__, _TENSOR.grad.__delete__, _TENSOR.register_hook]
+    + [_TENSOR.requires_grad_, _TENSOR.requires_grad.__set__]  # units look at it when it matters
     + [torch.is_floating_point, torch.is_complex, torch.numel]
 )
 _BACKWARDS = (torch.autograd.grad, torch.autograd.backward, _TENSOR.backward)
 _DATA = _getter("data")
-_FREEZES = (_TENSOR.requires_grad_, _TENSOR.requires_grad.__set__)
 
 
 class AbsentParameter(Parameter):
@@ -63,8 +63,6 @@ class AbsentParameter(Parameter):
     ) -> Any:
         """Answer questions about metadata; otherwise become present or refuse."""
         kwargs = kwargs or {}
-        if func in _FREEZES:
-            return _keep_requires_grad(cls.owner, func, args, kwargs)
         if func in _METADATA or _is_question(func, args, kwargs):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -138,15 +136,6 @@ def _is_question(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) ->
 def absent_class(owner: Owner) -> type[AbsentParameter]:
     """The class that parameters of ``owner`` have while they are absent."""
     return type("AbsentParameter", (AbsentParameter,), {"owner": owner, "__module__": __name__})
-
-
-def _keep_requires_grad(owner: Owner, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    param = args[0]
-    wanted = bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
-    with torch._C.DisableTorchFunctionSubclass():
-        if wanted == param.requires_grad:
-            return param if func is _TENSOR.requires_grad_ else None
-    raise UnsupportedError(requires_grad_refusal(owner.name_of(param), wanted=wanted))
 
 
 def requires_grad_refusal(name: str, *, wanted: bool) -> str:

@@ -1,0 +1,153 @@
+"""Training data from files or the hub, checked row by row and written as a dataset that TRL can train on."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import datasets
+from datasets.arrow_writer import ArrowWriter
+from datasets.exceptions import DatasetsError
+
+from outcore.cli.train.readers import SUFFIXES, find_files, read_records, without_nulls_inside
+from outcore.cli.train.records import COLUMNS, Kind, Record, Rows
+from outcore.core.errors import ConfigError
+
+_HUB_NAME = re.compile(r"(?P<id>[\w.-]+(/[\w.-]+)?)(:((?P<config>[\w.-]+):)?(?P<split>\w+(\[.*\])?))?")
+_BATCH_ROWS, _BATCH_BYTES = 1000, 2**22  # what is written at once, and so what is decoded at once later
+
+
+@dataclass(frozen=True)
+class Data:
+    """What was loaded."""
+
+    rows: datasets.Dataset
+    """Columns ``text``, or ``prompt`` and ``completion``, or ``messages``; of conversations also ``tools`` and
+    ``chat_template_kwargs`` where any row has them. At least one row."""
+    kind: Kind
+    is_conversational: bool
+    """There are lists of messages in it, so a chat template is needed."""
+    notices: tuple[str, ...]
+    """What was left out, to be told once."""
+
+
+def load_data(name: str, *, flag: str, cache: Path) -> Data:
+    """Load and check training or evaluation data.
+
+    Args:
+        name: A .txt, .jsonl, .csv or .parquet file, a directory of them, or a data set on the hub: ``ID``,
+            ``ID:split`` or ``ID:config:split``.
+        flag: What the user calls it (``--data``), for messages.
+        cache: Directory for the data set, made if missing. What is on the hub is also in the hub's own cache; nothing
+            is written anywhere else.
+
+    Raises:
+        ConfigError: It cannot be used; ``cache`` is as before.
+
+    Memory: host, a few MiB, or one row where that is more.
+    """
+    try:
+        with _new_folder(name, cache) as folder:
+            return _build(name, folder)
+    except ConfigError as error:
+        raise ConfigError(f"{flag} {error}") from error
+
+
+def _build(name: str, folder: Path) -> Data:
+    checked = Rows()
+    rows = (row for record in _records(name) if (row := checked.check(record)) is not None)
+    first = next(rows, None)
+    if first is None or checked.first is None:
+        left_out = "".join(f"; {notice}" for notice in checked.notices())
+        raise ConfigError(f"'{name}': expected at least one row with some text, but got none{left_out}")
+    form = checked.first[1]
+    file = folder / "rows.arrow"
+    # Dataset.from_generator would hold 1000 rows in memory, of any size, and guess the types from the first of them.
+    with ArrowWriter(path=str(file), features=form.features()) as writer:
+        for batch in _batches(chain([first], rows)):
+            writer.write_batch(batch)
+        writer.finalize()
+    data = datasets.Dataset.from_file(str(file))
+    unneeded = [column for column in ("tools", "chat_template_kwargs") if column in data.column_names]
+    data = data.remove_columns([column for column in unneeded if column not in checked.used])
+    return Data(data, form.kind, form.is_conversational, checked.notices())
+
+
+def _batches(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, list[Any]]]:
+    batch: list[Mapping[str, Any]] = []
+    size_bytes = 0
+    for row in rows:
+        batch.append(row)
+        size_bytes += sum(
+            len(text) for value in row.values() for text in ([value] if isinstance(value, str) else value or ())
+        )
+        if size_bytes >= _BATCH_BYTES or len(batch) >= _BATCH_ROWS:
+            yield _columns(batch)
+            batch, size_bytes = [], 0
+    if batch:
+        yield _columns(batch)
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    return {column: [row[column] for row in rows] for column in rows[0]}
+
+
+def _records(name: str) -> Iterator[Record]:
+    if not name.strip():
+        raise ConfigError("'': expected a file, a directory, or the ID of a data set on the hub, but got nothing")
+    path = Path(name).expanduser()
+    if os.path.lexists(path):
+        for file in find_files(path):
+            yield from read_records(file)
+    else:
+        yield from _hub_records(name)
+
+
+def _hub_records(name: str) -> Iterator[Record]:
+    found = _HUB_NAME.fullmatch(name)
+    if found is None or os.path.lexists(found["id"]) or Path(name).suffix in SUFFIXES:
+        raise ConfigError(f"'{name}': expected a file or a directory, but there is none; check the path")
+    try:
+        rows = datasets.load_dataset(found["id"], found["config"], split=found["split"] or "train")
+    except (DatasetsError, OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"'{name}': expected a file or directory here, or the ID of a data set that is on the hub or in its cache, "
+            f"but loading it fails: {' '.join(str(error).split())}; give a path, or ID:split or ID:config:split, and "
+            "be online"
+        ) from error
+    names = rows.column_names
+    wanted = [column for column in names if column in COLUMNS] or names[:1]
+    for number, row in enumerate(rows.select_columns(wanted), 1):
+        yield Record(f"'{name}', row {number}", dict.fromkeys(names) | without_nulls_inside(row))
+
+
+@contextmanager
+def _new_folder(name: str, cache: Path) -> Iterator[Path]:
+    """A folder of its own in ``cache``, gone again if anything fails; so is ``cache`` if it was not there."""
+    is_new = not cache.exists()
+    try:
+        cache.mkdir(exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix="data-", dir=cache))
+        try:
+            yield folder
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+    except BaseException as error:
+        if is_new:
+            with suppress(OSError):  # never made, or another's files are in it by now
+                cache.rmdir()
+        if isinstance(error, OSError):
+            raise ConfigError(
+                f"'{name}': expected to write its rows to '{cache}', but got: {error.strerror or error}; free space, "
+                "or name another output directory"
+            ) from error
+        raise

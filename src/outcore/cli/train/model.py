@@ -1,0 +1,308 @@
+"""The model to train: a local directory, one on the hub, or a bare ``config.json``; built without its weights."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+import os
+import re
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.utils import validate_repo_id
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from outcore.cli.train.byte_tokenizer import byte_tokenizer
+from outcore.core.errors import ConfigError
+from outcore.memory.weights_file import WeightsDirectory
+from outcore.spec.model import Precision
+
+_CONFIG, _GENERATION_CONFIG = "config.json", "generation_config.json"
+_CONFIG_BYTES = 2**24  # what is longer is something else
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "tekken.json",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+)
+_FETCHED = (
+    *("*.json", "*.txt", "*.jinja", "*.model", "additional_chat_templates/*"),
+    *(_WEIGHTS, "model-*-of-*.safetensors"),
+)
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "consolidated*.safetensors")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model comes from, and what it is."""
+
+    name: str
+    """As the user gave it."""
+    config: PretrainedConfig
+    weights: Path | None
+    """Directory to stream the weights from. None: random initialisation."""
+    folder: Path
+    """Where its other files are, a tokenizer's for instance."""
+
+
+def find_model(name: str) -> ModelSource:
+    """Find a model and check what can be checked without building it.
+
+    Args:
+        name: A directory with ``config.json`` and weights, the ID of such a model on the hub, or a ``config.json``
+            alone, for random initialisation.
+
+    Raises:
+        ConfigError: There is no such model, or not one that can be trained.
+
+    Memory: host, headers. From the hub, the model's files come into the hub's cache on disk.
+    """
+    path = Path(name).expanduser()
+    if name.strip() and os.path.lexists(path):
+        is_bare = not path.is_dir()
+        config = path if is_bare else path / _CONFIG
+        source = str(path.absolute())
+    else:
+        path = _from_hub(name)
+        is_bare, config, source = False, path / _CONFIG, name
+    try:
+        loaded = _load_config(name, config, source)
+        weights = None if is_bare else _find_weights(name, path)
+    except OSError as error:
+        raise ConfigError(
+            f"--model '{name}': expected readable files, but got: {error.strerror or error} "
+            f"({error.filename or config})"
+        ) from error
+    return ModelSource(name, loaded, weights, config.parent)
+
+
+def build_model(source: ModelSource, precision: Precision) -> PreTrainedModel:
+    """Build a model on the meta device, as ``from_pretrained`` would without its weights.
+
+    Args:
+        source: What ``find_model`` found.
+        precision: ``fp32`` makes parameters of that dtype, the others bf16 ones.
+
+    Raises:
+        ConfigError: No model can be built from its configuration.
+
+    Memory: none.
+    """
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    where = f"--model '{source.name}'"
+    try:
+        with torch.device("meta"):
+            # Building changes the configuration.
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(source.config), dtype=dtype, trust_remote_code=False)
+    except Exception as error:  # whatever a constructor makes of numbers that do not fit together
+        raise ConfigError(
+            f"{where}: expected a configuration that a {source.config.model_type} model can be built from, but "
+            f"building it fails: {_one_line(error)}; correct {_CONFIG}"
+        ) from error
+    _keep_in_fp32(model)
+    if (source.folder / _GENERATION_CONFIG).exists():
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(source.folder, local_files_only=True)
+        except Exception as error:  # as above
+            raise ConfigError(
+                f"{where}: expected generation settings in {_GENERATION_CONFIG}, but got: {_one_line(error)}; correct "
+                "or remove it"
+            ) from error
+    return model
+
+
+def load_tokenizer(source: ModelSource, *, eos_token: str | None = None) -> PreTrainedTokenizerBase:
+    """Load a model's tokenizer; without one, a token is a byte.
+
+    Args:
+        source: What ``find_model`` found.
+        eos_token: Ends a document or turn, instead of the tokenizer's own.
+
+    Raises:
+        ConfigError: It cannot be loaded, has no end-of-text token, or has more tokens than the model.
+    """
+    where = f"--model '{source.name}'"
+    if any((source.folder / name).exists() for name in _TOKENIZER_FILES):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source.folder, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # parsers of many formats
+            raise ConfigError(
+                f"{where}: expected a tokenizer in '{source.folder}', but loading it fails: {_one_line(error)}; fetch "
+                "its files again, or remove them to train on bytes"
+            ) from error
+    else:
+        tokenizer = byte_tokenizer()
+        if source.weights is not None:
+            warnings.warn(f"{where}: it has weights but no tokenizer, so every byte is a token to it", stacklevel=2)
+    vocabulary = tokenizer.get_vocab()
+    end = eos_token if eos_token is not None else tokenizer.eos_token
+    if end is None or end not in vocabulary:
+        found = "none" if end is None else f"'{end}', which is not in its vocabulary"
+        raise ConfigError(
+            f"{where}: expected a tokenizer with an end-of-text token, but found {found}; name one of its tokens with "
+            "--set eos_token=TOKEN"
+        )
+    needed, given = max(vocabulary.values()) + 1, source.config.get_text_config().vocab_size
+    if needed > given:
+        raise ConfigError(
+            f"{where}: expected a vocab_size of at least {needed}, which its tokenizer needs, but {_CONFIG} has "
+            f"{given}; {'raise it' if source.weights is None else 'use the tokenizer that the model was trained with'}"
+        )
+    return tokenizer
+
+
+def _keep_in_fp32(model: PreTrainedModel) -> None:
+    """As ``from_pretrained`` does with what a model never wants in bf16, such as the biases of its routers."""
+    patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns):
+            tensor.data = tensor.data.float()
+
+
+def _from_hub(name: str) -> Path:
+    """Fetch a model into the hub's cache, or find it there."""
+    where = f"--model '{name}'"
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise ConfigError(
+            f"{where}: expected a directory, a config.json, or a model's ID on the hub, but there is no such file or "
+            "directory, and an ID is NAME or OWNER/NAME; check the path"
+        ) from error
+    nowhere = f"{where}: expected a directory, a config.json, or a model's ID on the hub, but there is no such file"
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(_FETCHED)))
+    except GatedRepoError as error:
+        raise ConfigError(
+            f"{where}: expected a model that may be fetched, but it is gated; ask for access at "
+            f"https://huggingface.co/{name} and run: hf auth login"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"{nowhere}, and the hub has no such model, or hides it; check the name, or log in"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise ConfigError(
+            f"{nowhere}, the hub cannot be reached, and its cache does not have all of that model; check the path, or "
+            "be online once"
+        ) from error
+    except Exception as error:  # networks, proxies and disks fail in many ways
+        raise ConfigError(f"{where}: expected to fetch it from the hub, but got: {_one_line(error)}") from error
+
+
+def _load_config(name: str, file: Path, source: str) -> PretrainedConfig:
+    where = f"--model '{name}'"
+    if not file.exists():
+        if (file.parent / "adapter_config.json").exists():
+            raise ConfigError(
+                f"{where}: expected a whole model, but there is only an adapter; name the model that it was trained on"
+            )
+        raise ConfigError(f"{where}: expected {_CONFIG} in it, but there is none; name a model's directory")
+    if not file.is_file():
+        raise ConfigError(f"{where}: expected a directory or a config.json, but it is a pipe, socket or device")
+    raw = _parse(where, file)
+    _check_config(where, raw)
+    try:
+        config = AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever a configuration's class makes of values that it does not expect
+        raise ConfigError(
+            f"{where}: expected {file.name} to describe a {raw['model_type']} model, but got: {_one_line(error)}; "
+            "correct it"
+        ) from error
+    config.name_or_path = source  # an adapter is saved with it, to know its base
+    _check_causal(where, config)
+    return config
+
+
+def _parse(where: str, file: Path) -> dict[str, Any]:
+    advice = "name a model's directory or its config.json"
+    if (size := file.stat().st_size) > _CONFIG_BYTES:
+        raise ConfigError(f"{where}: expected a configuration in JSON, but got a file of {size:,} bytes; {advice}")
+    try:
+        raw = json.loads(file.read_bytes().decode())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{where}: expected JSON in {file.name}, but it cannot be parsed: {error}; {advice}"
+        ) from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{where}: expected a JSON object in {file.name}, but got {raw!r:.60}; {advice}")
+    return raw
+
+
+def _check_config(where: str, raw: dict[str, Any]) -> None:
+    kind = raw.get("model_type")
+    if not isinstance(kind, str):
+        found = "there is none" if "model_type" not in raw else f"got {kind!r}"
+        raise ConfigError(f"{where}: expected a model_type in its configuration, such as llama, but {found}")
+    if kind not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(kind, list(CONFIG_MAPPING), n=1)
+        if "auto_map" in raw:
+            advice = "its own code (auto_map) is not run"
+        else:
+            advice = f"did you mean {near[0]}?" if near else "a newer version of transformers may know it"
+        raise ConfigError(
+            f"{where}: expected a model_type that transformers {transformers.__version__} knows, but got '{kind}'; "
+            f"{advice}"
+        )
+    if raw.get("quantization_config") is not None:
+        raise ConfigError(
+            f"{where}: expected weights in full precision, but it is quantized; name the model that it was made from"
+        )
+
+
+def _check_causal(where: str, config: PretrainedConfig) -> None:
+    causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    saved_as = [name for name in config.architectures or [] if hasattr(transformers, name)]
+    expected = f"{where}: expected a causal language model, but"
+    if config.is_encoder_decoder:
+        raise ConfigError(f"{expected} {config.model_type} has an encoder and a decoder; name another model")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(f"{expected} {config.model_type} is none; name another model")
+    if saved_as and not causal.intersection(saved_as):
+        raise ConfigError(f"{expected} it is a {saved_as[0]} (architectures in {_CONFIG}); name another model")
+
+
+def _find_weights(name: str, folder: Path) -> Path:
+    where = f"--model '{name}'"
+    if not any((folder / file).exists() for file in (_WEIGHTS, _INDEX)):
+        other = next((file.name for pattern in _OTHER_WEIGHTS for file in sorted(folder.glob(pattern))), None)
+        if other is not None:
+            raise ConfigError(
+                f"{where}: expected weights as {_WEIGHTS} or its shards, but found '{other}'; convert them: load "
+                "the model with from_pretrained and save it with save_pretrained"
+            )
+        raise ConfigError(
+            f"{where}: expected weights ({_WEIGHTS}, or shards and {_INDEX}), but there are none in '{folder}'; "
+            f"for random initialisation, name the {_CONFIG} itself"
+        )
+    try:
+        WeightsDirectory.open(folder)
+    except ConfigError as error:
+        raise ConfigError(f"--model {error}") from error
+    return folder
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -1,0 +1,64 @@
+"""What libraries have to say, said once, in one line each, and without their progress bars."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+LIBRARIES = ("transformers", "trl", "datasets", "accelerate", "peft", "huggingface_hub")
+_LONGEST = 400  # characters of a notice; some libraries write pages
+
+
+@contextmanager
+def notices() -> Iterator[None]:
+    """Show warnings and the libraries' log lines as notices on standard error; as they were afterwards."""
+    import datasets
+    from transformers.utils import logging as transformers_logging
+
+    datasets.disable_progress_bars()
+    transformers_logging.disable_progress_bar()
+    handler = _Once()
+    loggers = [logging.getLogger(name) for name in LIBRARIES]
+    before = [(log, log.level, log.handlers, log.propagate) for log in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")  # the handler knows what was said
+        warnings.showwarning = handler.warn
+        for log in loggers:
+            _set(log, logging.WARNING, [handler], propagate=False)
+        try:
+            yield
+        finally:
+            for log, level, handlers, propagate in before:
+                _set(log, level, handlers, propagate=propagate)
+
+
+def _set(log: logging.Logger, level: int, handlers: list[logging.Handler], *, propagate: bool) -> None:
+    log.setLevel(level)
+    log.handlers, log.propagate = handlers, propagate
+
+
+@final
+class _Once(logging.Handler):
+    """Prints each text once."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._said: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._say(record.getMessage())
+
+    def warn(self, message: Warning | str, *_: Any, **__: Any) -> None:
+        """In place of ``warnings.showwarning``."""
+        self._say(str(message))
+
+    def _say(self, text: str) -> None:
+        text = " ".join(text.split())
+        if text not in self._said:
+            self._said.add(text)
+            short = text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+            print(f"note: {short}", file=sys.stderr)

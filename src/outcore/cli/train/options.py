@@ -1,0 +1,170 @@
+"""The options of ``outcore train`` and what its help says. Light: help must not wait for torch.
+
+No option has a default here, so that a YAML file's value is overruled by what was typed and by nothing else; and none
+has a type, since ``settings`` checks them all, wherever they come from, with one kind of message.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+HELP = """Fine-tune or pre-train a language model that does not fit, with TRL's SFTTrainer.
+
+--model, --data and --out must be given, here or in the YAML file.
+
+[bold]What the data holds[/bold], the same in every row:
+  text                   plain text; a .txt file is one text
+  prompt and completion  two texts; the loss is on the completion
+  messages               a list of {"role": ..., "content": ...}, and perhaps
+                         tools beside it. With --set assistant_only_loss=true
+                         the loss is on what the assistant says
+These are the keys of a JSON line or the columns of a table.
+
+[bold]What the YAML file holds[/bold]: the options below (batch_size for --batch-size),
+every field of TRL's SFTConfig, under lora: those of PEFT's LoraConfig, and
+under outcore: the options for memory. Options and --set go over the file.
+  model: Qwen/Qwen3-0.6B
+  data: chats.jsonl
+  out: run
+  lr: 1e-5
+  lr_scheduler_type: cosine
+  assistant_only_loss: true
+  lora: {r: 8, lora_dropout: 0.1}
+  outcore: {device_memory: 20GiB, host_memory: 48GiB, disk: /mnt/nvme}
+
+[bold]Examples[/bold]
+  outcore train --model Qwen/Qwen3-0.6B --data chats.jsonl --out run
+  outcore train --model config.json --data book.txt --out run --steps 500
+  outcore train run.yaml --lr 1e-4 --set lora.r=16 --dry-run
+  outcore train run.yaml --resume
+
+[bold]What is written to --out[/bold]
+  model/         what from_pretrained loads: the model, or the LoRA adapters,
+                 with tokenizer and chat template
+  plan.json      where every byte lives
+  metrics.jsonl  a line per step: step, epoch, loss, lr, grad_norm,
+                 tokens_per_s, step_s, bytes moved and seconds waited for per
+                 lane, peak bytes per tier; and a line per evaluation
+  checkpoint-N/  with --save-every: all that --resume needs
+
+[bold]Exit status[/bold]: 0 done; 2 a mistake in what was asked for, said before anything
+is written; 130 stopped by Ctrl-C; 1 anything else.
+"""
+
+_WHAT, _HOW, _WHERE, _OUTPUT = "Model and data", "Training", "Memory", "Output"
+
+
+def _option(panel: str, metavar: str | None, text: str, *names: str) -> Any:
+    return typer.Option(*names, metavar=metavar, help=text, rich_help_panel=panel)
+
+
+Config = Annotated[Path | None, typer.Argument(metavar="CONFIG.yaml", help="Settings in YAML.", show_default=False)]
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Any setting that the YAML file may hold; repeat it for more. VALUE is YAML."
+    ),
+]
+
+Model = Annotated[
+    str | None,
+    _option(
+        _WHAT,
+        "DIR|ID|config.json",
+        "A directory with config.json and safetensors, a model's ID on the Hugging Face hub, or a config.json alone: a "
+        "new model with random weights. Without a tokenizer beside it, every byte is a token.",
+    ),
+]
+Data = Annotated[
+    str | None,
+    _option(
+        _WHAT,
+        "FILE|DIR|ID",
+        "A .txt, .jsonl, .csv or .parquet file, a directory of them, or a data set on the hub as ID, ID:split or "
+        "ID:config:split. What it holds is said above.",
+    ),
+]
+EvalData = Annotated[
+    str | None,
+    _option(
+        _WHAT, "FILE|DIR|ID", "Data to evaluate on, every --save-every (or eval_steps) steps, else after every epoch."
+    ),
+]
+Lora = Annotated[
+    str | None,
+    _option(_WHAT, "RANK", "Train LoRA adapters of this rank in all linear layers, not the weights. Needs peft."),
+]
+
+Steps = Annotated[str | None, _option(_HOW, "N", "Optimizer steps of the whole run.")]
+Epochs = Annotated[str | None, _option(_HOW, "N", "Passes over the data, instead of --steps; 3 by default.")]
+BatchSize = Annotated[str | None, _option(_HOW, "N", "Rows that go through the model at once; 8 by default.")]
+GradAccum = Annotated[str | None, _option(_HOW, "N", "Batches per optimizer step; 1 by default.")]
+SeqLen = Annotated[str | None, _option(_HOW, "N", "Tokens per row, 1024 by default; longer rows are cut.")]
+Packing = Annotated[
+    bool | None,
+    _option(
+        _HOW,
+        None,
+        "Fill rows up to --seq-len with several texts. On for plain text, else off.",
+        "--packing/--no-packing",
+    ),
+]
+Lr = Annotated[str | None, _option(_HOW, "X", "Peak learning rate; 2e-5 by default.")]
+MaxGradNorm = Annotated[
+    str | None, _option(_HOW, "X", "Clip the gradient's norm to this; 1 by default, 0 for no clipping.")
+]
+Precision = Annotated[
+    str | None,
+    _option(
+        _HOW,
+        "WORD",
+        "bf16: bf16 weights with fp32 masters and optimizer states, the default. fp32: all in fp32. pure_bf16: all in "
+        "bf16.",
+    ),
+]
+Seed = Annotated[str | None, _option(_HOW, "N", "Of new weights, data order and dropout; 42 by default.")]
+
+DeviceMemory = Annotated[
+    str | None,
+    _option(_WHERE, "SIZE", "The most to take on the device, such as 20GiB or 500MB; most of what is free by default."),
+]
+HostMemory = Annotated[
+    str | None,
+    _option(_WHERE, "SIZE", "The most to take in host memory; most of what is free here, or in the container."),
+]
+Disk = Annotated[
+    list[str] | None,
+    _option(
+        _WHERE,
+        "DIR",
+        "Folder on a fast drive for what memory cannot hold; repeat it for several drives. Without it nothing goes to "
+        "disk.",
+    ),
+]
+Plan = Annotated[str | None, _option(_WHERE, "FILE", "A plan.json to obey, from another run or edited.")]
+Device = Annotated[str | None, _option(_WHERE, "NAME", "cpu or cuda; the accelerator if there is one.")]
+
+Out = Annotated[str | None, _option(_OUTPUT, "DIR", "Folder to write to; new or empty, unless --resume.")]
+SaveEvery = Annotated[
+    str | None, _option(_OUTPUT, "N", "Save a checkpoint every N steps and at the end; none by default.")
+]
+Keep = Annotated[str | None, _option(_OUTPUT, "N", "Keep the newest N checkpoints; all by default.")]
+Resume = Annotated[
+    bool | None,
+    _option(
+        _OUTPUT,
+        None,
+        "Go on from the newest complete checkpoint in --out, as if the run had not stopped. Give the same settings "
+        "again, or more --steps.",
+        "--resume",
+    ),
+]
+ReportTo = Annotated[
+    list[str] | None, _option(_OUTPUT, "NAME", "A tracker that is installed, such as tensorboard; repeat it for more.")
+]
+DryRun = Annotated[
+    bool | None, _option(_OUTPUT, None, "Check everything, print settings and plan, and stop.", "--dry-run")
+]

@@ -1,0 +1,192 @@
+"""The folder that a run writes to: judged before anything is written, and left as it was if the run cannot begin."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from outcore.core.errors import ConfigError
+from outcore.core.quantities import format_bytes
+
+PLAN, METRICS, MODEL = "plan.json", "metrics.jsonl", "model"
+_STATE = "trainer_state.json"  # what a Trainer writes last into a checkpoint
+_NOT_OF_A_MODEL = ("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "training_args.bin", _STATE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A complete one."""
+
+    path: Path
+    step: int
+
+
+@final
+class OutputFolder:
+    """``--out``. Nothing is written before ``opened``; what ``opened`` makes is undone unless the run begins."""
+
+    def __init__(self, path: Path, *, resume: bool) -> None:
+        """Look.
+
+        Args:
+            path: May be missing.
+            resume: Whether to go on with what is there; else it must be empty.
+
+        Raises:
+            ConfigError: It cannot be written to; it holds something; or nothing to resume from.
+        """
+        self.path = path
+        self.checkpoint: Checkpoint | None = None
+        """The newest complete one, where there is one and the run resumes."""
+        self.incomplete: list[Path] = []
+        """Newer ones that a run was interrupted in."""
+        self.has_begun = False
+        """Whether the run has; what is written stays then."""
+        _refuse_unusable(path)
+        if resume:
+            self.checkpoint, self.incomplete = _newest(path)
+        elif path.is_dir() and any(path.iterdir()):
+            raise ConfigError(
+                f"--out: expected an empty or a new folder, but '{path}' holds "
+                f"'{min(p.name for p in path.iterdir())}'; pass --resume to go on with the run in it, or name another"
+            )
+
+    def refuse_full(self, needed_bytes: int) -> None:
+        """Raise if the least that the run will write does not fit.
+
+        Raises:
+            ConfigError: Too little is free.
+        """
+        free_bytes = shutil.disk_usage(_existing(self.path)).free
+        if free_bytes < needed_bytes:
+            raise ConfigError(
+                f"--out: expected room for {format_bytes(needed_bytes)} (the model, and with --save-every a "
+                f"checkpoint), but {format_bytes(free_bytes)} are free at '{self.path}'; free some, or name a folder "
+                "on another drive"
+            )
+
+    @contextmanager
+    def opened(self) -> Iterator[Path]:
+        """Make the folder.
+
+        Yields:
+            A folder in it for what the run needs only while it runs; removed at the end.
+
+        Raises:
+            ConfigError: It cannot be made or written to.
+        """
+        made = [p for p in (self.path, *self.path.parents) if not os.path.exists(p)]
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            cache = Path(tempfile.mkdtemp(prefix=".data-", dir=self.path))
+        except OSError as error:
+            _remove(made)
+            raise _unwritable(self.path, error) from error
+        try:
+            yield cache
+        finally:
+            shutil.rmtree(cache, ignore_errors=True)
+            if not self.has_begun:
+                _remove(made)
+
+    def begin(self) -> None:
+        """From now on what is written stays: the run has begun. Checkpoints that were interrupted are removed."""
+        self.has_begun = True
+        for path in self.incomplete:
+            shutil.rmtree(path)
+
+    def latest(self) -> Checkpoint | None:
+        """The newest complete checkpoint that is there now."""
+        return max(_complete(self.path), key=lambda c: c.step, default=None)
+
+    def model_of(self, checkpoint: Checkpoint) -> None:
+        """Have in ``model/`` what a checkpoint holds of the model, without what only training needs."""
+        with self.new_model() as folder:
+            shutil.copytree(
+                checkpoint.path, folder, ignore=shutil.ignore_patterns(*_NOT_OF_A_MODEL), dirs_exist_ok=True
+            )
+
+    @contextmanager
+    def new_model(self) -> Iterator[Path]:
+        """A folder that becomes ``model/`` when the block ends without an error, in place of an older one."""
+        partial, model = self.path / f".{MODEL}-partial", self.path / MODEL
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        yield partial
+        shutil.rmtree(model, ignore_errors=True)
+        partial.rename(model)
+
+
+def _refuse_unusable(path: Path) -> None:
+    existing = _existing(path)
+    if not existing.is_dir():
+        raise ConfigError(
+            f"--out: expected a folder that exists or can be made, but '{existing}' is a file; name another"
+        )
+    if not os.access(existing, os.R_OK | os.W_OK | os.X_OK):
+        raise _unwritable(existing, None)
+
+
+def _unwritable(path: Path, error: OSError | None) -> ConfigError:
+    if error is not None and error.errno == errno.ENOSPC:
+        return ConfigError(f"--out: expected room at '{path}', but its drive is full; free some, or name another")
+    why = "is not writable" if error is None else f"cannot be written to: {error.strerror}"
+    return ConfigError(f"--out: expected a folder to write to, but '{path}' {why}; name one that is yours")
+
+
+def _existing(path: Path) -> Path:
+    """The folder itself, or the nearest above it that exists."""
+    path = path.absolute()
+    return next(p for p in (path, *path.parents) if os.path.exists(p))
+
+
+def _remove(made: list[Path]) -> None:
+    """Undo folders that were made, the innermost first: it goes with what is in it, the others if they are empty."""
+    if made:
+        shutil.rmtree(made[0], ignore_errors=True)
+    for path in made[1:]:
+        try:
+            path.rmdir()
+        except OSError:  # somebody else has put something there
+            return
+
+
+def _newest(path: Path) -> tuple[Checkpoint, list[Path]]:
+    complete = {c.path: c for c in _complete(path)}
+    newest = max(complete.values(), key=lambda c: c.step, default=None)
+    everything = [p for p in (path.iterdir() if path.is_dir() else ()) if _step(p) is not None]
+    if newest is None:
+        found = f"only {everything[0].name}, which is incomplete" if everything else "there is none"
+        raise ConfigError(
+            f"--resume: expected a complete checkpoint in '{path}', but {found}; start anew without --resume and with "
+            "another --out, and with --save-every to have checkpoints"
+        )
+    return newest, sorted(p for p in everything if p not in complete)
+
+
+def _complete(path: Path) -> Iterator[Checkpoint]:
+    for folder in path.iterdir() if path.is_dir() else ():
+        step = _step(folder)
+        if step is not None and _is_complete(folder):
+            yield Checkpoint(path=folder, step=step)
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        return isinstance(json.loads((folder / _STATE).read_text()), dict)
+    except (OSError, ValueError):
+        return False
+
+
+def _step(folder: Path) -> int | None:
+    match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
+    return int(match.group(1)) if match is not None and folder.is_dir() else None

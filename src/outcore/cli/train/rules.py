@@ -1,0 +1,221 @@
+"""Settings that are right one by one and wrong together: what outcore knows, then what the libraries say."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+from outcore.cli.train.fields import shown
+from outcore.cli.train.schema import Setting
+from outcore.core.errors import ConfigError, UnsupportedError
+
+LENGTHS = ("max_steps", "num_train_epochs")
+
+_FEW = 3  # so many settings may be named together where a library does not say which one it means
+_EVALUATION = ("per_device_eval_batch_size", "load_best_model_at_end", "metric_for_best_model", "greater_is_better")
+# What constructors of settings raise: they look for packages and files, too.
+_REFUSALS = (ValueError, TypeError, LookupError, AttributeError, NotImplementedError, ImportError, OSError)
+
+
+def refuse_contradictions(settings: Mapping[str, Setting]) -> None:
+    """Refuse settings that exclude one another.
+
+    Raises:
+        ConfigError: The first pair that is found.
+    """
+    _refuse_two_lengths(settings)
+    _refuse_two_precisions(settings)
+    _refuse_unused_intervals(settings)
+    _refuse_keeping_what_is_not_saved(settings)
+    _refuse_evaluation_without_data(settings)
+    _refuse_other_adapters(settings)
+
+
+def check_lora(lora: Mapping[str, Any], settings: Mapping[str, Setting]) -> None:
+    """Have PEFT look at its settings together.
+
+    Raises:
+        ConfigError: It refuses them.
+    """
+    from peft import LoraConfig
+
+    with _quiet(), _refused_by("PEFT", {k: s for k, s in settings.items() if k.startswith("lora.")}):
+        LoraConfig(**lora)
+
+
+def check_training(training: Mapping[str, Any], out: str, settings: Mapping[str, Setting]) -> None:
+    """Have TRL and transformers look at their settings together. Nothing is written or said.
+
+    Raises:
+        ConfigError: They refuse them, or would when the run has begun.
+    """
+    from trl import SFTConfig
+
+    from outcore.integrations.refusals import refuse_arguments
+
+    given = {key: setting for key, setting in settings.items() if "." not in key}
+    with _quiet(), _refused_by("TRL", given):
+        # Before the arguments are made, too: for some of them that looks for packages.
+        refuse_arguments(SimpleNamespace(n_gpu=1, **training))
+        args = SFTConfig(output_dir=out, **training)
+        refuse_arguments(args)
+    schedule = {key: setting for key, setting in given.items() if key.startswith("lr_scheduler_")}
+    if schedule:
+        with _quiet(), _refused_by("transformers", schedule):
+            _try_schedule(args)
+    if "report_to" in given and args.report_to:
+        _check_trackers(args.report_to, given["report_to"].where)
+
+
+def _refuse_two_lengths(settings: Mapping[str, Setting]) -> None:
+    steps, epochs = (settings.get(key) for key in LENGTHS)
+    if steps is not None and epochs is not None:
+        raise ConfigError(
+            f"{steps.where}: expected steps or epochs, but got {shown(steps.value)} steps beside "
+            f"{shown(epochs.value)} epochs ({epochs.where}); remove one of them"
+        )
+
+
+def _refuse_two_precisions(settings: Mapping[str, Setting]) -> None:
+    """TRL's bf16 is autocast, for weights in fp32; otherwise weights and arithmetic have outcore's precision."""
+    precision = settings.get("outcore.precision")
+    asked = settings.get("bf16")
+    if asked is not None and asked.value and (precision is None or precision.value != "fp32"):
+        got = "bf16, the default" if precision is None else f"{precision.value} ({precision.where})"
+        raise ConfigError(
+            f"{asked.where}: expected precision fp32 beside bf16, which is autocast over fp32 weights, but got {got}; "
+            "set precision to fp32, or leave bf16 out"
+        )
+
+
+def _refuse_unused_intervals(settings: Mapping[str, Setting]) -> None:
+    for name in ("save", "eval", "logging"):
+        steps, strategy = settings.get(f"{name}_steps"), settings.get(f"{name}_strategy")
+        if steps is not None and strategy is not None and strategy.value != "steps":
+            raise ConfigError(
+                f"{steps.where}: expected {name}_strategy steps beside a number of steps, but got "
+                f"{shown(strategy.value)} ({strategy.where}); remove one of them"
+            )
+    strategy = settings.get("eval_strategy")
+    if strategy is not None and strategy.value == "steps" and not {"eval_steps", "save_steps"} & settings.keys():
+        raise ConfigError(
+            f"{strategy.where}: expected eval_steps beside eval_strategy steps, but got none; say every how many steps "
+            "to evaluate"
+        )
+
+
+def _refuse_keeping_what_is_not_saved(settings: Mapping[str, Setting]) -> None:
+    strategy, keep = settings.get("save_strategy"), settings.get("save_total_limit")
+    is_saving = "save_steps" in settings or (strategy is not None and strategy.value != "no")
+    if keep is not None and keep.value is not None and not is_saving:
+        raise ConfigError(
+            f"{keep.where}: expected checkpoints to be saved, but got a number to keep and no --save-every; add it"
+        )
+
+
+def _refuse_evaluation_without_data(settings: Mapping[str, Setting]) -> None:
+    data = settings.get("outcore.eval_data")
+    if data is not None and data.value is not None:
+        strategy = settings.get("eval_strategy")
+        if strategy is not None and strategy.value == "no":
+            raise ConfigError(
+                f"{data.where}: expected an evaluation of this data, but got eval_strategy no ({strategy.where}); "
+                "remove one of them"
+            )
+        return
+    for key, setting in settings.items():
+        is_on = setting.value not in (None, False, 0, "no")
+        if is_on and (key.startswith("eval_") or key in _EVALUATION):
+            raise ConfigError(
+                f"{setting.where}: expected --eval-data beside a setting of evaluation, but got none; name the data, "
+                "or leave this out"
+            )
+
+
+def _refuse_other_adapters(settings: Mapping[str, Setting]) -> None:
+    for key, only in (("lora.task_type", "CAUSAL_LM"), ("lora.peft_type", "LORA"), ("lora.inference_mode", False)):
+        setting = settings.get(key)
+        if setting is not None and setting.value not in (only, None):
+            raise ConfigError(
+                f"{setting.where}: expected {shown(only)}, all that this command trains, but got "
+                f"{shown(setting.value)}; leave it out"
+            )
+
+
+def _try_schedule(args: Any) -> None:
+    """A schedule checks its arguments when it is made, which is after the model."""
+    import torch
+    from transformers.optimization import get_scheduler
+
+    get_scheduler(
+        args.lr_scheduler_type,
+        torch.optim.SGD([torch.zeros(1)]),
+        num_warmup_steps=0,
+        num_training_steps=1,
+        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+    )
+
+
+def _check_trackers(trackers: Iterable[str], where: str) -> None:
+    from transformers.integrations import get_available_reporting_integrations
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    known, installed = sorted(INTEGRATION_TO_CALLBACK), get_available_reporting_integrations()
+    for tracker in trackers:
+        if tracker not in known:
+            near = difflib.get_close_matches(tracker, known, n=1, cutoff=0)
+            raise ConfigError(
+                f"{where}: expected none, all or some of {', '.join(known)}, but got {shown(tracker)}; did you mean "
+                f"'{near[0]}'?"
+            )
+        if tracker not in installed:
+            raise ConfigError(
+                f"{where}: expected a tracker that is installed ({', '.join(installed) or 'there is none'}), but got "
+                f"{shown(tracker)}; install its package, or leave this out"
+            )
+
+
+@contextmanager
+def _refused_by(who: str, settings: Mapping[str, Setting]) -> Iterator[None]:
+    try:
+        yield
+    except (UnsupportedError, *_REFUSALS) as error:
+        said = " ".join(str(error).split()) or type(error).__name__
+        where = ", ".join(_guilty(settings, said)) or "settings"
+        if isinstance(error, UnsupportedError):
+            raise ConfigError(f"{where}: {said.removeprefix('training arguments: ')}") from error
+        raise ConfigError(
+            f"{where}: expected what {who} accepts, but it says: {said.rstrip('.')}; change or leave out what it names"
+        ) from error
+
+
+def _guilty(settings: Mapping[str, Setting], said: str) -> list[str]:
+    """Where the settings were given that a library's words are about, as far as they tell."""
+    by_name = [s.where for key, s in settings.items() if re.search(rf"\b{key.rpartition('.')[2]}\b", said)]
+    by_value = [s.where for s in settings.values() if any(word in said for word in _long_words(s.value))]
+    return by_name or by_value or [s.where for s in settings.values() if len(settings) <= _FEW]
+
+
+def _long_words(value: object) -> list[str]:
+    words = [value] if isinstance(value, str) else value if isinstance(value, Mapping) else []
+    return [word for word in words if len(word) > 3]  # "no" stands in many sentences
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What is only tried out here is said when the run makes it for good."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)

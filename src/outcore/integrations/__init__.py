@@ -1,0 +1,1 @@
+"""outcore inside other libraries' training loops."""

@@ -1,0 +1,88 @@
+"""What a Trainer can be asked for that cannot work on streamed weights: refused by name before anything is moved."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from outcore.core.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import TrainingArguments
+
+_ARGUMENTS = {
+    "deepspeed": "drop the DeepSpeed config; budget= says what may be taken on device, host and disk",
+    "fsdp": "drop it; outcore trains in one process on one device",
+    "parallelism_config": "drop it; outcore trains in one process on one device",
+    "auto_find_batch_size": "choose per_device_train_batch_size yourself; a plan is made once, for one batch size",
+    "fp16": "use bf16=True; a gradient scaler has no way to skip a streamed step here",
+    "fp16_full_eval": "drop it; evaluation runs in the precision of training",
+    "bf16_full_eval": "drop it; evaluation runs in the precision of training",
+    "torch_compile": "drop it; the calls of units cannot be compiled together",
+    "activation_offloading": "drop it; outcore recomputes activations itself",
+    "sync_ref_model": "drop it; it reads and writes weights behind outcore's back",
+}
+
+
+def refuse_arguments(args: TrainingArguments) -> None:
+    """Refuse training arguments.
+
+    Raises:
+        UnsupportedError: Naming the first argument that is set and should not be.
+    """
+    for name, remedy in _ARGUMENTS.items():
+        value = getattr(args, name, None)
+        if value:
+            raise UnsupportedError(f"training arguments: expected {name} to be off, but got {value!r}; {remedy}")
+    if args.n_gpu > 1:
+        raise UnsupportedError(
+            f"expected one GPU, but this process sees {args.n_gpu} and the Trainer would copy the model to each "
+            "(DataParallel); set CUDA_VISIBLE_DEVICES to one of them"
+        )
+
+
+def refuse_accelerator(accelerator: Accelerator) -> None:
+    """Refuse what a launcher or the environment asked Accelerate for, past the training arguments.
+
+    Raises:
+        UnsupportedError: Several processes, a plugin, or a mixed precision other than bf16.
+    """
+    kind = accelerator.distributed_type
+    if kind != "NO":
+        raise UnsupportedError(
+            f"accelerate: expected one process without DeepSpeed, FSDP or the like, but got {kind.value}; start with "
+            "plain python, without a launcher and without ACCELERATE_* variables"
+        )
+    if accelerator.mixed_precision not in ("no", "bf16"):
+        raise UnsupportedError(
+            f"accelerate: expected mixed precision 'no' or 'bf16', but got '{accelerator.mixed_precision}'; unset "
+            "ACCELERATE_MIXED_PRECISION and pass bf16=True"
+        )
+    backend = accelerator.state.dynamo_plugin.backend
+    if backend != "NO":
+        raise UnsupportedError(
+            f"accelerate: expected no compilation, but got the backend {backend.value}; unset ACCELERATE_DYNAMO_BACKEND"
+        )
+
+
+def refuse_model(model: nn.Module) -> None:
+    """Refuse a model whose weights are not all its own, in memory or on the meta device.
+
+    Raises:
+        UnsupportedError: Quantized, or spread over devices by a device map.
+    """
+    what = type(model).__name__
+    method = getattr(model, "quantization_method", None)
+    if method is not None:
+        raise UnsupportedError(
+            f"expected weights in fp32 or bf16, but this {what} is quantized ({getattr(method, 'value', method)}); "
+            "load it without quantization_config"
+        )
+    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+    if len(places) > 1 or places & {"disk", "meta"}:
+        raise UnsupportedError(
+            f"expected a model in one place, but this {what} was spread over {', '.join(sorted(places))}; load it "
+            "without device_map, or with model_init_kwargs={'device_map': None}: outcore places it within budget="
+        )

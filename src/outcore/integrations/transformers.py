@@ -1,0 +1,210 @@
+"""``OutcoreMixin``: any Trainer of Transformers or TRL, out of core.
+
+[Note: what is overridden] As little as makes a Trainer's own loop run on a prepared model: it is not moved to the
+device, it is prepared where the Trainer would wrap it, and what would hold all weights or states in host memory at
+once (checkpoints) streams instead. Everything else is the Trainer's own code on a model and an optimizer that behave as
+they always do. ``tests/integrations/test_contract.py`` lists the library's names that this relies on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
+
+from outcore.api import close, prepare, save_pretrained
+from outcore.core.errors import ConfigError
+from outcore.integrations.refusals import refuse_accelerator, refuse_arguments, refuse_model
+from outcore.memory.weights_file import WeightsDirectory
+from outcore.runtime.module_guard import attachment_of
+from outcore.runtime.optimizer import StreamedOptimizer
+from outcore.saving.conversions import is_adapter_model
+from outcore.saving.training_state import has_states, load_states, load_weights, save_states
+from outcore.spec.budget import Budget
+from outcore.spec.model import Precision
+from outcore.spec.plan import Plan
+
+# What Accelerate has this on, it neither moves nor wraps.
+_ACCELERATE_PREPARED = "_is_accelerate_prepared"
+
+
+class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types here
+    """Train with any Trainer within a memory budget: ``class MyTrainer(OutcoreMixin, SFTTrainer)``.
+
+    Logs, weights and checkpoints are those of the plain Trainer on one device (with the optimizer's fused
+    implementation, Transformers' default). ``trainer.optimizer`` is the prepared optimizer, and
+    ``outcore.close(trainer.model)`` ends the run.
+
+    A reference model (DPO and others) may be prepared with ``outcore.prepare(ref_model, None, budget=...)`` before it
+    is passed in.
+    """
+
+    optimizer: Any  # a StreamedOptimizer from the first use on
+
+    def __init__(
+        self,
+        *args: Any,
+        budget: Budget | None = None,
+        plan: Plan | None = None,
+        precision: Precision | None = None,
+        weights: str | Path | None = None,
+        units: Sequence[str | type] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Build the Trainer below; the model is prepared when it is first used.
+
+        Args:
+            *args: The Trainer's own.
+            budget: The most to take on each tier, as for ``outcore.prepare``.
+            plan: To obey, instead of a search.
+            precision: None: what the plain Trainer computes, so a bf16 model is updated in bf16. ``"bf16"`` gives it
+                fp32 master weights. ``bf16=True`` in the training arguments is autocast, as ever.
+            weights: A Hugging Face checkpoint directory to stream in; the model may then be on the meta device.
+            units: Classes or names of the modules that move as a whole.
+            **kwargs: The Trainer's own.
+
+        Raises:
+            UnsupportedError: A setting that cannot work on streamed weights.
+        """
+        self._outcore_options: dict[str, Any] = {"budget": budget, "plan": plan, "weights": weights, "units": units}
+        self._outcore_precision = precision
+        self._outcore_checkpoint: str | None = None  # to begin from, until the model is prepared
+        self._outcore_logged = (0, 0.0)
+        training = next((a for a in (*args, *kwargs.values()) if isinstance(a, TrainingArguments)), None)
+        if training is not None:
+            refuse_arguments(training)
+            if isinstance(kwargs.get("model", args[0] if args else None), str) and hasattr(
+                training, "model_init_kwargs"
+            ):
+                # TRL's default would load the whole model onto the accelerator.
+                training.model_init_kwargs = {"device_map": None, **(training.model_init_kwargs or {})}
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Refuse what the plain Trainer would distribute, compile or convert."""
+        refuse_arguments(self.args)
+        super().create_accelerator_and_postprocess()
+        refuse_accelerator(self.accelerator)
+        if self.model is not None:
+            refuse_model(self.model)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """End the preparation of the model that the new one replaces."""
+        if self.model is not None and attachment_of(self.model) is not None:
+            close(self.model)
+        return super().call_model_init(trial)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leave the model where it is until it is prepared."""
+
+    # Preparing.
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:  # noqa: FBT001, FBT002
+        """Prepare the model; the Trainer comes here before its first step and its first evaluation."""
+        self._outcore_prepare_once()
+        return super()._wrap_model(model, training, dataloader)
+
+    def compute_ref_log_probs(self, model: nn.Module, inputs: Any) -> Any:
+        """Prepare the model; TRL may ask for these when it builds its Trainer."""
+        self._outcore_prepare_once()
+        return super().compute_ref_log_probs(model, inputs)
+
+    def _outcore_prepare_once(self) -> None:
+        _switch_off_checkpointing(self.model)
+        if attachment_of(self.model) is None or not isinstance(self.optimizer, StreamedOptimizer | None):
+            if self.train_dataset is not None:
+                self.create_optimizer()
+            self._outcore_prepare()
+        if self.optimizer is not None:
+            setattr(self.optimizer, _ACCELERATE_PREPARED, True)
+
+    def _outcore_prepare(self) -> None:
+        refuse_model(self.model)
+        options = dict(self._outcore_options)
+        checkpoint, self._outcore_checkpoint = self._outcore_checkpoint, None
+        adapters = is_adapter_model(self.model)
+        if checkpoint is not None and not adapters:
+            options["weights"] = checkpoint
+        precision = self._outcore_precision or _plain_precision(self.model)
+        prepared = prepare(self.model, self.optimizer, precision=precision, device=self.args.device, **options)
+        self.optimizer = prepared.optimizer
+        self._outcore_logged = (0, 0.0)
+        if checkpoint is not None and adapters:
+            load_weights(self.model, checkpoint)
+
+    # Checkpoints.
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Stream a checkpoint's weights in: now, or when the model is prepared."""
+        if attachment_of(self.model) is not None:
+            load_weights(self.model, resume_from_checkpoint)
+            return
+        stem = "adapter_model" if is_adapter_model(self.model) else "model"
+        if not WeightsDirectory.is_there(resume_from_checkpoint, stem):
+            raise ConfigError(
+                f"resume_from_checkpoint: expected {stem}.safetensors in '{resume_from_checkpoint}', but there is none"
+                "; name a folder that a run of this model saved"
+            )
+        self._outcore_checkpoint = resume_from_checkpoint
+
+    def _load_best_model(self) -> None:
+        load_weights(self.model, self.state.best_model_checkpoint)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if state_dict is not None or attachment_of(self.model) is None:
+            super()._save(output_dir, state_dict)
+            return
+        directory = output_dir if output_dir is not None else self.args.output_dir
+        save_pretrained(self.model, directory)
+        tokenizer = self.processing_class
+        tokenizer = tokenizer if tokenizer is not None else getattr(self.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(directory)
+        torch.save(self.args, os.path.join(directory, TRAINING_ARGS_NAME))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save_states(self.optimizer, output_dir)
+        torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Resume from a checkpoint of this Trainer, or of the plain one; from neither's, with new states."""
+        if checkpoint is None or not os.path.isfile(scheduler := os.path.join(checkpoint, SCHEDULER_NAME)):
+            return
+        plain = os.path.join(checkpoint, OPTIMIZER_NAME)
+        if has_states(checkpoint):
+            load_states(self.optimizer, checkpoint)
+        elif os.path.isfile(plain):
+            self.optimizer.load_state_dict(torch.load(plain, map_location="cpu", weights_only=True, mmap=True))
+        else:
+            return
+        self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+
+    # Logs.
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add to a step's logs the bytes that it moved and the seconds that it waited for them."""
+        if "loss" in logs and isinstance(self.optimizer, StreamedOptimizer):
+            before_bytes, before_s = self._outcore_logged
+            moved_bytes = sum(self.optimizer.traffic().values())
+            exposed_s = sum(self.optimizer.engine.device.exposed_s.values())
+            logs |= {"moved_bytes": moved_bytes - before_bytes, "exposed_s": exposed_s - before_s}
+            self._outcore_logged = (moved_bytes, exposed_s)
+        super().log(logs, start_time)
+
+
+def _plain_precision(model: nn.Module) -> Precision | None:
+    """What updates every parameter in its own dtype, as a plain loop does."""
+    return "pure_bf16" if any(p.requires_grad and p.dtype == torch.bfloat16 for p in model.parameters()) else None
+
+
+def _switch_off_checkpointing(model: nn.Module) -> None:
+    """Quietly, since TRL switches activation checkpointing on by itself: units are recomputed anyway."""
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            module.gradient_checkpointing = False  # type: ignore[assignment]

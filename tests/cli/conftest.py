@@ -1,0 +1,113 @@
+"""The command line in this process, and the smallest model and data that it can train."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outcore.cli import main as cli
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # libraries read it when they are imported
+
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+# Room for a slot or two on device and host: the three blocks are spread over host and disk.
+TIERS = ("--device-memory", "260KiB", "--host-memory", "520KiB")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command left behind."""
+
+    status: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Outcome]
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    if "huggingface_hub.constants" in sys.modules:  # another test may have imported it before
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run ``outcore`` with these arguments, as from a shell."""
+
+    def run(*arguments: object) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["outcore", *map(str, arguments)])
+        before = signal.getsignal(signal.SIGTERM)
+        capsys.readouterr()
+        try:
+            with pytest.raises(SystemExit) as stop:
+                cli.main()
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        captured = capsys.readouterr()
+        return Outcome(int(stop.value.code or 0), captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def config_json(tmp_path: Path) -> Path:
+    """A Llama of 50 thousand parameters, to be initialised at random."""
+    return write_json(tmp_path / "config.json", CONFIG)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """Enough text for a dozen steps."""
+    path = tmp_path / "text.txt"
+    path.write_text(" ".join(f"{n} bottles of beer on the wall," for n in range(150)))
+    return path
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    """Eleven conversations: with two rows a step, the last one of an epoch is short."""
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"What is {n} and {n}?"},
+                {"role": "assistant", "content": f"It is {2 * n}."},
+            ]
+        }
+        for n in range(11)
+    ]
+    return write_jsonl(tmp_path / "chats.jsonl", rows)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> Path:
+    path.write_text(json.dumps(value))
+    return path
+
+
+def write_jsonl(path: Path, rows: list[Mapping[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,0 +1,676 @@
+"""Settings of a training run: what a user may say, what is made of it, and what each mistake is answered with."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from outcore import Budget
+from outcore.cli.train.settings import Settings, describe, resolve
+from outcore.core.errors import ConfigError
+
+# The first import of the trainers' packages; their own warnings are not this test's.
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.usefixtures("_in_an_empty_folder")]
+
+JOB = {"model": "org/model", "data": "train.jsonl", "out": "run"}
+CONFIG = "job.yaml"
+
+
+@pytest.fixture
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def settle(yaml: str | bytes | None = None, *assignments: str, **flags: object) -> Settings:
+    """Resolve, with a whole job given by flags; a flag that is None is left out."""
+    if yaml is not None:
+        Path(CONFIG).write_bytes(yaml if isinstance(yaml, bytes) else yaml.encode())
+    given = {name: value for name, value in (JOB | flags).items() if value is not None}
+    return resolve(None if yaml is None else Path(CONFIG), given, assignments)
+
+
+def refusal(*args: object, **flags: object) -> str:
+    """The message of what is refused, having checked that it is one line and that nothing was written or printed."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(ConfigError) as refused:
+        settle(*args, **flags)
+    assert sorted(os.listdir()) == ([CONFIG] if args and args[0] is not None else [])
+    assert out.getvalue() + err.getvalue() == ""
+    message = str(refused.value)
+    assert "\n" not in message
+    assert len(message) < 600
+    return message
+
+
+class TestFile:
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [
+            ("learning_rate: [1", ["job.yaml, line 1, column 18", "expected YAML", "correct the file"]),
+            ("a: b: c\n", ["job.yaml, line 1, column 5: expected YAML, but this is none: mapping values"]),
+            ("lr: 1e-4\n\tsteps: 3\n", ["expected YAML", "line 2"]),
+            (b"# caf\xe9\nlr: 1\n", ["line 1", "expected text in UTF-8", "0xe9", "save the file"]),
+            (b"lr: 1\n\nsteps: 2 # \xff\n", ["line 3", "UTF-8", "0xff"]),
+            (b"PK\x03\x04\x00\x00", ["expected YAML"]),
+            ("- lr\n- steps\n", ["expected settings such as", "['lr', 'steps']", "write a mapping"]),
+            ("just words\n", ["expected settings such as", "'just words'"]),
+            ("42\n", ["expected settings such as", "42"]),
+            ("lr: 1e-4\nsteps: 3\nlr: 2e-4\n", ["job.yaml, line 3", "every setting once", "'lr' stands on line 1"]),
+            ("{lr: 1e-4, lr: 1e-4}\n", ["line 1", "every setting once"]),
+            ("lora:\n  r: 8\n  r: 16\n", ["line 3", "'r' stands on line 2"]),
+            ("lr_scheduler_kwargs:\n  a: 1\n  a: 1\n", ["line 3", "'a' stands on line 2"]),
+            ("1: 2\n", ["job.yaml, line 1: expected the name of a setting, but got 1; put it in quotes"]),
+            ("no: 2\n", ["line 1", "expected the name of a setting", "got false"]),
+            ("lora: {1: 2}\n", ["line 1", "expected the name of a setting"]),
+            ("? [a]\n: 1\n", ["line 1", "name of a setting", "['a']"]),
+            ("lr_scheduler_kwargs: {? [a] : 1}\n", ["expected YAML", "unhashable"]),
+            ("run_name: !!python/object:os.system x\n", ["expected YAML", "line 1", "python/object"]),
+            ("run_name: !!python/object/apply:os.mkdir [made]\n", ["expected YAML", "line 1"]),
+            ("run_name: !!int x\n", ["job.yaml, line 1: run_name: expected a value", "read 'x'", "put it in quotes"]),
+            ("run_name: !!bool x\n", ["line 1: run_name: expected a value, but YAML cannot read 'x'"]),
+            ("run_name: !!timestamp x\n", ["YAML cannot read 'x'"]),
+            ("run_name: 2024-13-45\n", ["line 1: run_name", "YAML cannot read '2024-13-45'", "quotes"]),
+            ("lora: {r: [!!int x]}\n", ["line 1: lora.r", "YAML cannot read a part of it"]),
+            ("steps: " + "9" * 5000, ["line 1: steps", "YAML cannot read '999"]),
+            ("steps: 0x" + "f" * 5000, ["a whole number", "a number of 20000 bits"]),
+            ("run_name: *name\n", ["expected YAML", "undefined alias"]),
+            ("a: 1\n---\nb: 2\n", ["expected YAML", "line 2", "document"]),
+            ("run_name: &a [*a]\n", ["expected YAML", "recursive"]),
+            ("[" * 1000, ["expected YAML", "nested too deeply"]),
+            ("# " + "x" * (1 << 20), ["more than 1 MiB", "check the path"]),
+        ],
+        ids=lambda value: None if isinstance(value, list) else repr(value)[:40],
+    )
+    def test_broken(self, text: str | bytes, words: list[str]):
+        message = refusal(text)
+        assert [word for word in words if word not in message] == [], message
+
+    def test_missing(self):
+        with pytest.raises(ConfigError, match=r"'no\.yaml': expected a YAML file .* No such file .* check the path"):
+            resolve(Path("no.yaml"), JOB, [])
+
+    def test_a_folder(self):
+        with pytest.raises(ConfigError, match=r"'\.': expected a YAML file .* Is a directory"):
+            resolve(Path(), JOB, [])
+
+    def test_unreadable(self, monkeypatch):
+        def refuse(*_: object) -> None:
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(Path, "open", refuse)
+        with pytest.raises(ConfigError, match=r"'locked\.yaml': .* Permission denied"):
+            resolve(Path("locked.yaml"), JOB, [])
+
+    def test_a_name_that_is_none(self):
+        with pytest.raises(ConfigError, match="null"):
+            resolve(Path("a\0b"), JOB, [])
+
+    def test_an_endless_file_is_not_read_to_its_end(self):
+        with pytest.raises(ConfigError, match="more than 1 MiB"):
+            resolve(Path("/dev/zero"), JOB, [])
+
+    def test_is_found_wrong_before_the_trainers_are_imported(self):
+        """A typing mistake is answered at once: trl takes seconds."""
+        code = (
+            "import sys\nfrom pathlib import Path\nfrom outcore.cli.train.settings import resolve\n"
+            "try: resolve(Path('no.yaml'), {}, [])\n"
+            "except Exception as error: print(type(error).__name__)\n"
+            "print('torch' in sys.modules)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert done.stdout.split() == ["ConfigError", "False"]
+
+    @pytest.mark.parametrize("text", ["", "\n", "# nothing\n", "---\n", "null\n", "~\n"])
+    def test_empty(self, text):
+        assert settle(text) == settle()
+
+    def test_a_byte_order_mark(self):
+        assert settle(b"\xef\xbb\xbfseed: 3\n").training["seed"] == 3
+
+    def test_anchors(self):
+        given = (
+            "lora: &a {r: 4, bias: all}\nlr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: &b {min_lr: 0}\n"
+        )
+        settings = settle(given)
+        assert settings.lora["bias"] == "all"
+        assert settings.training["lr_scheduler_kwargs"] == {"min_lr": 0}
+
+    def test_a_merged_anchor_gives_way(self):
+        text = "outcore: &a {precision: fp32, device_memory: 1GiB}\n"
+        text += "lora:\n  <<: {r: 4, lora_alpha: 4}\n  r: 8\n"
+        settings = settle(text)
+        assert (settings.lora["r"], settings.lora["lora_alpha"]) == (8, 4)
+
+    def test_paths_are_relative_to_the_current_directory(self, tmp_path):
+        folder = tmp_path / "configs"
+        folder.mkdir()
+        (folder / CONFIG).write_text("out: run\ndata: ~/train.txt\noutcore: {disk: ~/swap}\n")
+        settings = resolve(folder / CONFIG, {"model": "m"}, [])
+        assert settings.out == Path("run")
+        assert settings.data == os.path.expanduser("~/train.txt")
+        assert settings.budget.disk == (os.path.expanduser("~/swap"),)
+
+
+class TestNames:
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [
+            ("learning_rte: 1\n", ["job.yaml, line 1: learning_rte", "unknown 'learning_rte'", "'learning_rate'"]),
+            ("lr: 1\n\nbatchsize: 4\n", ["line 3", "'batch_size'"]),
+            ("batch-size: 4\n", ["'batch_size'"]),
+            ("LR: 4\n", ["'lr'"]),
+            ("warmup_ratio: 0.1\n", ["unknown 'warmup_ratio'", "'warmup_steps'"]),
+            ("evaluation_strategy: epoch\n", ["'eval_strategy'"]),
+            ("max_seq_length: 10\n", ["'max_length'"]),
+            ("target_modules: [q]\n", ["'lora.target_modules'"]),
+            ("r: 8\n", ["'lora.r'"]),
+            ("lora: {learning_rate: 1}\n", ["line 1: lora.learning_rate", "'learning_rate'"]),
+            ("lora:\n  r: 8\n  alpha: 4\n", ["line 3: lora.alpha", "'lora.lora_alpha'"]),
+            ("outcore:\n  memory: 4\n", ["line 2", "unknown 'outcore.memory'", "memory'?"]),
+            ("xyzzy_q: 4\n", ["unknown 'xyzzy_q'", "trl.SFTConfig", "outcore and lora"]),
+            ("training: {lr: 1}\n", ["unknown 'training'", "trl.SFTConfig"]),
+            ("lr_scheduler_kwargs.num_cycles: 3\n", ["give lr_scheduler_kwargs as a whole", "{num_cycles: VALUE}"]),
+            ("outcore: 5\n", ["line 1: outcore", "expected a section", "got 5", "indent"]),
+            ("outcore:\nlr: 1\n", ["line 1: outcore", "expected a section", "null"]),
+            ("lora:\n- r\n", ["line 1: lora", "a section of settings or a rank", "['r']"]),
+            ("lora: {}\n", ["a section of settings or a rank", "{}"]),
+            ("lora: eight\n", ["line 1: lora", "a whole number of 1 or more", "'eight'"]),
+        ],
+    )
+    def test_unknown_in_a_file(self, text: str, words: list[str]):
+        message = refusal(text)
+        assert [word for word in words if word not in message] == [], message
+
+    @pytest.mark.parametrize(
+        ("assignment", "words"),
+        [
+            ("learning_rate", ["--set", "expected KEY=VALUE", "'learning_rate'", "--set learning_rate=1e-4"]),
+            ("=3", ["expected KEY=VALUE", "'=3'"]),
+            (" = 3", ["expected KEY=VALUE"]),
+            ("", ["expected KEY=VALUE", "''"]),
+            ("lrate=3", ["--set lrate", "unknown 'lrate'"]),
+            ("lora.rank=3", ["--set lora.rank", "unknown 'lora.rank'"]),
+            ("lora={1: 2}", ["--set lora, 1", "unknown 'lora.1'"]),
+            ("outcore.disk.path=3", ["--set outcore.disk.path", "outcore.disk"]),
+            ("outcore=3", ["--set outcore", "expected a section"]),
+        ],
+    )
+    def test_unknown_in_an_assignment(self, assignment: str, words: list[str]):
+        message = refusal(None, assignment)
+        assert [word for word in words if word not in message] == [], message
+
+    @pytest.mark.parametrize(
+        ("flags", "named"),
+        [
+            ({"model": None}, "no --model;"),
+            ({"data": None, "out": None}, "no --data, no --out;"),
+            ({"model": None, "data": None, "out": None}, "no --model, no --data, no --out;"),
+        ],
+    )
+    def test_missing(self, flags: dict[str, None], named: str):
+        assert named in refusal(**flags)
+
+    @pytest.mark.parametrize(
+        ("yaml", "assignments", "flags", "words"),
+        [
+            ("lr: 1e-4\nlearning_rate: 2e-4\n", [], {}, ["line 2: learning_rate", "0.0002", "0.0001", "line 1: lr"]),
+            (None, ["learning_rate=1"], {"lr": 2.0}, ["--set learning_rate", "(--lr)", "remove one"]),
+            (None, ["seed=1", "seed=2"], {}, ["--set seed", "got 2 beside 1"]),
+            ("lora: {r: 8}\nlora.r: 4\n", [], {}, ["lora.r", "8", "4"]),
+            ("precision: fp32\noutcore: {precision: bf16}\n", [], {}, ["'fp32'", "'bf16'"]),
+            ("out: a\noutput_dir: b\n", [], {"out": None}, ["line 2: output_dir", "'a'", "'b'"]),
+            (None, ["lora={r: 4}"], {"lora": 8}, ["--set lora, r", "(--lora)"]),
+        ],
+    )
+    def test_twice(self, yaml, assignments, flags, words):
+        message = refusal(yaml, *assignments, **flags)
+        assert [word for word in words if word not in message] == [], message
+
+    def test_twice_the_same_is_no_contradiction(self):
+        assert settle(None, "learning_rate=0.0001", lr=1e-4).training["learning_rate"] == 1e-4
+
+    def test_the_command_line_goes_over_the_file(self):
+        text = "lr: 1e-4\nsteps: 7\nlora: {r: 4, bias: all}\nmodel: other\noutcore: {disk: /a, host_memory: 1GiB}\n"
+        settings = settle(text, "outcore.disk=/b", "lora.r=16", lr=2e-4)
+        assert settings.training["learning_rate"] == 2e-4
+        assert settings.training["max_steps"] == 7
+        assert (settings.lora["r"], settings.lora["bias"]) == (16, "all")
+        assert settings.model == "org/model"
+        assert settings.budget == Budget(host="1GiB", disk="/b")
+
+    def test_a_length_on_the_command_line_replaces_the_other_kind(self):
+        settings = settle("steps: 100\n", epochs=2)
+        assert "max_steps" not in settings.training
+        assert settings.training["num_train_epochs"] == 2
+
+
+class TestValues:
+    @pytest.mark.parametrize(
+        ("flags", "words"),
+        [
+            ({"steps": 0}, ["--steps: expected a whole number of 1 or more, but got 0"]),
+            ({"steps": -1}, ["--steps", "got -1"]),
+            ({"steps": 2.5}, ["--steps", "a whole number", "got 2.5"]),
+            ({"steps": True}, ["--steps", "a whole number", "got true"]),
+            ({"steps": 10**40}, ["--steps", "a whole number", "bits"]),
+            ({"epochs": 0.0}, ["--epochs: expected a number above 0, but got 0.0"]),
+            ({"epochs": float("nan")}, ["--epochs", "a number above 0", "nan"]),
+            ({"epochs": float("inf")}, ["--epochs", "a number above 0", "inf"]),
+            ({"batch_size": 0}, ["--batch-size", "1 or more", "leave it out for 8"]),
+            ({"grad_accum": 0}, ["--grad-accum", "1 or more"]),
+            ({"seq_len": 1}, ["--seq-len", "a whole number of 2 or more", "leave it out for 1024"]),
+            ({"lr": 0.0}, ["--lr: expected a number above 0, but got 0.0", "leave it out for 2e-05"]),
+            ({"lr": -1e-4}, ["--lr", "-0.0001"]),
+            ({"lr": float("nan")}, ["--lr", "nan"]),
+            ({"lr": "fast"}, ["--lr", "'fast'"]),
+            ({"max_grad_norm": -0.1}, ["--max-grad-norm", "of 0 or more"]),
+            ({"max_grad_norm": float("inf")}, ["--max-grad-norm", "inf"]),
+            ({"precision": "fp16"}, ["--precision", "one of fp32, bf16, pure_bf16", "'fp16'", "for 'bf16'"]),
+            ({"save_every": 0}, ["--save-every", "above 0"]),
+            ({"keep": 0, "save_every": 2}, ["--keep", "1 or more"]),
+            ({"seed": -1}, ["--seed", "from 0 to 4294967295"]),
+            ({"seed": 2**32}, ["--seed", "from 0 to 4294967295"]),
+            ({"lora": 0}, ["--lora: expected a whole number of 1 or more, but got 0"]),
+            ({"lora": -8}, ["--lora", "-8"]),
+            ({"model": ""}, ["--model", "a name or a path", "''"]),
+            ({"data": " "}, ["--data", "a name or a path"]),
+            ({"out": "a\0b"}, ["--out", "a name or a path"]),
+            ({"report_to": "wandbb"}, ["--report-to", "'wandbb'", "'wandb'?", "tensorboard"]),
+            ({"report_to": "clearml"}, ["--report-to", "installed", "'clearml'"]),
+            ({"device_memory": "20 bananas"}, ["--device-memory: expected bytes", "'20 bananas'", "GiB"]),
+            ({"device_memory": -1}, ["--device-memory", "-1"]),
+            ({"host_memory": "nan"}, ["--host-memory", "'nan'"]),
+            ({"host_memory": 1.5}, ["--host-memory: expected bytes", "1.5"]),
+            ({"disk": ""}, ["--disk: expected a folder", "''"]),
+            ({"disk": []}, ["--disk: ", "empty list"]),
+            ({"disk": ["/a", "/a/"]}, ["--disk: ", "named twice"]),
+            ({"disk": [3]}, ["--disk", "a list", "[3]"]),
+            ({"plan": ""}, ["--plan"]),
+        ],
+        ids=str,
+    )
+    def test_wrong_flag(self, flags: dict[str, object], words: list[str]):
+        message = refusal(**flags)
+        assert [word for word in words if word not in message] == [], message
+
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [
+            (
+                "lr: fast\n",
+                ["job.yaml, line 1: lr: expected a number above 0, but got 'fast'", "leave it out for 2e-05"],
+            ),
+            ("\nlr:\n", ["line 2: lr", "got null"]),
+            ("lr: [1]\n", ["a number", "[1]"]),
+            ("lr: .nan\n", ["a number", "nan"]),
+            ("lr: 1e999\n", ["a number", "'1e999'"]),
+            ("lr: true\n", ["a number", "got true"]),
+            ("steps: 1.5\n", ["a whole number", "1.5"]),
+            ("steps: '12x'\n", ["a whole number", "'12x'"]),
+            ("steps: 2024-01-01\n", ["a whole number", "got 2024-01-01"]),
+            ("packing: 1\n", ["true or false", "got 1"]),
+            ("packing: maybe\n", ["true or false", "'maybe'"]),
+            ("packing_strategy: bfdd\n", ["one of bfd, bfd_split, wrapped", "'bfdd'"]),
+            ("optim: adamw\n", ["the nearest being adamw_torch, adamw_"]),
+            ("lr_scheduler_type: cosin\n", ["cosine", "'cosin'"]),
+            ("logging_strategy: sometimes\n", ["one of no, steps, epoch"]),
+            ("loss_type: mse\n", ["one of nll, dft"]),
+            ("log_level: loud\n", ["one of", "debug"]),
+            ("include_num_input_tokens_seen: some\n", ["one of all, non_padding, no"]),
+            ("pad_to_multiple_of: 0\n", ["1 or more"]),
+            ("pad_to_multiple_of: x\n", ["auto", "a whole number"]),
+            ("run_name: 7\n", ["line 1: run_name", "text", "got 7", "put it in quotes"]),
+            ("run_name: 2024-01-01\n", ["put it in quotes"]),
+            ("model: 7\n", ["line 1: model", "text", "put it in quotes"]),
+            ("lr_scheduler_kwargs: [1]\n", ["a mapping", "[1]"]),
+            ("lr_scheduler_kwargs: {1: 2}\n", ["a mapping", "{1: 2}"]),
+            ("label_names: a\n", ["a list, each item text", "'a'"]),
+            ("label_names: [a, 1]\n", ["a list, each item text"]),
+            ("adam_beta2: 1\n", ["from 0 to below 1"]),
+            ("weight_decay: -1\n", ["of 0 or more"]),
+            ("warmup_steps: -1\n", ["of 0 or more"]),
+            ("dataloader_num_workers: -1\n", ["of 0 or more"]),
+            ("save_steps: 0\n", ["above 0"]),
+            ("lora: {r: 0}\n", ["line 1: lora.r", "of 1 or more"]),
+            ("lora:\n  r: 8\n  lora_dropout: 1.0\n", ["line 3: lora.lora_dropout", "from 0 to below 1"]),
+            ("lora: {bias: some}\n", ["one of none, all, lora_only", "'some'"]),
+            ("lora: {init_lora_weights: pissa_niter_x}\n", ["true or false", "pissa"]),
+            ("lora: {layer_replication: [[1]]}\n", ["a list, each item a list of 2"]),
+            ("lora: {eva_config: {rhoo: 2}}\n", ["a mapping with some of rho"]),
+            ("outcore: {resume: maybe}\n", ["outcore.resume", "true or false"]),
+            ("outcore: {precision: fp64}\n", ["fp32, bf16, pure_bf16"]),
+            ("outcore: {device_memory: 1.5}\n", ["line 1: outcore.device_memory: expected bytes", "1.5"]),
+            ("outcore: {device_memory: 5 PiB}\n", ["'5 PiB'", "TiB"]),
+            ("outcore: {device: tpu}\n", ["outcore.device", "cpu", "'tpu'"]),
+            ("outcore: {device: ''}\n", ["outcore.device", "''"]),
+            ("outcore: {disk: {a: 1}}\n", ["outcore.disk", "a list"]),
+        ],
+        ids=repr,
+    )
+    def test_wrong_in_a_file(self, text: str, words: list[str]):
+        message = refusal(text)
+        assert [word for word in words if word not in message] == [], message
+
+    @pytest.mark.parametrize(
+        ("assignment", "words"),
+        [
+            ("lr=", ["--set lr: expected a number above 0, but got null"]),
+            ("lr=fast", ["--set lr", "'fast'"]),
+            ("packing=2", ["--set packing", "true or false"]),
+            ("lora.r=x", ["--set lora.r", "'x'"]),
+            ("lora=null", ["--set lora", "a section of settings or a rank"]),
+            ("lora={r: x}", ["--set lora, r", "'x'"]),
+            ("outcore.device_memory=lots", ["--set outcore.device_memory: expected bytes"]),
+            ("label_names=[a", ["--set label_names", "'[a'"]),
+            ("lr=!!bool x", ["--set lr", "'!!bool x'"]),
+            ("model=", ["--set model", "got null"]),
+        ],
+    )
+    def test_wrong_assignment(self, assignment: str, words: list[str]):
+        message = refusal(None, assignment, **({"model": None} if assignment == "model=" else {}))
+        assert [word for word in words if word not in message] == [], message
+
+    @pytest.mark.parametrize(
+        ("text", "name", "value"),
+        [
+            ("learning_rate: 1e-5\n", "learning_rate", 1e-5),
+            ("lr: '0.5'\n", "learning_rate", 0.5),
+            ("steps: 3.0\n", "max_steps", 3),
+            ("steps: '30'\n", "max_steps", 30),
+            ("epochs: 2\n", "num_train_epochs", 2),
+            ("seq_len: null\n", "max_length", None),
+            ("seq_len: none\n", "max_length", None),
+            ("packing: no\n", "packing", False),
+            ("packing: 'True'\n", "packing", True),
+            ("logging_strategy: no\n", "logging_strategy", "no"),
+            ("logging_strategy: 'no'\n", "logging_strategy", "no"),
+            ("include_num_input_tokens_seen: true\n", "include_num_input_tokens_seen", True),
+            ("pad_to_multiple_of: 8\n", "pad_to_multiple_of", 8),
+            ("pad_to_multiple_of: auto\n", "pad_to_multiple_of", "auto"),
+            ("report_to: [none]\n", "report_to", ["none"]),
+            ("gradient_checkpointing: true\n", "activation_checkpointing", True),
+            ("lr_scheduler_kwargs: '{\"num_cycles\": 2}'\n", "lr_scheduler_kwargs", '{"num_cycles": 2}'),
+            ("liger_kernel_config: {rope: yes}\n", "liger_kernel_config", {"rope": True}),
+            ("hub_strategy: every_save\n", "hub_strategy", "every_save"),
+            ("do_train: false\n", "do_train", False),
+            ("eval_strategy: no\n", "eval_strategy", "no"),
+            ("load_best_model_at_end: false\n", "load_best_model_at_end", False),
+        ],
+        ids=repr,
+    )
+    def test_right(self, text: str, name: str, value: object):
+        if name == "lr_scheduler_kwargs":
+            text += "lr_scheduler_type: cosine_with_restarts\n"
+        got = settle(text).training[name]
+        assert got == value
+        assert type(got) is type(value)
+
+    @pytest.mark.parametrize(
+        ("assignment", "name", "value"),
+        [
+            ("run_name=7", "run_name", "7"),
+            ("run_name=no", "run_name", "no"),
+            ("run_name='a b'", "run_name", "a b"),
+            ("run_name=a=b", "run_name", "a=b"),
+            ("run_name=[a", "run_name", "[a"),
+            ("run_name=a: b", "run_name", "a: b"),
+            ("run_name=2024-01-01", "run_name", "2024-01-01"),
+            ("run_name=null", "run_name", None),
+            ("logging_strategy=no", "logging_strategy", "no"),
+            ("label_names=[a, b]", "label_names", ["a", "b"]),
+            ("lr=1e-3", "learning_rate", 1e-3),
+            ("packing=false", "packing", False),
+        ],
+    )
+    def test_right_assignment(self, assignment: str, name: str, value: object):
+        assert settle(None, assignment).training[name] == value
+
+
+class TestContradictions:
+    @pytest.mark.parametrize(
+        ("yaml", "flags", "words"),
+        [
+            (None, {"steps": 3, "epochs": 1.0}, ["--steps", "steps or epochs", "(--epochs)", "remove one"]),
+            ("max_steps: 3\nnum_train_epochs: 3\n", {}, ["line 1: max_steps", "line 2: num_train_epochs"]),
+            (None, {"keep": 2}, ["--keep", "--save-every"]),
+            ("save_strategy: no\nkeep: 2\n", {}, ["line 2: keep", "--save-every"]),
+            ("save_strategy: epoch\n", {"save_every": 3}, ["--save-every", "save_strategy steps", "'epoch'"]),
+            ("logging_strategy: epoch\nlogging_steps: 3\n", {}, ["logging_strategy steps"]),
+            ("eval_steps: 5\n", {}, ["line 1: eval_steps", "--eval-data"]),
+            ("eval_strategy: epoch\n", {}, ["line 1: eval_strategy", "--eval-data"]),
+            ("eval_on_start: true\n", {}, ["--eval-data"]),
+            ("load_best_model_at_end: true\n", {}, ["line 1: load_best_model_at_end", "--eval-data"]),
+            ("eval_strategy: no\n", {"eval_data": "e"}, ["--eval-data", "eval_strategy no", "line 1"]),
+            ("eval_strategy: steps\n", {"eval_data": "e"}, ["line 1: eval_strategy", "eval_steps", "got none"]),
+            (
+                "eval_strategy: epoch\neval_steps: 3\n",
+                {"eval_data": "e"},
+                ["line 2: eval_steps", "eval_strategy steps"],
+            ),
+            ("load_best_model_at_end: true\n", {"eval_data": "e"}, ["line 1: load_best_model_at_end", "match"]),
+            (
+                "load_best_model_at_end: true\nsave_every: 3\neval_steps: 2\n",
+                {"eval_data": "e"},
+                ["line 1", "round multiple"],
+            ),
+            ("lr_scheduler_type: reduce_lr_on_plateau\n", {}, ["TRL", "eval strategy"]),
+            ("lr_scheduler_type: cosine_with_min_lr\n", {}, ["line 1: lr_scheduler_type", "transformers", "min_lr"]),
+            ("lr_scheduler_kwargs: {speed: 3}\n", {}, ["line 1: lr_scheduler_kwargs", "speed", "change or leave out"]),
+            ("lr_scheduler_kwargs: '{x'\n", {}, ["line 1: lr_scheduler_kwargs", "TRL accepts"]),
+            ("dataloader_prefetch_factor: 2\n", {}, ["line 1: dataloader_prefetch_factor", "dataloader_num_workers"]),
+            ("accelerator_config: {splits: 3}\n", {}, ["line 1: accelerator_config", "splits"]),
+            (
+                "seed: 1\nproject: a\nlr: 1\naccelerator_config: {splits: 3}\n",
+                {},
+                ["line 4: accelerator_config: expected"],
+            ),
+            ("accelerator_config: missing.json\n", {}, ["line 1: accelerator_config", "missing.json"]),
+            ("logging_steps: 1.5\n", {}, ["line 1: logging_steps", "integer"]),
+            ("debug: everything\n", {}, ["line 1: debug", "everything"]),
+            ("bf16: true\n", {}, ["line 1: bf16", "precision fp32", "bf16, the default", "leave bf16 out"]),
+            ("bf16: true\n", {"precision": "pure_bf16"}, ["pure_bf16 (--precision)"]),
+            ("fp16: true\n", {"precision": "fp32"}, ["line 1: fp16", "--precision"]),
+            ("bf16_full_eval: true\n", {"eval_data": "e"}, ["line 1: bf16_full_eval", "to be off"]),
+            ("deepspeed: ds.json\n", {}, ["line 1: deepspeed", "expected deepspeed to be off", "DeepSpeed config"]),
+            ("deepspeed: {stage: 3}\n", {}, ["line 1: deepspeed", "to be off"]),
+            ("fsdp: full_shard\n", {}, ["line 1: fsdp", "to be off"]),
+            ("auto_find_batch_size: true\n", {}, ["line 1: auto_find_batch_size", "to be off"]),
+            ("torch_compile: true\n", {}, ["line 1: torch_compile", "to be off"]),
+            ("torch_compile_backend: inductor\n", {}, ["torch_compile"]),
+            ("activation_offloading: true\n", {}, ["line 1: activation_offloading", "to be off"]),
+            ("use_cpu: false\noutcore: {device: cpu}\n", {}, ["outcore.device", "use_cpu", "remove one"]),
+            ("lora: {r: 8, task_type: SEQ_CLS}\n", {}, ["lora.task_type", "'CAUSAL_LM'"]),
+            ("lora: {r: 8, inference_mode: true}\n", {}, ["lora.inference_mode", "false"]),
+            ("lora: {r: 8, layers_pattern: h}\n", {}, ["line 1: lora.layers_pattern", "PEFT"]),
+            ("lora: {layers_to_transform: 1}\n", {}, ["lora.layers_to_transform", "target_modules"]),
+            ("resume_from_checkpoint: here\n", {}, ["line 1: resume_from_checkpoint", "--resume"]),
+            ("do_eval: true\n", {}, ["line 1: do_eval", "--eval-data"]),
+            ("push_to_hub: true\n", {}, ["line 1: push_to_hub", "hf upload"]),
+            ("hub_model_id: me/mine\n", {}, ["line 1: hub_model_id", "hf upload"]),
+            ("model_init_kwargs: {a: 1}\n", {}, ["line 1: model_init_kwargs", "config.json"]),
+            ("trust_remote_code: true\n", {}, ["line 1: trust_remote_code"]),
+            ("disable_tqdm: false\n", {}, ["line 1: disable_tqdm", "progress bar"]),
+        ],
+        ids=str,
+    )
+    def test_refused(self, yaml: str | None, flags: dict[str, object], words: list[str]):
+        message = refusal(yaml, **flags)
+        assert [word for word in words if word not in message] == [], message
+
+    def test_a_second_gpu(self, monkeypatch):
+        """Two GPUs and DataParallel, as transformers would have it: told before the model is looked for."""
+        from transformers import TrainingArguments
+
+        monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda _: 2))
+        assert "CUDA_VISIBLE_DEVICES" in refusal()
+
+    def test_an_accelerator_that_is_not_the_first(self, monkeypatch):
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: SimpleNamespace(type="cuda"))
+        message = refusal("outcore: {device: 'cuda:1'}\n")
+        assert "line 1: outcore.device: expected one of cpu, cuda, cuda:0, but got 'cuda:1'" in message
+        assert settle("outcore: {device: 'cuda:0'}\n").device == "cuda:0"
+
+    def test_peft_is_missing(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "peft", None)
+        message = refusal(lora=8)
+        assert "--lora" in message
+        assert "pip install 'outcore[peft]'" in message
+        assert settle().lora is None
+
+
+class TestRun:
+    def test_libraries_say_nothing_yet(self, capfd):
+        """What they warn of is said once, by the run itself; warnings are errors here."""
+        assert settle("pad_token: x\ntruncation_mode: keep_end\n").training["pad_token"] == "x"
+        assert capfd.readouterr() == ("", "")
+
+    def test_the_least(self):
+        settings = settle()
+        assert (settings.model, settings.data, settings.out) == ("org/model", "train.jsonl", Path("run"))
+        assert (settings.eval_data, settings.lora, settings.plan, settings.device) == (None, None, None, None)
+        assert (settings.precision, settings.budget) == ("bf16", Budget())
+        assert (settings.resume, settings.dry_run) == (False, False)
+        assert "packing" not in settings.training
+        assert {"max_steps", "num_train_epochs", "output_dir"}.isdisjoint(settings.training)
+        assert settings.training["save_strategy"] == "no"
+        assert (settings.training["report_to"], settings.training["logging_steps"]) == ("none", 1)
+        assert settings.training["bf16"] is False
+
+    def test_all_flags(self):
+        settings = settle(
+            steps=3, batch_size=2, grad_accum=4, seq_len=64, lr=1e-3, max_grad_norm=0.5, precision="fp32",
+            packing=True, lora=4, eval_data="e.jsonl", save_every=2, keep=1, seed=7, report_to="none",
+            device_memory="1GiB", host_memory=2**31, disk=[Path("/a"), "/b"], plan=Path("plan.json"), resume=True,
+            dry_run=True, out=Path("run"),
+        )  # fmt: skip
+        expected = {
+            "max_steps": 3, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2,
+            "gradient_accumulation_steps": 4, "max_length": 64, "learning_rate": 1e-3, "max_grad_norm": 0.5,
+            "packing": True, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2,
+            "save_total_limit": 1, "seed": 7, "report_to": "none",
+        }  # fmt: skip
+        assert expected.items() <= settings.training.items()
+        assert (settings.precision, settings.eval_data, settings.plan) == ("fp32", "e.jsonl", Path("plan.json"))
+        assert settings.budget == Budget(device="1GiB", host="2GiB", disk=["/a", "/b"])
+        assert settings.resume
+        assert settings.dry_run
+
+    def test_lora_defaults(self):
+        assert settle(lora=4).lora == {
+            "r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM",
+        }  # fmt: skip
+
+    def test_lora_section(self):
+        text = "lora: {lora_alpha: 3, target_modules: [q_proj], eva_config: {rho: 1.5}, init_lora_weights: eva}\n"
+        lora = settle(text + "lora.layer_replication: [[0, 2]]\n").lora
+        assert (lora["r"], lora["lora_alpha"], lora["target_modules"]) == (8, 3, ["q_proj"])
+        assert lora["eva_config"].rho == 1.5
+        assert lora["layer_replication"] == [(0, 2)]
+        assert settle(None, "lora.init_lora_weights=pissa_niter_16").lora["init_lora_weights"] == "pissa_niter_16"
+
+    @pytest.mark.parametrize(
+        ("text", "expected"),
+        [
+            ("", {"eval_strategy": "epoch"}),
+            ("save_every: 5\n", {"eval_strategy": "steps", "eval_steps": 5}),
+            ("eval_steps: 3\n", {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "no"}),
+            ("eval_steps: 3\nsave_every: 6\n", {"eval_strategy": "steps", "eval_steps": 3, "save_steps": 6}),
+            ("eval_strategy: epoch\nsave_every: 6\n", {"eval_strategy": "epoch", "save_steps": 6}),
+            ("batch_size: 2\nper_device_eval_batch_size: 1\n", {"per_device_eval_batch_size": 1}),
+        ],
+    )
+    def test_evaluation(self, text: str, expected: dict[str, object]):
+        training = settle(text, eval_data="e").training
+        assert expected.items() <= training.items()
+        if expected.get("eval_strategy") == "epoch":
+            assert "eval_steps" not in training
+
+    @pytest.mark.parametrize("text", ["use_cpu: true\n", "outcore: {device: cpu}\n", "device: cpu\nuse_cpu: true\n"])
+    def test_the_cpu(self, text: str):
+        settings = settle(text)
+        assert settings.device == "cpu"
+        assert settings.training["use_cpu"] is True
+
+    def test_autocast_over_fp32_weights(self):
+        assert settle(None, "bf16=true", precision="fp32", device="cpu").training["bf16"] is True
+
+    def test_trackers(self, monkeypatch):
+        monkeypatch.setattr("transformers.integrations.get_available_reporting_integrations", lambda: ["wandb"])
+        assert settle(report_to="wandb").training["report_to"] == "wandb"
+        assert settle(None, "report_to=[wandb]").training["report_to"] == ["wandb"]
+        assert "(wandb)" in refusal(report_to="mlflow")
+
+    def test_what_comes_out_is_what_trl_takes(self):
+        from trl import SFTConfig
+
+        settings = settle("eval_steps: 3\nlr_scheduler_type: cosine\n", eval_data="e", save_every=6, keep=2, steps=9)
+        args = SFTConfig(output_dir=str(settings.out), **settings.training)
+        assert (args.eval_steps, args.save_steps, args.max_steps, args.disable_tqdm) == (3, 6, 9, True)
+        assert os.listdir() == [CONFIG]
+
+    def test_every_field_can_be_set_to_its_default(self):
+        """The contract: every SFTConfig field is reachable. Those that the command decides take their default."""
+        import dataclasses
+
+        import yaml
+        from trl import SFTConfig
+
+        skipped = {"max_steps", "output_dir", "include_for_metrics", "eval_strategy", "bf16", "gradient_checkpointing"}
+        defaults = {f.name: f.default for f in dataclasses.fields(SFTConfig) if f.init and f.name not in skipped}
+        defaults |= {"disable_tqdm": True, "activation_checkpointing": False, "save_strategy": "steps"}
+        defaults["eval_do_concat_batches"] = None
+        settle(yaml.safe_dump({name: value for name, value in defaults.items() if value is not None}), eval_data="e")
+
+
+class TestDescription:
+    def test_defaults(self):
+        said = describe(settle())
+        assert list(said)[:3] == ["model", "data", "out"]
+        assert said["length"] == "3 epochs"
+        assert said["learning rate"] == "2e-05, linear, no warmup"
+        assert said["clipping"] == "gradient norm 1"
+        assert said["sequences"] == "of at most 1024 tokens, packed if the data is plain text"
+        assert said["evaluation"] == "off"
+        assert said["checkpoints"] == "none before the end"
+        assert said["LoRA"].startswith("off")
+        assert said["budget"] == "device what is free, host what is free, disk not used"
+        assert {"use_cpu", "disable_tqdm"}.isdisjoint(said)
+
+    def test_all_that_was_set(self):
+        text = "lr_scheduler_type: cosine\nwarmup_steps: 0.1\nweight_decay: 0.1\nneftune_noise_alpha: 5\n"
+        flags = {"lora": 4, "eval_data": "e", "save_every": 2, "keep": 3, "steps": 9, "batch_size": 2, "grad_accum": 4}
+        said = describe(settle(text, packing=False, seq_len=8, max_grad_norm=0, disk="/a", host_memory="1GiB", **flags))
+        assert said["length"] == "9 steps"
+        assert said["batch"] == "2 sequences, 4 times accumulated"
+        assert said["learning rate"] == "2e-05, cosine, warmup over 0.1 of the run"
+        assert said["sequences"] == "of at most 8 tokens, not packed"
+        assert said["clipping"] == "off"
+        assert said["evaluation"] == "e, every 2 steps, batches of 2"
+        assert said["checkpoints"] == "every 2 steps, the last 3 kept"
+        assert said["LoRA"].startswith("r 4, lora_alpha 8, target_modules all-linear")
+        assert said["budget"] == "device what is free, host 1.00 GiB, disk /a"
+        assert (said["weight_decay"], said["neftune_noise_alpha"]) == ("0.1", "5")
+
+    @pytest.mark.parametrize(
+        ("text", "name", "words"),
+        [
+            ("warmup_steps: 10\n", "learning rate", "warmup over 10 steps"),
+            ("save_strategy: epoch\n", "checkpoints", "every epoch"),
+            ("save_steps: 0.25\n", "checkpoints", "every 0.25 of the run"),
+            ("max_length: null\n", "sequences", "of any length"),
+            ("packing: true\npacking_strategy: wrapped\n", "sequences", "packed (wrapped)"),
+            ("bf16: true\nprecision: fp32\n", "precision", "fp32, bf16 autocast"),
+            ("plan: p.json\n", "plan", "p.json"),
+        ],
+    )
+    def test_words(self, text: str, name: str, words: str):
+        assert words in describe(settle(text))[name]

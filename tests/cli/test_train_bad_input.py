@@ -1,0 +1,348 @@
+"""A user's mistake: status 2, one message of what was expected, what was found and where, and nothing left behind.
+
+Every case goes through the real command line. ``{...}`` in its arguments are files that ``world`` makes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from outcore.cli.train import output
+
+from .conftest import CONFIG, Run, write_json, write_jsonl
+
+BASE = {"--model": "{config}", "--data": "{text}", "--out": "{new}", "--steps": "2", "--seq-len": "32"}
+
+Case = tuple[str, dict[str, str | None], str]  # arguments beside BASE (None: without it), and what the message says
+
+
+def option(name: str, value: str, says: str) -> Case:
+    return f"{name} {value}", {f"--{name}": value}, says
+
+
+OPTIONS: list[Case] = [
+    ("no model", {"--model": None}, "expected --model, --data and --out, but got no --model"),
+    ("no data", {"--data": None}, "got no --data"),
+    ("no out", {"--out": None}, "got no --out"),
+    option("steps", "0", "--steps: expected a whole number of 1 or more, but got .?0"),
+    option("steps", "many", "--steps: expected a whole number of 1 or more, but got 'many'"),
+    option("steps", "1.5", "--steps: expected a whole number of 1 or more, but got"),
+    option("lr", "1e-5e", "--lr: expected a number above 0, but got '1e-5e'"),
+    option("steps", "-3", "--steps: expected .* but got"),
+    option("epochs", "1", "--epochs|--steps: expected steps or epochs"),
+    option("batch-size", "0", "--batch-size: expected .* of 1 or more, but got .?0"),
+    option("grad-accum", "-1", "--grad-accum: expected"),
+    option("seq-len", "1", "--seq-len: expected .* of 2 or more or null, but got .?1"),
+    option("lr", "nan", "--lr: expected a number above 0, but got .?nan"),
+    option("lr", "inf", "--lr: expected .* but got .?inf"),
+    option("lr", "0", "--lr: expected .* but got .?0"),
+    option("lr", "-1e-5", "--lr: expected .* but got .?-1e-5"),
+    option("max-grad-norm", "-1", "--max-grad-norm: expected .* but got .?-1"),
+    option("precision", "fp16", "--precision: expected one of fp32, bf16, pure_bf16, but got 'fp16'"),
+    option("seed", "-1", "--seed: expected"),
+    option("save-every", "0", "--save-every: expected .* above 0"),
+    option("keep", "2", "--keep: expected checkpoints to be saved"),
+    option("lora", "0", "--lora: expected .* of 1 or more"),
+    option("device", "tpu", "--device: expected one of cpu.* but got 'tpu'"),
+    option("device-memory", "20 giraffes", "--device-memory: expected bytes .* but got '20 giraffes'"),
+    option("host-memory", "-1", "--host-memory: expected bytes"),
+    option(
+        "device-memory", "1KiB", "device +budget 1.00 KiB: too little(.|\n)*as options: --device-memory [0-9]+ --host"
+    ),
+    option("disk", "{missing}", "--disk: expected a folder that is there, but '.*missing' is not"),
+    option("disk", "{text}", "--disk: expected a folder that is there, but '.*text.txt' is a file"),
+    option("report-to", "tensorbored", "--report-to: expected .* did you mean 'tensorboard'"),
+    option("set", "learning_rate", "--set: expected KEY=VALUE, but got 'learning_rate'"),
+    option("set", "learning_rat=1", "--set learning_rat: expected .* did you mean 'learning_rate'"),
+    option("set", "lora.rr=1", "--set lora.rr: expected .* unknown 'lora.rr'"),
+    option("set", "warmup_steps=many", "--set warmup_steps: expected a number .* but got 'many'"),
+    option("set", "bf16=true", "--set bf16: expected precision fp32"),
+    option("set", "deepspeed=ds.json", "deepspeed"),
+    option("set", "max_steps=3", "--steps|--set max_steps: expected max_steps to be given once"),
+    option("set", "lora.target_modules=[nonsense]", "peft says: .*nonsense"),
+    option("set", "eos_token=<nonsense>", "<nonsense>"),
+    option("set", "chat_template_path={missing}.jinja", "chat_template_path: expected a file that ends in .jinja"),
+    option("set", "chat_template_path={config}", "chat_template_path: expected a file that ends in .jinja"),
+    option("set", "assistant_only_loss=true", "assistant_only_loss"),
+    option("set", "optim=lion_8bit", "optim|lion"),
+]
+YAML: list[Case] = [
+    ("missing", {"{missing}.yaml": ""}, "missing.yaml"),
+    ("a folder", {"{folder}": ""}, "folder"),
+    ("not YAML", {"{yaml:a: [}": ""}, r"line [12]"),
+    ("no mapping", {"{yaml:- a}": ""}, "expected .* mapping|settings"),
+    ("unknown key", {"{yaml:leaning_rate: 1}": ""}, "did you mean 'learning_rate'"),
+    ("a key twice", {"{yaml:lr: 1e-4\nlr: 1e-5}": ""}, "twice|once"),
+    ("wrong type", {"{yaml:packing: 7}": ""}, "packing.*expected true or false, but got 7"),
+    ("contradiction", {"{yaml:lr: 1e-4\nlearning_rate: 1e-5}": ""}, "learning_rate to be given once"),
+    ("wrong section", {"{yaml:outcore: 7}": ""}, "outcore.*expected a section"),
+    ("wrong encoding", {"{latin:latin.yaml}": ""}, "latin.yaml"),
+]
+PLANS: list[Case] = [
+    option("plan", "{missing}", "plan: expected a readable JSON file at '.*missing'"),
+    option("plan", "{text}", "plan '.*text.txt': expected a plan as JSON"),
+    option("plan", "{other_plan}", "plan: expected the 4 units of this model"),
+]
+MODELS: list[Case] = [
+    option("model", "{missing}", "--model '.*missing': expected a directory, a config.json, or"),
+    option("model", "someone/unknown-model", "--model 'someone/unknown-model': expected"),
+    option("model", "{text}", "--model '.*': expected JSON in text.txt"),
+    option("model", "{empty}", "--model '.*': expected JSON"),
+    option("model", "{folder}", "--model '.*folder': expected config.json in it, but there is none"),
+    option("model", '{config:model_type="lama"}', "expected a model_type that .* got 'lama'; did you mean"),
+    option("model", '{config:model_type="t5"}', "expected a causal language model"),
+    option("model", "{config:vocab_size=100}", "expected a vocab_size of at least 259"),
+    option("model", "{config:num_attention_heads=5}", "expected .* llama model, but got.*number of attention heads"),
+    option("model", "{config:hidden_size=null}", "--model '.*'"),
+    option("model", "{weights:gone}", "expected weights .* but there are none in"),
+    option("model", "{weights:cut}", "--model .*model.safetensors"),
+    option("model", "{weights:other}", "expected .*lm_head.weight.* shape"),
+]
+DATA: list[Case] = [
+    option("data", "{missing}", "--data '.*missing': expected a file or a directory"),
+    option("data", "someone/unknown-data", "--data 'someone/unknown-data': expected"),
+    option("data", "{empty}", "--data '.*empty.jsonl': expected at least one row"),
+    option("data", "{folder}", "--data '.*folder': expected"),
+    option("data", "{config}", "--data '.*config.json': expected"),
+    option("data", '{rows:{"text": "a"}|{"text": }}', "rows.jsonl', line 2: expected"),
+    option("data", '{rows:{"text": "a"}|{"txt": "b"}}', "rows.jsonl', line 2: expected"),
+    option("data", '{rows:{"sentence": "a"}}', "line 1: expected .*text"),
+    option("data", '{rows:{"text": 3}}', "line 1: expected 'text' to be a string, but got a number"),
+    option("data", '{rows:["a"]}', "line 1: expected"),
+    option("data", '{rows:{"messages": [{"content": "a"}]}}', "line 1.*role"),
+    option("data", '{rows:{"prompt": "a"}}', "line 1.*completion"),
+    option("data", "{latin:latin.jsonl}", "latin.jsonl.*UTF-8"),
+    option("eval-data", "{missing}", "--eval-data '.*missing': expected"),
+    ("nothing left to learn", {"--data": "{long_prompts}"}, "--data: expected rows with something to learn.*--seq-len"),
+    (
+        "other kind to evaluate on",
+        {"--eval-data": '{rows:{"prompt": "a", "completion": "b"}}'},
+        "--eval-data '.*rows.jsonl': expected rows of text, as in --data, but got prompt_completion",
+    ),
+]
+OUTPUTS: list[Case] = [
+    option("out", "{folder:precious}", "--out: expected an empty or a new folder, but '.*' holds 'precious'"),
+    option("out", "{text}", "--out: expected a folder .*, but '.*text.txt' is a file"),
+    option("out", "{text}/below", "--out: expected a folder .*, but '.*text.txt' is a file"),
+    (
+        "out, a name too long",
+        {"--out": "{new}" + 300 * "x"},
+        "--out: expected a folder to write to, but '.*x' cannot be written to: File name too long",
+    ),
+    option("out", "/proc/outcore/run", "--out: expected"),
+    option("out", "{dangling}", "--out: expected a folder to write to, but '.*dangling'"),
+    ("resume from nothing", {"--resume": ""}, "--resume: expected a complete checkpoint in '.*new', but there is none"),
+    (
+        "resume from an incomplete one",
+        {"--resume": "", "--out": "{folder:checkpoint-3/config.json}"},
+        "only checkpoint-3, which is incomplete",
+    ),
+]
+USAGE: list[tuple[str, list[str], str]] = [
+    ("unknown option", ["--step", "3"], "--steps"),
+    ("no value", ["--out"], "--out"),
+]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("weights") / "model"
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG)).save_pretrained(folder)
+    return folder
+
+
+class World:
+    """Makes the files that arguments name: ``{name}`` or ``{name:how}``."""
+
+    def __init__(self, folder: Path, weights: Path) -> None:
+        self._folder, self._weights = folder, weights
+
+    def __call__(self, argument: str) -> str:
+        match = re.search(r"\{(\w+)(?::(.*))?\}", argument, flags=re.DOTALL)
+        if match is None:
+            return argument
+        made = getattr(self, match[1])(*(() if match[2] is None else (match[2],)))
+        return argument[: match.start()] + str(made) + argument[match.end() :]
+
+    def new(self) -> Path:
+        return self._folder / "deep" / "new"
+
+    def missing(self) -> Path:
+        return self._folder / "missing"
+
+    def text(self) -> Path:
+        return self._folder / "text.txt"
+
+    def config(self, change: str = "vocab_size=260") -> Path:
+        key, value = change.split("=")
+        return write_json(self._folder / "config.json", {**CONFIG, key: json.loads(value)})
+
+    def empty(self) -> Path:
+        return self._file("empty.jsonl", "")
+
+    def rows(self, lines: str) -> Path:
+        return self._file("rows.jsonl", lines.replace("|", "\n"))
+
+    def long_prompts(self) -> Path:
+        return write_jsonl(self._folder / "long.jsonl", [{"prompt": "a" * 100, "completion": "b"}])
+
+    def yaml(self, lines: str) -> Path:
+        return self._file("run.yaml", lines)
+
+    def latin(self, name: str) -> Path:
+        path = self._folder / name
+        path.write_bytes('{"text": "é"}'.encode("latin-1"))
+        return path
+
+    def other_plan(self) -> Path:
+        units = [{"name": "", "weights": "device", "gradients": "device", "states": "device"}]
+        plan = {"precision": "bf16", "units": units, "pools": [], "prefetch_depth": 1}
+        return write_json(self._folder / "other.json", plan)
+
+    def folder(self, inside: str | None = None) -> Path:
+        made = self._folder / "folder"
+        made.mkdir()
+        if inside is not None:
+            (made / inside).parent.mkdir(exist_ok=True)
+            (made / inside).write_text("{}")
+        return made
+
+    def dangling(self) -> Path:
+        link = self._folder / "dangling"
+        link.symlink_to(self._folder / "nowhere" / "deep")
+        return link
+
+    def weights(self, change: str) -> Path:
+        copy = shutil.copytree(self._weights, self._folder / "model")
+        path = copy / "model.safetensors"
+        if change == "gone":
+            path.unlink()
+        elif change == "cut":
+            path.write_bytes(path.read_bytes()[:-100])
+        else:
+            save_file({**load_file(path), "lm_head.weight": torch.zeros(7, 32)}, path, {"format": "pt"})
+        return copy
+
+    def _file(self, name: str, content: str) -> Path:
+        (self._folder / name).write_text(content)
+        return self._folder / name
+
+
+@pytest.fixture
+def world(tmp_path: Path, config_json: Path, text: Path, weights: Path) -> World:
+    return World(tmp_path, weights)
+
+
+def arguments(changes: dict[str, str | None], fill: Callable[[str], str]) -> list[str]:
+    given = {name: value for name, value in {**BASE, **changes}.items() if value is not None}
+    return [fill(part) for name, value in given.items() for part in (name, value) if part]
+
+
+def snapshot(folder: Path) -> dict[Path, Any]:
+    return {
+        path: path.read_bytes() if path.is_file() and not path.is_symlink() else os.lstat(path).st_mode
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def assert_one_message(outcome: Any, says: str) -> None:
+    assert outcome.status == 2, outcome.err
+    message = "\n".join(line for line in outcome.err.splitlines() if not line.startswith("note: "))
+    assert message.startswith("outcore: "), message
+    assert message.count("\noutcore: ") == 0
+    assert "Traceback" not in outcome.out + outcome.err
+    assert "expected" in message
+    assert re.search(says, message), message
+    assert len(message) < 2000
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        pytest.param(changes, says, id=f"{kind}: {name}")
+        for kind, cases in {
+            "option": OPTIONS, "yaml": YAML, "plan": PLANS, "model": MODELS, "data": DATA, "out": OUTPUTS
+        }.items()
+        for name, changes, says in cases
+    ],
+)  # fmt: skip
+def test_is_refused(
+    command: Run, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: Any, says: str
+):
+    typed = ["train", *arguments(changes, world)]
+    monkeypatch.chdir(tmp_path)
+    before = snapshot(tmp_path)
+    assert_one_message(command(*typed), says)
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize(("typed", "says"), [pytest.param(a, s, id=name) for name, a, s in USAGE])
+def test_wrong_usage(command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: list[str], says: str):
+    monkeypatch.chdir(tmp_path)
+    outcome = command("train", *typed)
+    assert outcome.status == 2
+    assert says in outcome.err
+    assert outcome.err.count("Error") == 1
+    assert "Traceback" not in outcome.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_drive(command: Run, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(output.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**20, 2**20, 2**10))
+    before = snapshot(tmp_path)
+    typed = arguments({}, world)
+    assert_one_message(command("train", *typed), r"--out: expected room for .* but 1\.00 KiB are free")
+    assert snapshot(tmp_path) == before
+
+
+@pytest.fixture
+def tiny_drive(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for a few pages."""
+    folder = tmp_path / "drive"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("no file system can be mounted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_drive_that_fills_up(command: Run, world: World, tiny_drive: Path):
+    """There is room for the model, and not for the data beside it."""
+    long = tiny_drive.parent / "long.txt"
+    long.write_text("many words " * 50_000)
+    typed = arguments({"--out": str(tiny_drive / "run"), "--data": str(long)}, world)
+    assert_one_message(command("train", *typed), "No space left on device")
+    assert not list(tiny_drive.iterdir())
+
+
+def test_a_read_only_drive(command: Run, world: World, tiny_drive: Path):
+    subprocess.run(["mount", "-o", "remount,ro", str(tiny_drive)], check=True)
+    typed = arguments({"--out": str(tiny_drive / "run")}, world)
+    assert_one_message(command("train", *typed), "--out: expected a folder to write to, but '.*drive' is not writable")
+
+
+def test_resuming_with_another_model(command: Run, world: World, tmp_path: Path):
+    typed = arguments({"--save-every": "1"}, world)
+    assert command("train", *typed).status == 0
+    write_json(tmp_path / "config.json", {**CONFIG, "intermediate_size": 64})
+    before = snapshot(tmp_path)
+    assert_one_message(command("train", *typed, "--resume", "--steps", "4"), "checkpoint-2")
+    assert snapshot(tmp_path) == before
+
+
+def test_there_are_enough_cases():
+    assert sum(map(len, (OPTIONS, YAML, PLANS, MODELS, DATA, OUTPUTS, USAGE))) >= 80

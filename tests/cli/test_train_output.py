@@ -1,0 +1,260 @@
+"""What a run tells while it goes, and how it treats the folder that it writes to."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import shutil
+import time
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+from trl import SFTTrainer
+
+from outcore.cli.train import notices as noticing
+from outcore.cli.train import report
+from outcore.cli.train import run as train_run
+from outcore.cli.train.notices import notices
+from outcore.cli.train.output import OutputFolder
+from outcore.cli.train.report import keep_until
+from outcore.core.errors import ConfigError
+
+from .conftest import TIERS, Run, read_jsonl, write_jsonl
+
+LANES = {"h2d", "d2h", "write_back", "weights_read", "states_read", "disk_write", "update"}
+SHORT = ("--steps", 4, "--batch-size", 2, "--seq-len", 48)
+
+
+class TestMetrics:
+    @pytest.fixture
+    def lines(self, command: Run, config_json: Path, text: Path, tmp_path: Path) -> list[dict[str, Any]]:
+        shared = ("train", "--model", config_json, "--data", text, *SHORT, "--disk", tmp_path, *TIERS)
+        more = ("--eval-data", text, "--set", "eval_steps=2", "--set", "logging_steps=1")
+        assert command(*shared, *more, "--out", tmp_path / "run").status == 0
+        return read_jsonl(tmp_path / "run" / "metrics.jsonl")
+
+    def test_a_line_per_step_and_per_evaluation(self, lines, tmp_path):
+        assert [(line["step"], "eval_loss" in line) for line in lines] == [
+            (1, False), (2, False), (2, True), (3, False), (4, False), (4, True),
+        ]  # fmt: skip
+        for line in (line for line in lines if "loss" in line):
+            assert {"epoch", "loss", "lr", "grad_norm", "mean_token_accuracy"} <= line.keys()
+            assert line["predicted_step_s"] is None
+            assert line["tokens_per_s"] == pytest.approx(2 * 48 / line["step_s"]), "packed rows are full"
+            assert line["moved_bytes"].keys() == line["exposed_s"].keys() == LANES
+            assert all(0 <= seconds < line["step_s"] for seconds in line["exposed_s"].values())
+            plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+            assert line["peak_bytes"] == plan["tier_bytes"]
+        assert lines[0]["lr"] == 2e-5
+        assert lines[4]["lr"] == pytest.approx(0.5e-5)
+
+    def test_bytes_are_those_of_the_step(self, lines):
+        """Each step moves as much as the other; evaluation only reads weights, which lie on the device here."""
+        moved = [line["moved_bytes"] for line in lines if "loss" in line]
+        assert moved[1] == moved[2] == moved[3]
+        assert moved[1]["disk_write"] > 0
+
+    def test_a_line_is_there_at_once(self, command, config_json, text, tmp_path, monkeypatch):
+        seen = []
+
+        def on_step_begin(self, args, state, control, **kwargs):
+            seen.append(len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()))
+
+        monkeypatch.setattr(train_run.RunReport, "on_step_begin", on_step_begin)
+        assert command("train", "--model", config_json, "--data", text, *SHORT, "--out", tmp_path / "run").status == 0
+        assert seen == [0, 1, 2, 3]
+
+    def test_evaluation_is_not_counted_as_training(self, command, config_json, text, tmp_path, monkeypatch):
+        skipped_s, evaluate = [0.0], SFTTrainer.evaluate
+
+        def slow(self, *args, **kwargs):
+            skipped_s[0] += 1000
+            return evaluate(self, *args, **kwargs)
+
+        clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + skipped_s[0])
+        monkeypatch.setattr(SFTTrainer, "evaluate", slow)
+        monkeypatch.setattr(report, "time", clock)
+        more = ("--eval-data", text, "--set", "eval_steps=1", "--out", tmp_path / "run")
+        assert command("train", "--model", config_json, "--data", text, *SHORT, *more).status == 0
+        assert skipped_s == [4000]
+        assert all(line.get("step_s", 0) < 500 for line in read_jsonl(tmp_path / "run" / "metrics.jsonl"))
+
+    def test_several_steps_in_a_line_are_averaged(self, command, config_json, text, tmp_path):
+        shared = ("train", "--model", config_json, "--data", text, *SHORT, "--disk", tmp_path, *TIERS)
+        for every in (1, 2):
+            assert command(*shared, "--out", tmp_path / str(every), "--set", f"logging_steps={every}").status == 0
+        one, two = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("1", "2"))
+        assert [line["step"] for line in two] == [2, 4]
+        assert two[1]["moved_bytes"] == one[3]["moved_bytes"]
+        assert two[1]["tokens_per_s"] == pytest.approx(2 * 48 / two[1]["step_s"])
+
+    @pytest.mark.parametrize("torn", ["", '{"step": 3, "lo', '{"epoch": 1}\n', "\n", "[]\n"])
+    def test_on_resume_later_and_torn_lines_go(self, tmp_path, torn):
+        path = write_jsonl(tmp_path / "metrics.jsonl", [{"step": n // 2} for n in range(8)])
+        with path.open("a") as file:
+            file.write(torn)
+        keep_until(path, 2)
+        assert [line["step"] for line in read_jsonl(path)] == [0, 0, 1, 1, 2, 2]
+        assert list(tmp_path.iterdir()) == [path]
+
+    def test_nothing_to_drop_is_no_error(self, tmp_path):
+        keep_until(tmp_path / "metrics.jsonl", 2)
+        assert not list(tmp_path.iterdir())
+
+
+class TestTerminal:
+    def test_plain_lines_where_there_is_none(self, command, config_json, text, tmp_path):
+        done = command("train", "--model", config_json, "--data", text, *SHORT, "--out", tmp_path / "run")
+        lines = done.out.splitlines()
+        assert lines[0] == "Settings"
+        assert "Plan" in lines
+        assert len([line for line in lines if line.startswith("step ")]) == 4
+        assert lines[-1] == f"4 steps; the model is in {tmp_path / 'run' / 'model'}"
+        assert "\x1b" not in done.out
+        assert all(line.startswith("note: ") for line in done.err.splitlines())
+
+    def test_a_bar_on_a_terminal(self, command, config_json, text, tmp_path, monkeypatch):
+        screen = io.StringIO()
+        monkeypatch.setattr(
+            train_run, "Console", lambda **options: Console(file=screen, force_terminal=True, width=100, **options)
+        )
+        more = ("--eval-data", text, "--set", "eval_steps=2")
+        done = command("train", "--model", config_json, "--data", text, *SHORT, "--out", tmp_path / "run", *more)
+        assert done.status == 0
+        assert "━" in screen.getvalue()
+        assert "step 4: eval_loss" in screen.getvalue()
+        assert "step 4/4  loss" not in screen.getvalue(), "no plain lines beside the bar"
+
+    def test_what_is_cut_is_said_once_with_its_number(self, command, config_json, chats, tmp_path):
+        shared = ("train", "--model", config_json, "--data", chats, *SHORT, "--seq-len", 40, "--eval-data", chats)
+        done = command(*shared, "--out", tmp_path / "run", "--set", "assistant_only_loss=true")
+        assert done.status == 0
+        said = [line for line in done.err.splitlines() if "rows have more than" in line]
+        assert len(said) == 2
+        assert said[0].startswith("note: --data: 11 of 11 rows have more than 40 tokens and are cut")
+        assert said[1].startswith("note: --eval-data: 11 of 11")
+
+    def test_packed_text_is_not_cut(self, command, config_json, text, tmp_path):
+        done = command("train", "--model", config_json, "--data", text, *SHORT, "--out", tmp_path / "run")
+        assert "are cut" not in done.err
+
+    def test_a_tracker_is_told(self, command, config_json, text, tmp_path, monkeypatch):
+        from transformers.integrations import integration_utils
+
+        logged: list[dict[str, float]] = []
+
+        class Tracker(train_run.RunReport.__base__):
+            def on_log(self, args, state, control, logs, **kwargs):
+                logged.append(dict(logs))
+
+        monkeypatch.setattr(integration_utils, "is_tensorboard_available", lambda: True)
+        monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "tensorboard", Tracker)
+        shared = ("train", "--model", config_json, "--data", text, *SHORT, "--report-to", "tensorboard")
+        done = command(*shared, "--out", tmp_path / "run")
+        assert done.status == 0, done.err
+        lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+        assert [logs["loss"] for logs in logged if "loss" in logs] == [line["loss"] for line in lines]
+
+
+class TestNotices:
+    def said(self, capsys: pytest.CaptureFixture[str]) -> list[str]:
+        return capsys.readouterr().err.splitlines()
+
+    def test_each_is_said_once_in_a_line(self, capsys):
+        with notices():
+            for _ in range(3):
+                warnings.warn("a long\n  story", FutureWarning, stacklevel=1)
+                logging.getLogger("transformers.trainer").warning("%d rows", 3)
+                logging.getLogger("trl").info("not worth it")
+        assert self.said(capsys) == ["note: a long story", "note: 3 rows"]
+
+    def test_pages_are_cut(self, capsys):
+        with notices():
+            logging.getLogger("datasets").error("word " * 1000)
+        (line,) = self.said(capsys)
+        assert len(line) < 420
+        assert line.endswith("...")
+
+    def test_everything_is_as_it_was_afterwards(self):
+        loggers = [logging.getLogger(name) for name in noticing.LIBRARIES]
+
+        def state() -> list[tuple[Any, ...]]:
+            return [(log.level, list(log.handlers), log.propagate) for log in loggers] + [(warnings.showwarning,)]
+
+        with notices():  # imports the libraries, which set up their loggers
+            pass
+        before = state()
+        with pytest.raises(ValueError, match="stop"), notices():
+            raise ValueError("stop")
+        assert state() == before
+
+
+class TestFolder:
+    def tree(self, folder: Path) -> list[Path]:
+        return sorted(folder.rglob("*"))
+
+    def test_what_was_made_goes_if_the_run_does_not_begin(self, tmp_path):
+        (tmp_path / "there").mkdir()
+        for path in (tmp_path / "a" / "b" / "c", tmp_path / "there"):
+            before = self.tree(tmp_path)
+            output = OutputFolder(path, resume=False)
+            with pytest.raises(ConfigError, match="stop"), output.opened() as cache:
+                (cache / "rows").write_text("x")
+                assert cache.parent == path
+                raise ConfigError("stop")
+            assert self.tree(tmp_path) == before
+
+    def test_what_others_put_beside_it_stays(self, tmp_path):
+        output = OutputFolder(tmp_path / "a" / "b", resume=False)
+        with pytest.raises(ConfigError, match="stop"), output.opened():
+            (tmp_path / "a" / "mine").write_text("x")
+            raise ConfigError("stop")
+        assert self.tree(tmp_path) == [tmp_path / "a", tmp_path / "a" / "mine"]
+
+    def test_a_run_that_has_begun_keeps_all_but_the_cache(self, tmp_path):
+        output = OutputFolder(tmp_path / "run", resume=False)
+        with pytest.raises(ConfigError, match="stop"), output.opened() as cache:
+            (cache / "rows").write_text("x")
+            output.begin()
+            (tmp_path / "run" / "plan.json").write_text("{}")
+            raise ConfigError("stop")
+        assert self.tree(tmp_path) == [tmp_path / "run", tmp_path / "run" / "plan.json"]
+
+    def test_an_unfinished_model_never_stands_as_model(self, tmp_path):
+        output = OutputFolder(tmp_path, resume=False)
+        with output.new_model() as folder:
+            (folder / "a").write_text("1")
+        with pytest.raises(ValueError, match="stop"), output.new_model() as folder:
+            (folder / "a").write_text("2")
+            raise ValueError("stop")
+        assert (tmp_path / "model" / "a").read_text() == "1"
+        with output.new_model() as folder:
+            assert not list(folder.iterdir())
+            (folder / "b").write_text("3")
+        assert self.tree(tmp_path) == [tmp_path / "model", tmp_path / "model" / "b"]
+
+    def test_the_newest_complete_checkpoint(self, tmp_path):
+        for step, state in ((9, "{}"), (10, "{}"), (11, '{"log'), (100, None)):
+            folder = tmp_path / f"checkpoint-{step}"
+            folder.mkdir()
+            if state is not None:
+                (folder / "trainer_state.json").write_text(state)
+        (tmp_path / "checkpoint-best").mkdir()
+        output = OutputFolder(tmp_path, resume=True)
+        assert output.checkpoint is not None
+        assert (output.checkpoint.path.name, output.checkpoint.step) == ("checkpoint-10", 10)
+        assert sorted(p.name for p in output.incomplete) == ["checkpoint-100", "checkpoint-11"]
+        output.begin()
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-9", "checkpoint-best"]
+
+    def test_a_full_drive_is_noticed_beforehand(self, tmp_path, monkeypatch):
+        output = OutputFolder(tmp_path / "deep" / "run", resume=False)
+        free_bytes = shutil.disk_usage(tmp_path).free
+        output.refuse_full(free_bytes // 2)
+        with pytest.raises(ConfigError, match=r"--out: expected room for 1\.00 TiB .* are free at '.*/deep/run'"):
+            output.refuse_full(2**40)

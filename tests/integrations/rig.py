@@ -1,0 +1,267 @@
+"""The same job twice, by a plain Trainer and by the same one with the mixin: all that they log and leave must be equal.
+
+A job is a function ``job(side, folder, **changes)`` that builds a Trainer with ``side.trainer``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+import outcore
+from outcore.api import plan_for
+from outcore.integrations import transformers as integration
+from outcore.integrations.transformers import OutcoreMixin
+from outcore.runtime.module_guard import attachment_of
+
+ALL_TIERS = {"device", "host", "disk"}
+
+WARNINGS = [
+    "ignore:.*gradient_checkpointing.* is deprecated:FutureWarning",
+]
+
+_BOOKKEEPING = ("runtime", "_per_second", "_time", "moved_bytes", "exposed_s")
+
+
+class Plain:
+    """Builds what the library has."""
+
+    def trainer(self, kind: type[Trainer], **options: Any) -> Trainer:
+        return kind(**options)
+
+    def reference(self, model: torch.nn.Module) -> torch.nn.Module:
+        return model
+
+
+class Streamed(Plain):
+    """Builds it out of core."""
+
+    def __init__(self, folder: Path, options: dict[str, Any]) -> None:
+        self.folder, self.options = folder, options
+        self.models: list[Callable[[], torch.nn.Module]] = []
+
+    def trainer(self, kind: type[Trainer], **options: Any) -> Trainer:
+        made = type(kind.__name__, (OutcoreMixin, kind), {})(**options, **self.options)
+        self.models.append(lambda: made.model)
+        return made
+
+    def reference(self, model: torch.nn.Module) -> torch.nn.Module:
+        self.models.append(lambda: model)
+        return self.prepare(model, None).model
+
+    def prepare(self, model: torch.nn.Module, optimizer: Any, **options: Any) -> Any:
+        """With a budget so tight that something must be everywhere."""
+        options["budget"] = options.get("budget") or tight(model, optimizer, self.folder, **options)
+        return outcore.prepare(model, optimizer, **options)
+
+
+def tight(model: torch.nn.Module, optimizer: Any, folder: Path, **options: Any) -> outcore.Budget:
+    """The least on the device, and so much on the host that something is left for the disk, but not all."""
+    options["budget"] = outcore.Budget(device=1, host=1, disk=folder)
+    with pytest.raises(outcore.PlanInfeasibleError) as refusal:
+        plan_for(model, optimizer, **options)
+    need = refusal.value.required_bytes
+    for share in (0.5, 0.35, 0.65, 0.8):
+        host = need["host"] + int(need["disk"] * share)
+        budget = options["budget"] = outcore.Budget(device=need["device"], host=host, disk=folder)
+        if tiers_of(plan_for(model, optimizer, **options)[1]) == ALL_TIERS:
+            return budget
+    raise AssertionError("no budget found that uses all tiers")
+
+
+@contextmanager
+def streamed(folder: Path, **options: Any) -> Iterator[Streamed]:
+    """The side with the mixin, with these options of it; closes what was prepared. Without ``budget``, a tight one."""
+    side = Streamed(folder, options)
+    whole_files = AssertionError("a whole file in host memory")
+    with (
+        patch.object(integration, "prepare", side.prepare),
+        patch("safetensors.torch.load_file", side_effect=whole_files),
+    ):
+        try:
+            yield side
+        finally:
+            for model in side.models:
+                if attachment_of(model()) is not None:
+                    outcore.close(model())
+
+
+def train(trainer: Trainer) -> None:
+    trainer.train()
+
+
+def same(job: Callable[..., Trainer], folder: Path, *, drive: Callable[[Trainer], Any] = train, **changes: Any) -> None:
+    """Run a job both ways; what ``drive`` returns, logs and weights must be equal bit for bit."""
+    want = seen(job(Plain(), folder / "plain", **changes), drive)
+    with streamed(folder) as side:
+        trainer = job(side, folder / "streamed", **changes)
+        got = seen(trainer, drive)
+        assert tiers(trainer.model) == ALL_TIERS
+    exactly(got, want)
+
+
+def exactly(got: Any, want: Any) -> None:
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def seen(trainer: Trainer, drive: Callable[[Trainer], Any]) -> dict[str, Any]:
+    return {"result": drive(trainer), "logs": logs(trainer), "weights": weights(trainer.model)}
+
+
+def logs(trainer: Trainer) -> list[dict[str, Any]]:
+    """All that was logged, without what the clock says."""
+    history = trainer.state.log_history
+    return [{k: v for k, v in entry.items() if not k.endswith(_BOOKKEEPING)} for entry in history]
+
+
+def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def tiers(model: torch.nn.Module) -> set[str]:
+    """Where a prepared model's plan puts anything."""
+    return tiers_of(attachment_of(model).engine.plan)
+
+
+def tiers_of(plan: outcore.Plan) -> set[str]:
+    return {tier for unit in plan.units for tier in (unit.weights, unit.gradients, unit.states)}
+
+
+# What is trained.
+
+
+def llama(dtype: torch.dtype = torch.float32, seed: int = 3) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=259,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        attention_dropout=0.1,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return LlamaForCausalLM(config).to(dtype)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes, and three special tokens."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: i for i, letter in enumerate(["<pad>", "<s>", "</s>", *letters])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+def saved_model(folder: Path) -> str:
+    llama().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def lora(**changes: Any) -> LoraConfig:
+    return LoraConfig(
+        r=4, lora_alpha=8, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM", **changes
+    )
+
+
+# Four steps: of the four micro-batches of an epoch, accumulation 3 leaves one to every second step. Norms are clipped.
+ARGUMENTS = {
+    "per_device_train_batch_size": 2,
+    "per_device_eval_batch_size": 2,
+    "gradient_accumulation_steps": 3,
+    "num_train_epochs": 2,
+    "learning_rate": 1e-2,
+    "weight_decay": 0.1,
+    "max_grad_norm": 0.1,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 1,
+    "logging_steps": 1,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+}
+TEXTS = [f"line {i} " + "abc " * (i % 5 + 1) for i in range(8)]
+EVAL_TEXTS = [f"unseen {i} " + "ab " * i for i in range(4)]
+
+
+def token_dataset(texts: list[str]) -> Dataset:
+    rows = tokenizer()(texts, padding=True)["input_ids"]
+    labels = [[token if token else -100 for token in row] for row in rows]
+    return Dataset.from_dict({"input_ids": rows, "labels": labels})
+
+
+def language(
+    side: Plain,
+    folder: Path,
+    *,
+    kind: type[Trainer] = Trainer,
+    model: Any = None,
+    parts: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Trainer:
+    """Transformers' own Trainer."""
+    options = {"train_dataset": token_dataset(TEXTS), "eval_dataset": token_dataset(EVAL_TEXTS), **(parts or {})}
+    if "model_init" not in options:
+        options["model"] = model if model is not None else llama()
+    arguments = TrainingArguments(output_dir=str(folder), **{**ARGUMENTS, **changes})
+    return side.trainer(kind, args=arguments, processing_class=tokenizer(), **options)
+
+
+def sft(
+    side: Plain, folder: Path, *, model: Any = None, parts: dict[str, Any] | None = None, **changes: Any
+) -> Trainer:
+    """TRL's supervised fine-tuning."""
+    options = {
+        "train_dataset": Dataset.from_dict({"text": TEXTS}),
+        "eval_dataset": Dataset.from_dict({"text": EVAL_TEXTS}),
+    }
+    arguments = SFTConfig(output_dir=str(folder), **{**ARGUMENTS, "bf16": False, **changes})
+    model = model if model is not None else llama()
+    return side.trainer(
+        SFTTrainer, model=model, args=arguments, processing_class=tokenizer(), **{**options, **(parts or {})}
+    )
+
+
+def dpo(
+    side: Plain, folder: Path, *, model: Any = None, parts: dict[str, Any] | None = None, **changes: Any
+) -> Trainer:
+    """TRL's preference optimisation."""
+    arguments = DPOConfig(output_dir=str(folder), **{**ARGUMENTS, "bf16": False, **changes})
+    options = {"train_dataset": preferences(8), "eval_dataset": preferences(4), **(parts or {})}
+    model = model if model is not None else llama()
+    return side.trainer(DPOTrainer, model=model, args=arguments, processing_class=tokenizer(), **options)
+
+
+def preferences(count: int) -> Dataset:
+    return Dataset.from_dict(
+        {
+            "prompt": [f"question {i}" for i in range(count)],
+            "chosen": [f" yes {i}" for i in range(count)],
+            "rejected": [f" no, never {i}" for i in range(count)],
+        }
+    )

@@ -1,0 +1,195 @@
+"""Saving and resuming: what is written, what is read, and that a resumed run is the run that was not interrupted."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel, get_peft_model
+from transformers import LlamaForCausalLM
+
+import outcore
+from outcore.runtime.optimizer import StreamedOptimizer
+
+from .rig import (
+    ALL_TIERS,
+    WARNINGS,
+    Plain,
+    dpo,
+    exactly,
+    language,
+    llama,
+    logs,
+    lora,
+    saved_model,
+    sft,
+    streamed,
+    tiers,
+    weights,
+)
+
+pytestmark = [pytest.mark.filterwarnings(line) for line in WARNINGS]
+
+SAVES = {"save_strategy": "steps", "save_steps": 3}  # of four steps, in the middle of the second epoch
+CHECKPOINT = "checkpoint-3"
+
+
+def sft_lora(side, folder, *, parts=None, **changes):
+    return sft(side, folder, parts={"peft_config": lora(), **(parts or {})}, **changes)
+
+
+def history(trainer):
+    """Logs, without what counts from the beginning of a call of ``train``."""
+    return [{k: v for k, v in entry.items() if not k.endswith("num_tokens")} for entry in logs(trainer)[:-1]]
+
+
+@pytest.mark.parametrize("job", [language, sft_lora, dpo])
+def test_resumed_run_is_the_uninterrupted_run(job, tmp_path):
+    def build(side, folder, **changes):
+        reference = {"parts": {"ref_model": llama(seed=4)}} if job is dpo else {}
+        return job(side, tmp_path / folder, **reference, **SAVES, **changes)
+
+    plain = build(Plain(), "plain")
+    plain.train()
+    with streamed(tmp_path) as side:
+        whole = build(side, "outcore")
+        whole.train()
+        exactly(logs(whole), logs(plain))
+    for origin in ("plain", "outcore"):
+        other = {} if job is sft_lora else {"model": llama(seed=8)}  # all its values come from the checkpoint
+        with streamed(tmp_path) as side:
+            resumed = build(side, f"from {origin}", **other)
+            if origin == "plain":
+                resumed.evaluate()  # prepares before there is a checkpoint
+            resumed.train(resume_from_checkpoint=str(tmp_path / origin / CHECKPOINT))
+            assert tiers(resumed.model) == ALL_TIERS
+            exactly(history(resumed), history(plain))
+            exactly(weights(resumed.model), weights(plain.model))
+
+
+def test_resuming_bf16_with_masters(tmp_path):
+    def build(side, folder):
+        return language(side, tmp_path / folder, model=llama(torch.bfloat16), **SAVES)
+
+    with streamed(tmp_path, precision="bf16") as side:
+        whole = build(side, "whole")
+        whole.train()
+        assert "master" in whole.optimizer.state_dict()["state"][0]
+        want = weights(whole.model)
+    with streamed(tmp_path, precision="bf16") as side:
+        resumed = build(side, "rest")
+        resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / CHECKPOINT))
+        exactly(weights(resumed.model), want)
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
+def test_model_on_the_meta_device(adapters, tmp_path):
+    saved = saved_model(tmp_path / "model")
+    job = sft_lora if adapters else sft
+    plain = job(Plain(), tmp_path / "plain", model=saved, **SAVES)
+    plain.train()
+
+    def on_meta(side, folder):
+        with torch.device("meta"):
+            model = llama(seed=8)
+        return job(side, tmp_path / folder, model=model, **SAVES)
+
+    if not adapters:  # whose first values would be other random numbers
+        with streamed(tmp_path, weights=saved) as side:
+            whole = on_meta(side, "whole")
+            whole.train()
+            exactly(weights(whole.model), weights(plain.model))
+    with streamed(tmp_path, weights=saved) as side:
+        resumed = on_meta(side, "resumed")
+        resumed.train(resume_from_checkpoint=str(tmp_path / "plain" / CHECKPOINT))
+        exactly(weights(resumed.model), weights(plain.model))
+
+
+@pytest.mark.parametrize("job", [language, sft_lora])
+def test_best_model_is_loaded_at_the_end(job, tmp_path):
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+    changes = {"save_strategy": "steps", "save_steps": 2, **best}
+
+    def run(side, folder):
+        trainer = job(side, tmp_path / folder, **changes)
+        trainer.train()
+        best = Path(trainer.state.best_model_checkpoint).name
+        return best, weights(trainer.model), trainer.evaluate()["eval_loss"]
+
+    want = run(Plain(), "plain")
+    assert want[0] != "checkpoint-4", "the last one is the best one anyway"
+    with streamed(tmp_path) as side:
+        got = run(side, "outcore")
+    assert got[0] == want[0]
+    exactly(got[1:], want[1:])
+
+
+def test_files_of_a_checkpoint(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("all states, or all weights, in host memory at once")
+
+    sft(Plain(), tmp_path / "plain", **SAVES).train()
+    with streamed(tmp_path) as side:
+        trainer = sft(side, tmp_path / "outcore", **SAVES)
+        monkeypatch.setattr(StreamedOptimizer, "state_dict", refuse)
+        monkeypatch.setattr(LlamaForCausalLM, "state_dict", refuse)
+        trainer.train()
+        monkeypatch.undo()
+        folder = tmp_path / "outcore" / "checkpoint-4"
+        names = {path.name for path in folder.iterdir()}
+        expected = {path.name for path in (tmp_path / "plain" / "checkpoint-4").iterdir()}
+        assert names == expected - {"optimizer.pt"} | {"optimizer.safetensors"}
+        exactly(weights(LlamaForCausalLM.from_pretrained(folder)), weights(trainer.model))
+        assert (
+            trainer.processing_class.get_vocab() == type(trainer.processing_class).from_pretrained(folder).get_vocab()
+        )
+
+
+def test_adapters_are_saved_alone(tmp_path):
+    with streamed(tmp_path) as side:
+        trainer = sft_lora(side, tmp_path / "outcore")
+        trainer.train()
+        trainer.save_model(str(tmp_path / "adapters"))
+        trained = weights(trainer.model)
+    names = {path.name for path in (tmp_path / "adapters").iterdir()}
+    assert "adapter_model.safetensors" in names
+    assert "model.safetensors" not in names
+    exactly(weights(PeftModel.from_pretrained(llama(), tmp_path / "adapters")), trained)
+    assert trained.keys() == weights(get_peft_model(llama(), lora())).keys()
+
+
+def test_saving_before_anything_was_prepared(tmp_path):
+    with streamed(tmp_path) as side:
+        language(side, tmp_path / "outcore").save_model(str(tmp_path / "first"))
+    exactly(weights(LlamaForCausalLM.from_pretrained(tmp_path / "first")), weights(llama()))
+
+
+def test_incomplete_checkpoints(tmp_path):
+    """Without states or without the scheduler, the plain Trainer begins both anew."""
+
+    changes = {**SAVES, "save_steps": 2}  # a scheduler acts on the step after the next
+
+    def run(side, folder):
+        language(side, tmp_path / folder, **changes).train()
+        seen = []
+        for lost in ("optimizer*", "scheduler.pt"):
+            rest = tmp_path / folder / f"without {lost}"
+            shutil.copytree(tmp_path / folder / "checkpoint-2", rest)
+            next(rest.glob(lost)).unlink()
+            trainer = language(side, tmp_path / folder / "again", **changes)
+            trainer.train(resume_from_checkpoint=str(rest))
+            seen.append((logs(trainer), weights(trainer.model)))
+        return seen
+
+    want = run(Plain(), "plain")
+    with streamed(tmp_path) as side:
+        exactly(run(side, "outcore"), want)
+
+
+@pytest.mark.parametrize("job", [language, sft_lora])
+def test_no_checkpoint_there(job, tmp_path):
+    with streamed(tmp_path) as side:
+        with pytest.raises(outcore.ConfigError, match=r"model.safetensors in '.*nowhere', but there is none"):
+            job(side, tmp_path / "outcore").train(resume_from_checkpoint=str(tmp_path / "nowhere"))

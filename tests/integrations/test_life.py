@@ -1,0 +1,225 @@
+"""What people do with a Trainer beside one call of ``train``."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback, get_cosine_schedule_with_warmup
+
+import outcore
+from outcore.runtime.module_guard import attachment_of
+from outcore.runtime.optimizer import StreamedOptimizer
+
+from .rig import (
+    ALL_TIERS,
+    EVAL_TEXTS,
+    WARNINGS,
+    Plain,
+    dpo,
+    exactly,
+    language,
+    llama,
+    logs,
+    lora,
+    same,
+    sft,
+    streamed,
+    tiers,
+    token_dataset,
+    weights,
+)
+
+pytestmark = [pytest.mark.filterwarnings(line) for line in WARNINGS]
+
+
+def test_evaluating_before_training(tmp_path):
+    def drive(trainer):
+        before = trainer.evaluate()["eval_loss"]
+        trainer.train()
+        return before, trainer.evaluate()["eval_loss"]
+
+    same(language, tmp_path, drive=drive)
+
+
+def test_predicting_without_training(tmp_path):
+    dataset = token_dataset(EVAL_TEXTS)
+    parts = {"train_dataset": None}
+    want = language(Plain(), tmp_path / "plain", parts=parts).predict(dataset)
+    with streamed(tmp_path) as side:
+        trainer = language(side, tmp_path / "outcore", parts=parts)
+        got = trainer.predict(dataset)
+        assert tiers(trainer.model) == ALL_TIERS
+        assert trainer.optimizer is None
+    exactly(got.predictions, want.predictions)
+    assert got.metrics["test_loss"] == want.metrics["test_loss"]
+
+
+def test_training_twice(tmp_path):
+    def drive(trainer):
+        trainer.train()
+        first = logs(trainer)
+        trainer.train()
+        return first
+
+    same(language, tmp_path, drive=drive)
+
+
+def test_model_init(tmp_path):
+    seen = []
+
+    def drive(trainer):
+        trainer.train()
+        first = trainer.model
+        values = weights(first)
+        trainer.train()
+        assert trainer.model is not first
+        if isinstance(trainer.optimizer, StreamedOptimizer):
+            seen.append(attachment_of(first))
+        return values
+
+    def job(side, folder):
+        return language(side, folder, parts={"model_init": lambda: llama()})
+
+    same(job, tmp_path, drive=drive)
+    assert seen == [None], "the first model was not closed"
+
+
+def test_given_optimizer_and_scheduler(tmp_path):
+    def job(side, folder):
+        model = llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+        scheduler = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=2, num_training_steps=8)
+        return language(side, folder, model=model, parts={"optimizers": (optimizer, scheduler)})
+
+    same(job, tmp_path)
+
+
+def test_optimizer_that_is_prepared_already(tmp_path):
+    def job(side, folder):
+        model = llama()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        if type(side) is not Plain:
+            model, optimizer = side.prepare(model, optimizer)
+        return language(side, folder, model=model, parts={"optimizers": (optimizer, None)})
+
+    same(job, tmp_path)
+
+
+def test_create_optimizer_of_a_subclass(tmp_path):
+    class Own(Trainer):
+        def create_optimizer(self, model=None):
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, fused=True)
+            return self.optimizer
+
+    same(functools.partial(language, kind=Own), tmp_path)
+
+
+def test_optimizer_that_outcore_does_not_know(tmp_path):
+    with streamed(tmp_path) as side:
+        trainer = language(side, tmp_path / "outcore", optim="adafactor")
+        with pytest.raises(outcore.ConfigError, match="expected one of torch.optim.AdamW.*Adafactor"):
+            trainer.train()
+
+
+class Samples(TrainerCallback):
+    """Generates at the end of every epoch."""
+
+    def __init__(self) -> None:
+        self.texts: list[list[int]] = []
+
+    def on_epoch_end(self, args, state, control, model, **_):
+        model.eval()
+        ids = torch.tensor([[1, 40, 41]])
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=True)
+        self.texts.append(made.tolist())
+
+
+def test_a_callback_that_generates(tmp_path):
+    samples = [Samples(), Samples()]
+    callbacks = iter(samples)
+    same(lambda *where: language(*where, parts={"callbacks": [next(callbacks)]}), tmp_path)
+    assert samples[0].texts == samples[1].texts
+    assert len(samples[0].texts) == 2
+
+
+def accuracy(prediction):
+    return {"accuracy": float((prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]).mean())}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {
+            "neftune_noise_alpha": 5.0,
+            "label_smoothing_factor": 0.1,
+            "max_grad_norm": 0.0,
+            "activation_checkpointing": True,
+        },
+        {"parts": {"compute_metrics": accuracy}, "eval_on_start": True, "dataloader_num_workers": 1},
+    ],
+    ids=["training", "evaluation"],
+)
+def test_settings(changes, tmp_path):
+    same(language, tmp_path, **changes)
+
+
+def test_reference_log_probabilities_before_training(tmp_path):
+    def job(side, folder):
+        trainer = dpo(side, folder, precompute_ref_log_probs=True)
+        assert (attachment_of(trainer.model) is None) == (type(side) is Plain)
+        return trainer
+
+    same(job, tmp_path)
+
+
+def test_nothing_is_prepared_when_a_trainer_is_built(tmp_path):
+    with streamed(tmp_path) as side:
+        trainer = language(side, tmp_path / "outcore")
+        assert attachment_of(trainer.model) is None
+        assert trainer.optimizer is None
+
+
+def test_bf16_masters_are_asked_for(tmp_path):
+    with streamed(tmp_path, precision="bf16") as side:
+        trainer = language(side, tmp_path / "outcore", model=llama(torch.bfloat16))
+        trainer.train()
+        assert trainer.optimizer.model_spec.precision == "bf16"
+        assert all("master" in state for state in trainer.optimizer.state_dict()["state"].values())
+
+
+def test_plan_and_units_are_passed_on(tmp_path):
+    units = ["model.embed_tokens", "model.layers.1", "model.layers.2"]
+    with streamed(tmp_path, units=units) as side:
+        trainer = language(side, tmp_path / "outcore")
+        trainer.train()
+        plan, want = trainer.optimizer.plan, weights(trainer.model)
+        assert [unit.name for unit in plan.units] == ["", *units]
+    with streamed(tmp_path, units=units, plan=plan, budget=outcore.Budget(disk=tmp_path)) as side:
+        trainer = language(side, tmp_path / "again")
+        trainer.train()
+        assert trainer.optimizer.plan == plan
+        exactly(weights(trainer.model), want)
+
+
+def test_logs_tell_what_was_moved(tmp_path):
+    with streamed(tmp_path) as side:
+        trainer = sft(side, tmp_path / "outcore")
+        trainer.train()
+        steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+        others = [entry for entry in trainer.state.log_history if "loss" not in entry]
+        assert sum(entry["moved_bytes"] for entry in steps) <= sum(trainer.optimizer.traffic().values())
+        assert all(entry["moved_bytes"] > 10**5 for entry in steps)
+        assert all(entry["exposed_s"] >= 0 and math.isfinite(entry["exposed_s"]) for entry in steps)
+        assert not any("moved_bytes" in entry for entry in others)
+
+
+def test_no_second_recomputation(tmp_path):
+    """TRL switches activation checkpointing on; inside of units it would run every block a third time."""
+    with streamed(tmp_path) as side:
+        trainer = sft(side, tmp_path / "outcore", max_steps=1, parts={"peft_config": lora()})
+        assert trainer.args.activation_checkpointing
+        trainer.train()
+        assert not trainer.model.is_activation_checkpointing

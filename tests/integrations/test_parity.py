@@ -1,0 +1,84 @@
+"""A Trainer with the mixin logs and trains exactly what the plain one does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import get_peft_model
+
+import outcore
+
+from .rig import (
+    WARNINGS,
+    Plain,
+    dpo,
+    exactly,
+    language,
+    llama,
+    lora,
+    same,
+    saved_model,
+    seen,
+    sft,
+    streamed,
+    tiers,
+    train,
+)
+
+pytestmark = [pytest.mark.filterwarnings(line) for line in WARNINGS]
+
+
+def test_trainer(tmp_path):
+    same(language, tmp_path)
+
+
+def test_everything_on_the_device(tmp_path):
+    plain = seen(language(Plain(), tmp_path / "plain"), train)
+    with streamed(tmp_path, budget=outcore.Budget()) as side:
+        trainer = language(side, tmp_path / "streamed")
+        exactly(seen(trainer, train), plain)
+        assert tiers(trainer.model) == {"device"}
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"packing": True, "max_length": 48}, {"bf16": True}], ids=["full", "packing", "autocast"]
+)
+def test_sft(changes, tmp_path):
+    same(sft, tmp_path, **changes)
+
+
+def test_sft_lora(tmp_path):
+    same(sft, tmp_path, parts={"peft_config": lora()})
+
+
+def test_sft_model_given_as_a_path(tmp_path):
+    same(sft, tmp_path, model=saved_model(tmp_path / "model"))
+
+
+def test_bf16_model(tmp_path):
+    same(lambda *where: language(*where, model=llama(torch.bfloat16)), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("prepared", "changes"),
+    [(False, {}), (True, {}), (True, {"bf16": True})],
+    ids=["plain reference", "streamed reference", "autocast"],
+)
+def test_dpo_with_a_reference(prepared, changes, tmp_path):
+    def job(side, folder, **more):
+        reference = llama(seed=4)
+        return dpo(side, folder, parts={"ref_model": side.reference(reference) if prepared else reference}, **more)
+
+    same(job, tmp_path, **changes)
+
+
+@pytest.mark.parametrize("given", ["settings", "model"])
+def test_dpo_lora(given, tmp_path):
+    """The reference is the model without its adapter, or with a copy of the one that it came with."""
+
+    def job(side, folder):
+        if given == "settings":
+            return dpo(side, folder, parts={"peft_config": lora()})
+        return dpo(side, folder, model=get_peft_model(llama(), lora(init_lora_weights=False)))
+
+    same(job, tmp_path)

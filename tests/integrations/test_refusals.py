@@ -1,0 +1,170 @@
+"""What cannot work on streamed weights is refused by name before anything happens."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from transformers import Trainer, TrainingArguments
+from transformers.utils.quantization_config import QuantizationMethod
+from trl import DPOConfig, SFTConfig, SFTTrainer
+
+import outcore
+from outcore.integrations.refusals import refuse_accelerator
+from outcore.integrations.transformers import OutcoreMixin
+
+from .rig import WARNINGS, language, llama, saved_model, streamed, token_dataset
+
+pytestmark = [pytest.mark.filterwarnings(line) for line in WARNINGS]
+
+ARGUMENTS = {
+    "deepspeed": {"zero_optimization": {"stage": 3}},
+    "fsdp": True,
+    "parallelism_config": object(),
+    "auto_find_batch_size": True,
+    "fp16": True,
+    "fp16_full_eval": True,
+    "bf16_full_eval": True,
+    "torch_compile": True,
+    "activation_offloading": True,
+    "sync_ref_model": True,
+}
+
+
+class Streamed(OutcoreMixin, Trainer):
+    pass
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_training_arguments(name, tmp_path):
+    args = DPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    setattr(args, name, ARGUMENTS[name])  # some of them need more than is installed here to be built with
+    with pytest.raises(outcore.UnsupportedError, match=f"expected {name} to be off, but got .*; .+"):
+        Streamed(llama(), args)
+
+
+def test_arguments_are_refused_before_a_model_is_read(tmp_path):
+    class StreamedSft(OutcoreMixin, SFTTrainer):
+        pass
+
+    args = SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, auto_find_batch_size=True)
+    with pytest.raises(outcore.UnsupportedError, match="auto_find_batch_size"):
+        StreamedSft(model=str(tmp_path / "nowhere"), args=args)
+
+
+def test_several_gpus(tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
+    with pytest.raises(
+        outcore.UnsupportedError, match="expected one GPU, but this process sees 2.*CUDA_VISIBLE_DEVICES"
+    ):
+        Streamed(llama())
+
+
+def built(tmp_path, **options):
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    return Streamed(args=args, **options)
+
+
+@pytest.fixture
+def fresh_accelerate():
+    """Accelerate reads the environment once for all."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        (
+            "ACCELERATE_DYNAMO_BACKEND",
+            "inductor",
+            "expected no compilation, but got the backend INDUCTOR; unset .*BACKEND",
+        ),
+        (
+            "ACCELERATE_MIXED_PRECISION",
+            "fp16",
+            "expected mixed precision 'no' or 'bf16', but got 'fp16'; unset .*PRECISION",
+        ),
+    ],
+)
+def test_what_the_environment_asks_for(variable, value, message, tmp_path, monkeypatch):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(outcore.UnsupportedError, match=message):
+        built(tmp_path, model=llama())
+
+
+def test_several_processes():
+    accelerator = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU)
+    with pytest.raises(
+        outcore.UnsupportedError, match="expected one process .*, but got MULTI_CPU; start with plain python"
+    ):
+        refuse_accelerator(accelerator)
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_autocast_from_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert built(tmp_path, model=llama()).accelerator.mixed_precision == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("places", "late"), [({"model": "cpu", "lm_head": 0}, False), ({"": "disk"}, False), ({"": "disk"}, True)]
+)
+def test_models_spread_over_devices(places, late, tmp_path):
+    model = llama()
+    model.hf_device_map = places
+    parts = {"model_init": lambda: model} if late else {}
+    with streamed(tmp_path, budget=outcore.Budget()) as side:
+        with pytest.raises(outcore.UnsupportedError, match="in one place, but this LlamaForCausalLM was .*; load it"):
+            language(side, tmp_path / "outcore", model=model, parts=parts).train()
+
+
+def test_model_with_a_trivial_device_map(tmp_path):
+    model = llama()
+    model.hf_device_map = {"": "cpu"}
+    built(tmp_path, model=model)
+
+
+def test_quantized_models(tmp_path):
+    model = llama()
+    model.quantization_method = QuantizationMethod.GPTQ
+    with pytest.raises(outcore.UnsupportedError, match="this LlamaForCausalLM is quantized \\(gptq\\)"):
+        built(tmp_path, model=model)
+
+
+def test_fp16_models(tmp_path):
+    with streamed(tmp_path, budget=outcore.Budget()) as side:
+        trainer = language(side, tmp_path / "outcore", model=llama(torch.float16))
+        with pytest.raises(
+            outcore.ConfigError, match="float32 or bfloat16, but 'model.embed_tokens.weight' is torch.float16"
+        ):
+            trainer.train()
+
+
+def test_budget_that_does_not_suffice(tmp_path):
+    with streamed(tmp_path, budget=outcore.Budget(device="1KiB")) as side:
+        trainer = language(side, tmp_path / "outcore")
+        with pytest.raises(outcore.PlanInfeasibleError, match=r"device +budget 1.00 KiB: too little"):
+            trainer.train()
+
+
+def test_model_that_somebody_else_prepared(tmp_path):
+    with streamed(tmp_path, budget=outcore.Budget()) as side:
+        trainer = language(side, tmp_path / "outcore", model=side.reference(llama()))
+        with pytest.raises(outcore.ConfigError, match="not prepared yet"):
+            trainer.train()
+
+
+@pytest.mark.parametrize("given", [None, {"dtype": "float32"}])
+def test_path_is_not_loaded_onto_the_accelerator(given, tmp_path):
+    class StreamedSft(OutcoreMixin, SFTTrainer):
+        pass
+
+    args = SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, model_init_kwargs=given)
+    StreamedSft(saved_model(tmp_path / "model"), args, train_dataset=token_dataset(["text"]))
+    assert args.model_init_kwargs == {"device_map": None, **(given or {})}

@@ -1,0 +1,245 @@
+"""Every example runs, and what the pages about moving and training say is checked against the code."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from accelerate.state import AcceleratorState, GradientState
+from torch.utils.data import DataLoader
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from trl import DPOConfig, SFTConfig
+
+import outcore
+from outcore.cli.main import app
+from outcore.cli.train.data import load_data
+from outcore.cli.train.schema import SHORT_NAMES
+from outcore.cli.train.settings import resolve
+from outcore.integrations.refusals import _ARGUMENTS as REFUSED
+from outcore.integrations.transformers import OutcoreMixin
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "examples"
+MOVING, TRAIN = (ROOT / "docs" / name for name in ("moving.md", "train.md"))
+SCRIPTS = sorted(p.name for p in FOLDER.glob("*.py") if "__main__" in p.read_text() and p.name != "plain_loop.py")
+SETTINGS = sorted(p.name for p in FOLDER.rglob("*.yaml"))
+CONFIG = FOLDER / "data" / "config.json"
+OUTCORE = [sys.executable, "-c", "from outcore.cli.main import main; main()"]
+COMMAND = typer.main.get_command(app).commands["train"]
+OPTIONS = {name for option in COMMAND.params for name in option.opts if name.startswith("--")}
+
+
+def run(*command: str) -> str:
+    """From the repository's root, offline, with one thread: other work on the machine must not slow it down."""
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+def files() -> list[Path]:
+    return sorted(FOLDER.rglob("*"))
+
+
+def test_there_are_examples_of_each_kind_and_the_list_names_all():
+    assert len(SCRIPTS) >= 2
+    assert len(SETTINGS) >= 2
+    linked = re.findall(r"\]\(([^)]+)\)", (FOLDER / "README.md").read_text())
+    assert {*SCRIPTS, *SETTINGS, "plain_loop.py"} <= set(linked)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_script(name: str, tmp_path: Path):
+    before = files()
+    printed = run(sys.executable, str(FOLDER / name), str(tmp_path))
+    first, last = map(float, re.search(r"^loss ([\d.]+) -> ([\d.]+)$", printed, re.MULTILINE).groups())
+    assert last < 0.9 * first
+    assert re.search(r"^the (model|adapter) loads: ", printed, re.MULTILINE)
+    assert any(tmp_path.glob("*/*.safetensors"))
+    assert files() == before
+
+
+@pytest.fixture(scope="module", params=SETTINGS)
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the command wrote to."""
+    before = files()
+    folder = tmp_path_factory.mktemp("trained") / "out"
+    run(*OUTCORE, "train", f"examples/{request.param}", "--out", str(folder))
+    assert files() == before
+    return folder
+
+
+def test_settings(trained: Path):
+    lines = metrics(trained)
+    assert lines[-1]["loss"] < 0.7 * lines[0]["loss"]
+    assert set(first_column(TRAIN, "in a line of `metrics.jsonl`")) == set(lines[0]), "the page lists every number"
+    assert outcore.Plan.load(trained / "plan.json")
+    tokenizer = AutoTokenizer.from_pretrained(trained / "model")
+    assert tokenizer.chat_template
+    model = AutoModelForCausalLM.from_pretrained(trained / "model")
+    with torch.no_grad():
+        assert model(**tokenizer("A unit is", return_tensors="pt")).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("trained", ["pretrain_text.yaml"], indirect=True)
+def test_pre_training_goes_on_from_a_model(trained: Path, tmp_path: Path):
+    """What the comment in the file promises."""
+    (command,) = re.findall(r"^# +outcore (.*--model.*)$", (FOLDER / "pretrain_text.yaml").read_text(), re.MULTILINE)
+    places = {"DIR/model": str(trained / "model"), "DIR2": str(tmp_path / "out")}
+    run(*OUTCORE, *(places.get(word, word) for word in shlex.split(command)), "--steps", "2")
+    first, last = (metrics(trained)[n]["loss"] for n in (0, -1))
+    assert metrics(tmp_path / "out")[0]["loss"] < 1.1 * last < 0.8 * first
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+# The pages.
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def rows(page: Path, head: str) -> list[list[str]]:
+    """The table with this text at its head, as cells."""
+    lines = page.read_text().splitlines()
+    start = next(n for n, line in enumerate(lines) if line.startswith(f"| {head}"))
+    table: Iterator[str] = iter(lines[start + 2 :])
+    found = []
+    while (line := next(table, "")).startswith("|"):
+        found.append([cell.strip() for cell in line.strip("|").split(" | ")])
+    return found
+
+
+def quoted(cell: str) -> list[str]:
+    """Names in backquotes, without what is assigned to them."""
+    return [text.partition("=")[0] for text in re.findall(r"`([^`]+)`", cell)]
+
+
+def first_column(page: Path, head: str) -> list[str]:
+    return [name for cells in rows(page, head) for name in quoted(cells[0])]
+
+
+def snippets(language: str) -> list[Any]:
+    return [
+        pytest.param(code, id=f"{page.stem}-{n}")
+        for page in (MOVING, TRAIN)
+        for n, code in enumerate(blocks(page, language))
+    ]
+
+
+@pytest.mark.parametrize("code", snippets("python"))
+def test_python_compiles(code: str):
+    compile(code, "page", "exec")
+
+
+@pytest.mark.parametrize("text", snippets("yaml"))
+def test_settings_resolve(text: str, tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    needed = {name: name for name in ("model", "data", "out") if f"{name}:" not in text}
+    settings = resolve(file, needed, [])
+    assert settings.budget.disk
+
+
+@pytest.mark.parametrize("text", snippets("bash"))
+def test_commands_parse(text: str):
+    for line in text.splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:2] == ["outcore", "train"]:
+            context = COMMAND.make_context("train", words[2:])
+            assignments = context.params["assignments"] or []
+            resolve(None, {"model": "m", "data": "d", "out": "o"}, assignments)
+
+
+@pytest.mark.parametrize("kind", ["text", "prompt_completion", "messages"])
+def test_data_is_read(kind: str, tmp_path: Path):
+    text, prompt_completion, messages = blocks(TRAIN, "json")
+    texts = {"text": text, "prompt_completion": prompt_completion, "messages": messages}
+    (tmp_path / "rows.jsonl").write_text(texts[kind])
+    data = load_data(str(tmp_path / "rows.jsonl"), flag="--data", cache=tmp_path / "cache")
+    assert (data.kind, len(data.rows), data.notices) == (kind, 2, ())
+
+
+def test_fields_of_trainers_are_spelled_right_and_refused_as_the_page_says():
+    known = {field.name for config in (SFTConfig, DPOConfig) for field in fields(config)}
+    of_models = {"quantization_config", "load_in_4bit"}
+    table = rows(MOVING, "field of `TrainingArguments`")
+    names = [name for cells in table for name in quoted(cells[0])]
+    assert len(names) == len(set(names))
+    assert set(names) - known == of_models
+    refused = {name for cells in table for name in quoted(cells[0]) if cells[1].startswith("refused")}
+    assert refused - of_models == set(REFUSED)
+
+
+def test_flags_and_what_they_set():
+    for flags, field, _ in rows(TRAIN, "flag, and name in YAML"):
+        for option, name in zip(quoted(flags), quoted(field), strict=False):
+            flag = option.split()[0]
+            short = flag.removeprefix("--").replace("-", "_")
+            assert flag in OPTIONS
+            if short not in ("eval_data", "lora"):
+                assert SHORT_NAMES.get(short, short) == name
+    assert OPTIONS <= set(re.findall(r"--[a-z-]+", TRAIN.read_text()))
+
+
+def test_arguments_of_the_mixin():
+    parameters = inspect.signature(OutcoreMixin.__init__).parameters.values()
+    assert first_column(TRAIN, "argument") == [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+
+
+@pytest.fixture
+def _accelerate_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Its states are the process's: what other tests left there must not be met, nor be left."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    forget_accelerate()
+    yield
+    forget_accelerate()
+
+
+def forget_accelerate() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.mark.usefixtures("_accelerate_on_the_cpu")
+def test_the_accelerate_loop_ends_with_the_same_weights_without_its_outcore_line(tmp_path: Path):
+    (code,) = (code for code in blocks(MOVING, "python") if "Accelerator(" in code)
+    (line,) = (line for line in code.splitlines() if "outcore.prepare" in line)
+    streamed_line = line.replace('outcore.Budget(disk="/mnt/nvme")', 'budget, device="cpu"')
+    assert streamed_line != line
+    budget = outcore.Budget(device="512KiB", host="2MiB", disk=tmp_path)
+    streamed = accelerated(code.replace(line, streamed_line), budget)
+    plain = accelerated(code.replace(line, ""), budget)
+    assert all(torch.equal(streamed[name], plain[name]) for name in plain)
+
+
+def accelerated(code: str, budget: outcore.Budget) -> dict[str, torch.Tensor]:
+    """Weights after the loop, over 10 micro-batches: three windows of three and a short one."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(CONFIG))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
+    loader = DataLoader([{"input_ids": row, "labels": row} for row in torch.randint(259, (20, 16))], batch_size=2)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    exec(code, {k: v for k, v in locals().items() if k not in ("code", "before")})
+    after = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert not any(torch.equal(after[name], before[name]) for name in before)
+    if "outcore.prepare" in code:
+        outcore.close(model)
+    return after
