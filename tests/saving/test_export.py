@@ -169,15 +169,12 @@ class TestAnOlderSave:
 
     def test_gives_way_to_shards(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         folder = tmp_path / "got"
-        monkeypatch.setattr(
-            weights_file.write_safetensors, "__kwdefaults__", {"max_shard_bytes": 50_000, "metadata": None}
-        )
+        defaults = weights_file.write_safetensors.__kwdefaults__
+        monkeypatch.setitem(defaults, "max_shard_bytes", 50_000)
         with small.prepared(small.build("llama"), tmp_path) as (model, _):
             outcore.save_pretrained(model, folder)
             first = {p.name for p in folder.glob("model-*")}
-            monkeypatch.setattr(
-                weights_file.write_safetensors, "__kwdefaults__", {"max_shard_bytes": 90_000, "metadata": None}
-            )
+            monkeypatch.setitem(defaults, "max_shard_bytes", 90_000)
             outcore.save_pretrained(model, folder)
             want = model.state_dict()
         index = json.loads((folder / "model.safetensors.index.json").read_text())

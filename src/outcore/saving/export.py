@@ -151,4 +151,12 @@ def _without_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _library_save(model: nn.Module, directory: Path, state: Mapping[str, torch.Tensor]) -> None:
-    model.save_pretrained(directory, state_dict=dict(state))  # type: ignore[operator]  # both libraries have it
+    from transformers.utils import logging
+
+    shows_progress = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # of shards that it does not write
+    try:
+        model.save_pretrained(directory, state_dict=dict(state))  # type: ignore[operator]  # both libraries have it
+    finally:
+        if shows_progress:
+            logging.enable_progress_bar()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, final
 
-from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 from trl import SFTConfig
@@ -78,7 +77,9 @@ class Job:
         tokenizer = load_tokenizer(source, eos_token=settings.training.get("eos_token"))
         model = build_model(source, settings.precision)
         if settings.lora is not None:
-            model = get_peft_model(model, LoraConfig(**settings.lora))
+            from peft import get_peft_model
+
+            model = get_peft_model(model, _lora(settings.lora))
         args = SFTConfig(output_dir=str(settings.out), **settings.training)
         kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
         optimizer = kind([p for p in model.parameters() if p.requires_grad], **options)
@@ -96,7 +97,7 @@ class Job:
         """Tokenize the data and put everything together. Weights are read when training begins."""
         settings = self.settings
         training: dict[str, Any] = {**settings.training, "output_dir": str(settings.out)}
-        if data.training.kind == "text" and "packing" not in training:  # text has no turns that a cut could spoil
+        if data.training.kind == "text" and training.get("packing", True):  # text has no turns that a cut could spoil
             training |= {"packing": True, "packing_strategy": training.get("packing_strategy", "wrapped")}
         trainer = SftTrainer(
             model=build_model(self.source, settings.precision),
@@ -104,7 +105,7 @@ class Job:
             train_dataset=data.training.rows,
             eval_dataset=None if data.evaluation is None else data.evaluation.rows,
             processing_class=self.tokenizer,
-            peft_config=None if settings.lora is None else LoraConfig(**settings.lora),
+            peft_config=None if settings.lora is None else _lora(settings.lora),
             callbacks=[follower],
             plan=self.plan,
             budget=self._planned_budget(),
@@ -130,6 +131,12 @@ class Job:
         if disks is None:
             return Budget(device=taken["device"], host=taken["host"])
         return Budget(device=taken["device"], host=taken["host"], disk=disks, disk_bytes=taken["disk"])
+
+
+def _lora(fields: Mapping[str, Any]) -> Any:
+    from peft import LoraConfig  # an extra; that it is there was checked with the settings
+
+    return LoraConfig(**fields)
 
 
 def _refuse_unusable(disks: Iterable[str]) -> None:

@@ -18,6 +18,7 @@ from outcore.core.errors import ConfigError
 from outcore.core.quantities import format_bytes
 
 PLAN, METRICS, MODEL = "plan.json", "metrics.jsonl", "model"
+_CACHE = ".data-"
 _STATE = "trainer_state.json"  # what a Trainer writes last into a checkpoint
 _NOT_OF_A_MODEL = ("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "training_args.bin", _STATE)
 
@@ -49,6 +50,7 @@ class OutputFolder:
         """The newest complete one, where there is one and the run resumes."""
         self.incomplete: list[Path] = []
         """Newer ones that a run was interrupted in."""
+        self._stale = list(path.glob(f"{_CACHE}*"))
         self.has_begun = False
         """Whether the run has; what is written stays then."""
         _refuse_unusable(path)
@@ -87,7 +89,7 @@ class OutputFolder:
         made = [p for p in (self.path, *self.path.parents) if not os.path.exists(p)]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            cache = Path(tempfile.mkdtemp(prefix=".data-", dir=self.path))
+            cache = Path(tempfile.mkdtemp(prefix=_CACHE, dir=self.path))
         except OSError as error:
             _remove(made)
             raise _unwritable(self.path, error) from error
@@ -99,9 +101,9 @@ class OutputFolder:
                 _remove(made)
 
     def begin(self) -> None:
-        """From now on what is written stays: the run has begun. Checkpoints that were interrupted are removed."""
+        """From now on what is written stays: the run has begun. What a killed one left half-done is removed."""
         self.has_begun = True
-        for path in self.incomplete:
+        for path in (*self.incomplete, *self._stale):
             shutil.rmtree(path)
 
     def latest(self) -> Checkpoint | None:
