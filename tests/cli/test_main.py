@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -34,18 +35,19 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     monkeypatch.setattr(cli, "app", app)
 
 
-def test_help_needs_no_torch():
+@pytest.mark.parametrize(("command", "option"), [("demo", "--steps"), ("train", "--device-memory")])
+def test_help_needs_no_torch(command, option):
     """Help comes in a blink, and torch takes seconds: neither the package nor the command line may import it."""
     code = (
-        "import sys; sys.argv[1:] = ['demo', '--help']\n"
+        f"import sys; sys.argv[1:] = ['{command}', '--help']\n"
         "from outcore.cli.main import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
-        "print('torch' in sys.modules)"
+        "print({'torch', 'numpy', 'yaml', 'transformers'} & sys.modules.keys() or 'light')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "--steps" in done.stdout
-    assert done.stdout.splitlines()[-1] == "False"
+    assert option in done.stdout
+    assert done.stdout.splitlines()[-1] == "light"
 
 
 @pytest.mark.parametrize(
@@ -100,4 +102,30 @@ def test_the_commands_and_options_are_these():
     """A new one is a decision, not an accident."""
     command = typer.main.get_command(cli.app)
     options = {name: sorted(p.name for p in sub.params) for name, sub in command.commands.items()}
-    assert options == {"demo": ["device", "folder", "steps"]}
+    assert options == {
+        "demo": ["device", "folder", "steps"],
+        "train": [
+            *("assignments", "batch_size", "config", "data", "device", "device_memory", "disk", "dry_run", "epochs"),
+            *("eval_data", "grad_accum", "host_memory", "keep", "lora", "lr", "max_grad_norm", "model", "out"),
+            *("packing", "plan", "precision", "report_to", "resume", "save_every", "seed", "seq_len", "steps"),
+        ],
+    }
+
+
+@pytest.mark.parametrize("name", ["demo", "train"])
+def test_help_explains_every_option_and_fits_a_terminal(monkeypatch, capsys, name):
+    command = typer.main.get_command(cli.app).commands[name]
+    assert [p.name for p in command.params if len(p.help or "") < 12] == []
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(monkeypatch, name, "--help") == 0
+    shown = {line.strip() for line in capsys.readouterr().out.splitlines()}
+    below = "\n".join(command.help.split("\n\n")[1:])  # the first paragraph may be wrapped
+    said = [re.sub(r"\[/?bold\]", "", line).strip() for line in below.splitlines()]
+    assert [line for line in said if line not in shown] == [], "no line is wrapped"
+
+
+@pytest.mark.parametrize(
+    "topic", ["assistant_only_loss=true", "prompt and completion", "lora:", "outcore:", "metrics.jsonl", "Exit status"]
+)
+def test_help_of_train_needs_no_other_page(topic):
+    assert topic in typer.main.get_command(cli.app).commands["train"].help

@@ -63,6 +63,8 @@ OPTIONS: list[Case] = [
     ),
     option("disk", "{missing}", "--disk: expected a folder that is there, but '.*missing' is not"),
     option("disk", "{text}", "--disk: expected a folder that is there, but '.*text.txt' is a file"),
+    option("disk", "/dev/shm", "--disk: .*expected a (drive|folder)"),  # memory, where it exists
+    option("set", "optim=adafactor", "expected .*Adafactor"),
     option("report-to", "tensorbored", "--report-to: expected .* did you mean 'tensorboard'"),
     option("set", "learning_rate", "--set: expected KEY=VALUE, but got 'learning_rate'"),
     option("set", "learning_rat=1", "--set learning_rat: expected .* did you mean 'learning_rate'"),

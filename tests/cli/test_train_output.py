@@ -23,10 +23,11 @@ from outcore.cli.train.notices import notices
 from outcore.cli.train.output import OutputFolder
 from outcore.cli.train.report import keep_until
 from outcore.core.errors import ConfigError
+from outcore.runtime.lanes import Lane
 
 from .conftest import TIERS, Run, read_jsonl, write_jsonl
 
-LANES = {"h2d", "d2h", "write_back", "weights_read", "states_read", "disk_write", "update"}
+LANES = {lane.value for lane in Lane}
 SHORT = ("--steps", 4, "--batch-size", 2, "--seq-len", 48)
 
 
@@ -245,11 +246,14 @@ class TestFolder:
             if state is not None:
                 (folder / "trainer_state.json").write_text(state)
         (tmp_path / "checkpoint-best").mkdir()
+        (tmp_path / ".data-of-a-killed-run").mkdir()
         output = OutputFolder(tmp_path, resume=True)
         assert output.checkpoint is not None
         assert (output.checkpoint.path.name, output.checkpoint.step) == ("checkpoint-10", 10)
         assert sorted(p.name for p in output.incomplete) == ["checkpoint-100", "checkpoint-11"]
-        output.begin()
+        with output.opened() as cache:
+            output.begin()
+            assert cache.is_dir()
         assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-9", "checkpoint-best"]
 
     def test_a_full_drive_is_noticed_beforehand(self, tmp_path, monkeypatch):

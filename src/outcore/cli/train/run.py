@@ -61,8 +61,8 @@ def run_train(settings: Settings) -> None:
 def _give_freed_memory_back() -> None:
     """Keep glibc from holding back activations and gradients that were freed: up to a gigabyte, in nobody's budget.
 
-    By itself it raises its thresholds to the largest block that was ever freed, and returns nothing below them. Blocks
-    that go straight back have to be mapped again, which takes a quarter longer on the CPU where the disk does not.
+    By itself it raises its thresholds to the largest block that was ever freed, and returns nothing below them. For
+    plans that need the disk only: mapping blocks anew each time may cost a step on the CPU a quarter of its time.
     """
     with suppress(AttributeError):  # another C library
         libc = ctypes.CDLL(None)
