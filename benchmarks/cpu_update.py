@@ -8,7 +8,8 @@ three, and the weights: 2), together 28. The weights are written without being r
 first (write-allocate): 2 more, 30 in all. The *stream* moves those 30 bytes through the same tensors and does nothing
 else: ``master.mul_(1)``, ``exp_avg.mul_(1)``, ``exp_avg_sq.mul_(1)`` (4 read and 4 written each) and
 ``weights.add_(grad)`` (4 read, 2 written), with all threads. The contestants take turns in every repetition, since
-machines are noisy, and ratios are taken within a repetition.
+machines are noisy, and ratios are taken within a repetition. Between them is a pause: OpenMP's threads spin for some
+milliseconds after their last loop, and would take the cores from whoever is measured next.
 
     python benchmarks/cpu_update.py --repeats 15
 """
@@ -29,6 +30,7 @@ from outcore.optim.rules import AdamHyper
 from outcore.runtime.workers import SCRATCH_BYTES, UpdateWorkers
 
 COUNTED_BYTES, ALLOCATED_BYTES = 28, 30
+PAUSE_S = 0.03
 HYPER = AdamHyper(
     lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, amsgrad=False, maximize=False, decoupled=True
 )
@@ -100,6 +102,7 @@ def measure(contestants: dict[str, Callable[[], None]], repeats: int) -> dict[st
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(repeats):
         for name, run in contestants.items():
+            time.sleep(PAUSE_S)
             start = time.perf_counter()
             run()
             seconds[name].append(time.perf_counter() - start)

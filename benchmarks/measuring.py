@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from outcore.memory.limits import usable_cores
+from outcore.memory.topology import read_topology
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -39,7 +39,7 @@ def hardware() -> dict[str, object]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     found: dict[str, object] = {
         "cpu": _field("/proc/cpuinfo", "model name"),
-        "cores": usable_cores(),
+        "cores": read_topology().num_cores,
         "memory_bytes": memory,
         "simd": torch.backends.cpu.get_cpu_capability(),
         "kernel": platform.release(),

@@ -13,6 +13,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
 TINY = {
     "cpu_update.py": "--numel 300000 --repeats 2",
     "disk_io.py": "--folder . --nbytes 8MiB --extent 4MiB --repetitions 1",
+    "overlap.py": "--blocks 4 --milliseconds 2 --steps 1",
     "step.py": "--turns 1 --steps 1 --layers 2 --hidden 64 --vocabulary 97 --batch-size 1 --seq-len 16 --disk .",
 }
 
@@ -29,3 +30,14 @@ def test_tiny_run_prints_json_and_leaves_nothing(name: str, tmp_path: Path):
     assert done.returncode == 0, done.stderr
     assert "torch" in json.dumps(json.loads(done.stdout)), "a number without its versions is not a number"
     assert list(tmp_path.iterdir()) == []
+    if name == "overlap.py":
+        assert_no_step_beats_its_floor(json.loads(done.stdout)["results"])
+
+
+def assert_no_step_beats_its_floor(results: dict[str, dict[str, dict[str, float]]]):
+    """However busy the machine is: sleeps only get longer."""
+    found = {(window, s): line for window, settings in results.items() for s, line in settings.items()}
+    assert len(found) == 2 * 5
+    for line in found.values():
+        assert line["over_floor"] > 0.97
+        assert line["serial_over_floor"] > 1.0

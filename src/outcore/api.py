@@ -141,7 +141,7 @@ def plan_for(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any)
 
 
 def close(model: nn.Module) -> None:
-    """End the run of a prepared model: wait for updates, give memory, files and threads back. Idempotent.
+    """End the run of a prepared model: let running work end, give memory, files and threads back. Idempotent.
 
     Its weights are gone afterwards; save them before. Also done when the interpreter exits.
 
@@ -150,8 +150,8 @@ def close(model: nn.Module) -> None:
     """
     attachment = attachment_of(model)
     if attachment is not None:
-        attachment.engine.close()
         _CLOSED.add(model)
+        attachment.engine.close()
     elif model not in _CLOSED:
         raise ConfigError(
             f"close: expected a model that outcore.prepare() returned, but got a {type(model).__name__} that is not "

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from outcore.memory.limits import disk_free_bytes, host_free_bytes, usable_cores
+from outcore.memory.limits import cpu_quota, disk_free_bytes, host_free_bytes
 
 GIB = 2**30
 
@@ -84,28 +84,39 @@ def test_no_control_groups_at_all(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "cores"), [("200000 100000", 2), ("150000 100000", 1), ("1000 100000", 1), ("max 1", 9)]
+    ("text", "cores"), [("200000 100000", 2), ("150000 100000", 1), ("1000 100000", 1), ("max 1", None)]
 )
-def test_cores_of_version_2(tmp_path, monkeypatch, text, cores):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(9)))
-    assert usable_cores(machine(tmp_path, {"sys/fs/cgroup/user/run/cpu.max": text})) == cores
+def test_cores_of_version_2(tmp_path, text, cores):
+    assert cpu_quota(machine(tmp_path, {"sys/fs/cgroup/user/run/cpu.max": text})) == cores
+
+
+def test_cores_of_every_group_above(tmp_path):
+    base = "sys/fs/cgroup"
+    files = {f"{base}/user/run/cpu.max": "max 100000", f"{base}/user/cpu.max": "300000 50000"}
+    assert cpu_quota(machine(tmp_path, files)) == 6
+    assert cpu_quota(machine(tmp_path, files | {f"{base}/user/run/cpu.max": "400000 100000"})) == 4
+
+
+def test_cores_of_a_container_that_sees_itself_as_the_top(tmp_path):
+    assert cpu_quota(machine(tmp_path, {"sys/fs/cgroup/cpu.max": "300000 100000"}, cgroup="0::/docker/0123\n")) == 3
 
 
 @pytest.mark.parametrize("mount", ["cpu", "cpu,cpuacct"])
-def test_cores_of_version_1(tmp_path, monkeypatch, mount):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(9)))
+def test_cores_of_version_1(tmp_path, mount):
     base = f"sys/fs/cgroup/{mount}"
     files = {f"{base}/run/cpu.cfs_quota_us": "300000", f"{base}/run/cpu.cfs_period_us": "100000"}
     files |= {f"{base}/cpu.cfs_quota_us": "-1", f"{base}/cpu.cfs_period_us": "100000"}
-    assert usable_cores(machine(tmp_path, files, cgroup=V1_CGROUP)) == 3
+    assert cpu_quota(machine(tmp_path, files, cgroup=V1_CGROUP)) == 3
 
 
-def test_affinity_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5})
-    assert usable_cores(machine(tmp_path, {})) == 2
+def test_no_limit_on_cores(tmp_path):
+    base = "sys/fs/cgroup/cpu"
+    files = {f"{base}/cpu.cfs_quota_us": "-1", f"{base}/cpu.cfs_period_us": "100000"}
+    assert cpu_quota(machine(tmp_path, files, cgroup=V1_CGROUP)) is None
+    assert cpu_quota(machine(tmp_path / "none", {}, cgroup="")) is None
 
 
 def test_this_machine(tmp_path):
     assert host_free_bytes() > 0
-    assert 1 <= usable_cores() <= os.cpu_count()
+    assert 1 <= (cpu_quota() or 1) <= os.cpu_count()
     assert disk_free_bytes(tmp_path) == os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize

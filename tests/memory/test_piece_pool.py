@@ -107,6 +107,65 @@ def test_closing_fails_what_waits():
         pool.run(work, [1], stall_timeout_s=1)
 
 
+def test_an_interrupted_caller_waits_for_what_is_under_way(pool, monkeypatch):
+    gate, started, ended = threading.Event(), threading.Event(), []
+    wait = pool._wait
+
+    def interrupted(request, stall_timeout_s):
+        monkeypatch.setattr(pool, "_wait", wait)
+        while not request.under_way:
+            request.finished.wait(0.001)
+        threading.Timer(0.05, gate.set).start()
+        raise KeyboardInterrupt
+
+    def work(piece):
+        started.set()
+        gate.wait(10)
+        ended.append(piece)
+
+    monkeypatch.setattr(pool, "_wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pool.run(work, range(9), stall_timeout_s=10)
+    assert ended == [0]  # the one that was under way, and no other later
+    pool.run(ended.append, ["next"], stall_timeout_s=10)
+    assert ended == [0, "next"]
+
+
+def test_stopping_fails_what_waits_without_waiting_for_what_hangs(monkeypatch):
+    monkeypatch.setattr("outcore.memory.piece_pool._LAST_PIECES_TIMEOUT_S", 0.05)
+    pool = PiecePool(1, name="outcore-test")
+    gate, started, errors = threading.Event(), threading.Event(), []
+
+    def caller():
+        with pytest.raises(ClosedError) as caught:
+            pool.run(lambda piece: (started.set(), gate.wait(10)), range(9), stall_timeout_s=60)
+        errors.append(caught.value)
+
+    thread = threading.Thread(target=caller)
+    thread.start()
+    started.wait(10)
+    pool.stop()
+    thread.join(10)
+    assert len(errors) == 1
+    assert not pool.close(timeout_s=0)
+    gate.set()
+    assert pool.close(timeout_s=10)
+
+
+def test_stopping_lets_the_last_pieces_of_a_request_end_well():
+    pool = PiecePool(1, name="outcore-test")
+    gate, started, done = threading.Event(), threading.Event(), []
+    work = lambda piece: (started.set(), gate.wait(10), done.append(piece))  # noqa: E731
+    thread = threading.Thread(target=lambda: (pool.run(work, ["only"], stall_timeout_s=10), done.append("returned")))
+    thread.start()
+    started.wait(10)
+    pool.stop()
+    gate.set()
+    thread.join(10)
+    assert done == ["only", "returned"]
+    assert pool.close(timeout_s=10)
+
+
 def test_an_idle_pool_holds_no_piece(pool):
     class Piece:
         pass

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from outcore.core.errors import UnsupportedError
-from outcore.runtime.workers import UpdateWorkers
+from outcore.memory.topology import Node, Topology, read_topology
+from outcore.runtime.workers import LEAST_SHARE_NUMEL, UpdateWorkers, worker_cpus
 
 from .update_cases import OPTIMIZERS, Blocked, PlainLoop, assert_same_bits, random
 
@@ -41,12 +42,19 @@ def test_any_number_of_workers_gives_the_same_bits(num_workers, main_threads):
 
 def test_workers_have_one_aten_thread_and_nobody_else_changes(monkeypatch):
     seen = []
-    monkeypatch.setattr("outcore.runtime.workers.update_blocks", lambda *_: seen.append(torch.get_num_threads()))
+    both = threading.Barrier(2, timeout=30)
+    pieces = Blocked(OPTIMIZERS["adamw"], (2 * LEAST_SHARE_NUMEL,)).pieces(1, [None])
+
+    def look(*_):
+        both.wait()
+        seen.append(torch.get_num_threads())
+
+    monkeypatch.setattr("outcore.runtime.workers.update_blocks", look)
     count = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
         with UpdateWorkers(2) as workers:
-            workers.run([])
+            workers.run(pieces)
             later = []
             thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
             thread.start()
@@ -92,9 +100,82 @@ def test_idle_workers_keep_no_tensor():
         assert target() is None
 
 
-def test_the_default_is_the_usable_cores():
+def test_there_is_a_worker_per_core_that_is_not_spared():
+    cores = read_topology().num_cores
+    for spare, count in ((0, cores), (1, max(1, cores - 1)), (99, 1)):
+        with UpdateWorkers(spare_cores=spare) as workers:
+            assert workers.num_workers == count
+
+
+def test_too_little_work_for_all_wakes_few(monkeypatch):
+    shares = []
+    monkeypatch.setattr("outcore.runtime.workers.update_blocks", lambda share, _: shares.append(share))
+    with UpdateWorkers(3) as workers:
+        for numel, count in ((1, 1), (2 * LEAST_SHARE_NUMEL - 1, 1), (2 * LEAST_SHARE_NUMEL, 2)):
+            shares.clear()
+            workers.run(Blocked(OPTIMIZERS["adamw"], (numel,)).pieces(1, [None]))
+            assert len(shares) == count
+
+
+def nodes(*sizes, quota=None):
+    first = [sum(sizes[:i]) for i in range(len(sizes))]
+    return Topology(tuple(Node(frozenset(range(a, a + n)), n) for a, n in zip(first, sizes, strict=True)), quota)
+
+
+@pytest.mark.parametrize(
+    ("topology", "spare", "counts"),
+    [
+        (nodes(4, 4), 0, [4, 4]),
+        (nodes(4, 4), 1, [4, 3]),
+        (nodes(8, 4), 0, [8, 4]),
+        (nodes(8, 4, quota=6), 0, [4, 2]),
+        (nodes(4, 4, quota=4), 0, [2, 2]),
+        (nodes(4, 4, quota=1), 1, [1, 0]),
+    ],
+)
+def test_workers_are_bound_to_nodes_in_proportion(topology, spare, counts):
+    places = worker_cpus(topology, spare_cores=spare)
+    assert [places.count(node.cpus) for node in topology.nodes] == counts
+    assert len(places) == sum(counts)
+
+
+@pytest.mark.parametrize(("spare", "count"), [(0, 4), (1, 3), (4, 1)])
+def test_with_one_node_nobody_is_bound(spare, count):
+    assert worker_cpus(nodes(4), spare_cores=spare) == [None] * count
+
+
+def test_binding_is_that_of_the_workers_alone(monkeypatch):
+    mine = os.sched_getaffinity(0)
+    cpu = min(mine)
+    topology = Topology((Node(frozenset({cpu}), 1), Node(frozenset({10**5}), 1)), None)
+    monkeypatch.setattr("outcore.runtime.workers.read_topology", lambda: topology)
+    seen = []
+    both = threading.Barrier(2, timeout=30)
+
+    def look(*_):
+        both.wait()
+        seen.append(os.sched_getaffinity(0))
+
+    monkeypatch.setattr("outcore.runtime.workers.update_blocks", look)
     with UpdateWorkers() as workers:
-        assert 1 <= workers.num_workers <= len(os.sched_getaffinity(0))
+        workers.run(Blocked(OPTIMIZERS["adamw"], (2 * LEAST_SHARE_NUMEL,)).pieces(1, [None]))
+    assert sorted(seen, key=len) == sorted([{cpu}, mine], key=len)  # no such CPU: that one runs anywhere
+    assert os.sched_getaffinity(0) == mine
+
+
+def test_closing_does_not_wait_for_a_worker_that_hangs(monkeypatch):
+    monkeypatch.setattr("outcore.runtime.workers.CLOSE_TIMEOUT_S", 0.05)
+    begun, release = threading.Event(), threading.Event()
+    monkeypatch.setattr("outcore.runtime.workers.update_blocks", lambda *_: (begun.set(), release.wait(30)))
+    workers = UpdateWorkers(2)
+    running = threading.Thread(target=workers.run, args=(Blocked(OPTIMIZERS["adamw"], (1,)).pieces(1, [None]),))
+    running.start()
+    begun.wait(30)
+    workers.close()
+    release.set()
+    running.join(30)
+    assert not running.is_alive()
+    workers.close()
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -54,6 +54,7 @@ class Case:
     setting: Setting = PLAIN
     policy: str = "recompute"  # "keep", "recompute"; "mixed" alternates
     promised: bool = False  # accumulation_steps and, without clipping, clipping=False are given to prepare
+    share: float = 0.0  # of the units that can be, updated on the device through staging slots
     early: bool = False  # with promised: every unit that can be is updated inside backward
     depth: int = 1
     offset: int = 0  # where a mixed plan begins in MIXED
@@ -62,7 +63,13 @@ class Case:
 
     def __str__(self) -> str:
         parts = [self.name, self.kind, self.policy, f"depth={self.depth}", f"offset={self.offset}", str(self.setting)]
-        return "-".join(parts + ["promised"] * self.promised + ["early"] * self.early + ["minimal"] * self.is_minimal)
+        return "-".join(
+            parts
+            + ["promised"] * self.promised
+            + ["early"] * self.early
+            + [f"share={self.share:.2g}"] * bool(self.share)
+            + ["minimal"] * self.is_minimal
+        )
 
     def options(self, folder: Path) -> dict[str, Any]:
         """Arguments of ``prepare`` other than the plan."""
@@ -82,6 +89,7 @@ class Case:
         from outcore.planning.partition import partition
         from outcore.planning.pools import LEAST, Comfort, pools_for
         from outcore.planning.reservations import can_be_early
+        from outcore.planning.share import share_updates
         from outcore.spec.plan import Plan, UnitPlan
 
         names = () if optimizer is None else rule_for(optimizer).state_names(optimizer.param_groups)
@@ -96,6 +104,7 @@ class Case:
             homes = UnitPlan(name=unit.name, weights=weights, gradients=gradients, states=states, policy=policy)
             is_early = self.early and self.promised and can_be_early(unit, homes)
             units.append(dataclasses.replace(homes, early=is_early))
+        units = share_updates(units, self.share)
         comfort = Comfort(prefetch_depth=self.depth, num_buckets=2, max_slots_host=3)
         steps = self.setting.micro_batches if self.promised else None
         return Plan(
@@ -205,6 +214,7 @@ CHOICES: dict[str, Sequence[Any]] = {
     "policy": ("recompute", "keep", "mixed"),
     "promised": (False, True),
     "early": (False, True),
+    "share": (0.0, 0.5),
     "depth": (0, 1, 2),
     "offset": tuple(range(len(MIXED))),
 }

@@ -25,6 +25,10 @@ SCENARIOS = [
     Case("llama", "disk", Setting(precision="bf16", micro_batches=3, steps=STEPS), depth=2),
     Case("patchwork", "mixed", Setting(clipping="off", steps=STEPS), promised=True, early=True, depth=1),
     Case("llama", "host", Setting(clipping="on", steps=STEPS), promised=True, early=True, depth=1),
+    Case("patchwork", "host", Setting(precision="bf16", steps=STEPS), share=1.0, depth=1),
+    Case("patchwork", "resident", Setting(steps=STEPS), share=0.5, depth=1),
+    Case("llama", "host", Setting(clipping="off", steps=STEPS), share=1.0, depth=1, is_minimal=True),
+    Case("llama", "mixed", Setting(steps=STEPS), share=1.0, offset=7),
 ]
 LEAST_LABELS = 10
 

@@ -92,7 +92,11 @@ def test_missing_keys(key):
         ("units/1/states", "device", "states on the device need weights and gradients on the device too"),
         ("pools", "none", "expected a list under 'pools'"),
         ("pools/0/tier", "disk", "tier: expected one of device, host, but got 'disk'"),
-        ("pools/0/kind", "states", "pools on device: kind: expected one of weights, bucket, scratch, but got 'states'"),
+        (
+            "pools/0/kind",
+            "states",
+            "pools on device: kind: expected one of weights, bucket, scratch, staging, but got 'states'",
+        ),
         ("pools/0/slot_bytes", 100, "pool 'weights' on device: expected slot_bytes in multiples of 4096, but got 100"),
         ("pools/0/slot_bytes", -4096, "slot_bytes: expected a whole number >= 1, but got -4096"),
         ("pools/0/slot_bytes", "8 KiB", "slot_bytes: expected a whole number >= 1, but got '8 KiB'"),

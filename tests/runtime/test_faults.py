@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from outcore.core.errors import ConfigError, LaneError, RaceError
-from outcore.memory.arena import Arena
+from outcore.memory.arena import Arena, Region
 from outcore.runtime.device_open import open_device
 from outcore.runtime.faults import COMPUTE, Delays, Faults
-from outcore.runtime.lanes import Lane
+from outcore.runtime.lanes import Lane, pause
 from outcore.runtime.race import RaceChecker
 
 LANES = list(Lane)
@@ -226,3 +226,63 @@ def test_every_label_is_recorded_without_skipping():
         device.wait("three", handle)
         device.poison(None, None, {"four": handle})  # off: nothing is looked at
         assert device.labels_seen == {"one", "two", "three"}
+
+
+@pytest.mark.parametrize("throttle", [{"h2h": 1.0}, {COMPUTE: 1.0}, {"h2d": 0.0}, {"h2d": -1.0}, {"h2d": float("nan")}])
+def test_throttles_of_no_lane_and_of_no_rate_are_refused(throttle):
+    with pytest.raises(ConfigError, match="expected a throttle"):
+        Faults(throttle=throttle)
+
+
+@pytest.mark.parametrize("permute", [None, 3])
+def test_a_throttled_operation_takes_its_bytes_over_the_rate(monkeypatch, permute):
+    slept, now = [], [0.0]
+    monkeypatch.setattr("time.sleep", lambda s: slept.append(s))
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def work():
+        now[0] += 0.25
+
+    regions = [Region("host", 0, 60), Region("device", 100, 140)]
+    faults = Faults(throttle={"h2d": 100.0, "d2h": 1000.0}, permute=permute)
+    with open_device("cpu", faults) as device:
+        device.submit(Lane.H2D, "fetch", work, reads=regions, writes=regions).wait()
+        device.submit(Lane.D2H, "slower than its rate", work, writes=regions).wait()
+        device.submit(Lane.UPDATE, "not throttled", work, writes=regions).wait()
+    assert slept == [pytest.approx(0.75)]  # 100 bytes at 100 bytes per second, a quarter of it by itself
+
+
+@pytest.mark.parametrize("permute", [None, 3])
+def test_a_serial_device_waits_for_every_submission(permute):
+    ran = []
+    with open_device("cpu", Faults(serial=True, permute=permute)) as device:
+        for lane in LANES:
+            handle = device.submit(lane, "work", lambda lane=lane: ran.append(lane))
+            assert handle.is_issued
+            assert ran[-1] is lane
+        assert device.exposed_s[Lane.UPDATE.value] > 0
+
+
+def test_an_error_of_a_serial_device_comes_where_it_would_have_come():
+    with open_device("cpu", Faults(serial=True)) as device:
+        failed = device.submit(Lane.H2D, "fetch", lambda: 1 / 0)
+        dependent = device.submit(Lane.D2H, "offload", lambda: None, after={"x": failed})
+        for handle in (failed, dependent):
+            with pytest.raises(LaneError, match="ZeroDivisionError"):
+                handle.wait()
+
+
+def test_serial_hides_no_race_from_the_checker():
+    region = Region("host", 0, 10)
+    with open_device("cpu", Faults(serial=True), RaceChecker()) as device:
+        device.submit(Lane.H2D, "fetch", lambda: None, writes=[region])
+        with pytest.raises(RaceError):
+            device.submit(Lane.D2H, "offload", lambda: None, writes=[region])
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0])
+def test_a_pause_of_no_length_does_not_give_the_core_away(monkeypatch, seconds):
+    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("slept"))
+    pause(seconds)
+    with open_device("cpu") as device:
+        device.compute("forward", after={"fetched": device.submit(Lane.H2D, "fetch", lambda: None)})

@@ -177,22 +177,26 @@ def test_close_ends_the_running_operation_and_fails_the_queued_ones():
     closing.join()
     running.wait()
     for handle in (queued, dependent):
-        with pytest.raises(LaneError, match="'queued' to run on lane h2d, but the device was closed"):
+        with pytest.raises(LaneError, match="to run on lane .*, but the device was closed before its turn"):
             handle.wait()
     assert ran == ["running"]
     device.check()  # nobody has to hear of cancelled operations
 
 
 def test_close_reports_an_operation_that_does_not_end(monkeypatch):
-    monkeypatch.setattr("outcore.runtime.lanes.CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("outcore.runtime.lane_threads.CLOSE_TIMEOUT_S", 0.05)
     device = open_device("cpu")
     begun, release = threading.Event(), threading.Event()
     stuck = device.submit(Lane.DISK_WRITE, "stuck", lambda: (begun.set(), release.wait()))
     begun.wait()
-    with pytest.raises(LaneError, match="outcore-disk_write"):
+    dependent = device.submit(Lane.UPDATE, "dependent", lambda: None, after={"x": stuck})
+    with pytest.raises(LaneError, match="'stuck' on lane disk_write still runs; its thread is left behind"):
         device.close()
+    with pytest.raises(LaneError, match=r"'stuck' on lane disk_write \(host to disk\) to finish, but it still runs"):
+        stuck.wait()
+    with pytest.raises(LaneError):
+        dependent.wait()
     release.set()
-    stuck.wait()
 
 
 def test_close_twice_and_after_an_error(device):

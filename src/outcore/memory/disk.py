@@ -27,6 +27,7 @@ from outcore.memory.piece_pool import ClosedError, PiecePool, StalledError
 
 STRIPE_BYTES = 4 * 2**20
 DEFAULT_NUM_THREADS = 8
+_CLOSE_TIMEOUT_S = 2.0  # for what is under way; a file with a thread that hangs in it is freed with the process
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class DiskStore:
         self._taken_bytes = 0
         self._stalled: DiskError | None = None
         self._pid = os.getpid()
-        self._close = weakref.finalize(self, _close, self._files, pool, stall_timeout_s, self._pid)
+        self._close = weakref.finalize(self, _close, self._files, pool, self._pid)
 
     @classmethod
     def open(
@@ -160,6 +161,11 @@ class DiskStore:
         """
         self._transfer("write", extent, memory)
 
+    def stop(self) -> None:
+        """Let transfers that wait fail, and those under way end with the pieces that they have begun. Idempotent."""
+        if os.getpid() == self._pid:
+            self._pool.stop()
+
     def close(self) -> None:
         """Free the space and remove the run directories. Idempotent; transfers that still wait fail.
 
@@ -226,9 +232,13 @@ class DiskStore:
             start += size
 
 
-def _close(files: Sequence[DiskFile], pool: PiecePool[_Piece], timeout_s: float, pid: int) -> None:
-    if os.getpid() == pid:
-        is_idle = pool.close(timeout_s=timeout_s)
+def _close(files: Sequence[DiskFile], pool: PiecePool[_Piece], pid: int) -> None:
+    if os.getpid() != pid:
+        return
+    is_idle = False
+    try:
+        is_idle = pool.close(timeout_s=_CLOSE_TIMEOUT_S)
+    finally:  # also when a Ctrl-C ends the waiting
         for file in files:
             file.close(is_idle=is_idle)
 

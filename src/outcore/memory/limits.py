@@ -1,4 +1,4 @@
-"""What this machine, or the container around this process, still has to give: host memory, disk space, cores.
+"""What this machine, or the container around this process, still has to give: host memory, disk space, time on cores.
 
 A container's limit is not in ``/proc/meminfo``: it stands in the control groups of the process, and every group above
 it limits too. Both versions of the interface are read, since many machines still run version 1 or a mixture.
@@ -37,18 +37,16 @@ def disk_free_bytes(path: Path) -> int:
     return stat.f_bavail * stat.f_frsize
 
 
-def usable_cores(root: Path = _ROOT) -> int:
-    """Cores that this process may keep busy: its affinity mask and the control groups' quotas; at least 1.
+def cpu_quota(root: Path = _ROOT) -> int | None:
+    """Cores that the control groups let this process keep busy, at least 1; None: no limit.
+
+    Part of a core is left unused: whoever asks for more than the quota is stopped now and then, with all its threads.
 
     Args:
         root: Folder in place of ``/``.
     """
-    cores = len(os.sched_getaffinity(0))
-    for group in _groups(root, "cpu"):
-        quota = _cpu_quota_us(group)
-        if quota is not None:
-            cores = min(cores, quota[0] // quota[1])
-    return max(1, cores)
+    quotas = [quota for group in _groups(root, "cpu") if (quota := _cpu_quota_us(group)) is not None]
+    return max(1, min(used_us // period_us for used_us, period_us in quotas)) if quotas else None
 
 
 def _cgroup_free_bytes(root: Path) -> Iterator[int]:

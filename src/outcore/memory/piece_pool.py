@@ -23,6 +23,9 @@ class ClosedError(Exception):
     """The pool was closed before the request was done."""
 
 
+_LAST_PIECES_TIMEOUT_S = 2.0  # for what is under way when the pool stops; healthy drives need milliseconds
+
+
 @final
 class _Request(Generic[PieceT]):
     """Pieces still to start, and those under way. All fields are guarded by the pool's lock."""
@@ -57,6 +60,7 @@ class PiecePool(Generic[PieceT]):
         self._lock = threading.Lock()
         self._something_to_do = threading.Condition(self._lock)
         self._requests: deque[_Request[PieceT]] = deque()
+        self._waiting: set[_Request[PieceT]] = set()
         self._closed = False
         self._has_stalled = False
         self._threads = [
@@ -68,8 +72,9 @@ class PiecePool(Generic[PieceT]):
     def run(self, work: Callable[[PieceT], None], pieces: Iterable[PieceT], *, stall_timeout_s: float) -> None:
         """Do ``work`` on every piece; return when all are done.
 
-        After an error no further piece starts, and the error is raised when those under way have ended, so that nothing
-        touches the caller's memory afterwards (except after ``StalledError``).
+        After an error, or when the caller is interrupted, no further piece starts, and the error is raised when those
+        under way have ended, so that nothing touches the caller's memory afterwards (except after ``StalledError``, and
+        if the caller is interrupted again).
 
         Args:
             work: Called on the pool's threads.
@@ -78,7 +83,7 @@ class PiecePool(Generic[PieceT]):
 
         Raises:
             StalledError: See above.
-            ClosedError: ``close`` came first.
+            ClosedError: ``stop`` came first.
             BaseException: What ``work`` raised first.
         """
         request = _Request(work, pieces, self._lock)
@@ -86,16 +91,34 @@ class PiecePool(Generic[PieceT]):
             if self._closed:
                 raise ClosedError
             self._requests.append(request)
+            self._waiting.add(request)
             self._something_to_do.notify_all()
             try:
                 self._wait(request, stall_timeout_s)
+            except (StalledError, ClosedError):
+                raise
+            except BaseException:  # Ctrl-C
+                request.to_start.clear()
+                self._wait(request, stall_timeout_s)
+                raise
             finally:
                 request.to_start.clear()
+                self._waiting.remove(request)
         if request.error is not None:
             raise request.error
 
+    def stop(self) -> None:
+        """Fail what is still to start, without waiting for what is under way. Idempotent."""
+        with self._lock:
+            self._closed = True
+            for request in self._waiting:
+                if request.to_start:
+                    request.fail(ClosedError())
+                request.finished.notify_all()
+            self._something_to_do.notify_all()
+
     def close(self, *, timeout_s: float) -> bool:
-        """End the threads, failing what is still to start. Idempotent.
+        """``stop``, and end the threads. Idempotent.
 
         Args:
             timeout_s: How long to wait for what is under way; at most a second after a stall.
@@ -103,12 +126,7 @@ class PiecePool(Generic[PieceT]):
         Returns:
             Whether all threads ended; one that does not may still use what its request refers to.
         """
-        with self._lock:
-            self._closed = True
-            for request in self._requests:
-                request.fail(ClosedError())
-                request.finished.notify_all()
-            self._something_to_do.notify_all()
+        self.stop()
         deadline_s = time.monotonic() + (min(timeout_s, 1.0) if self._has_stalled else timeout_s)
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
@@ -117,9 +135,12 @@ class PiecePool(Generic[PieceT]):
     def _wait(self, request: _Request[PieceT], stall_timeout_s: float) -> None:
         num_finished = 0
         while not request.is_finished:
-            if not request.finished.wait(stall_timeout_s) and not request.is_finished:
+            timeout_s = min(stall_timeout_s, _LAST_PIECES_TIMEOUT_S) if self._closed else stall_timeout_s
+            if not request.finished.wait(timeout_s) and not request.is_finished:
                 if request.num_finished == num_finished:
                     self._has_stalled = True
+                    if self._closed:
+                        raise ClosedError
                     raise StalledError(request.under_way[0] if request.under_way else None)
                 num_finished = request.num_finished
 

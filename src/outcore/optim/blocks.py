@@ -89,7 +89,8 @@ def update_blocks(pieces: Iterable[Piece], scratch: Tensor) -> None:
     Args:
         pieces: Any devices and dtypes that the scratch serves; different pieces may have different settings.
         scratch: 1D uint8 on the device of the pieces, aligned to 256 bytes: holds the gradients of one block. On the
-            CPU it should fit in a core's L2 cache beside what streams through; on an accelerator larger is faster.
+            CPU it should fit in a core's share of the cache, beside what streams through; on an accelerator larger is
+            faster.
     """
     with torch.no_grad():
         for (_, dtype, _), group in _alike(pieces).items():

@@ -11,17 +11,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from outcore.planning.reservations import states_of
+from outcore.core.quantities import PAGE_BYTES, align_up
+from outcore.planning.reservations import SCRATCH_BYTES, staging, states_of
 from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import Pool, PoolKind, Tier, UnitPlan
-
-SCRATCH_BYTES = 16 * 2**20
-"""Device memory in which an update there holds blocks of gradients, upcast and scaled."""
 
 POOL_ORDER: tuple[tuple[Tier, PoolKind], ...] = (
     ("device", "weights"),
     ("device", "bucket"),
     ("device", "scratch"),
+    ("device", "staging"),
     ("host", "weights"),
     ("host", "new_weights"),
     ("host", "states"),
@@ -51,7 +50,8 @@ class Comfort:
     def num_slots(self, tier: Tier, kind: PoolKind) -> int:
         """Slots wanted in a pool."""
         if tier == "device":
-            return {"weights": self.prefetch_depth + 1, "bucket": self.num_buckets}.get(kind, 1)
+            wanted = {"weights": self.prefetch_depth + 1, "bucket": self.num_buckets, "staging": self.num_buckets}
+            return wanted.get(kind, 1)
         return min(self.max_slots_host, _HOST_SLOTS.get(kind, self.prefetch_depth + 1))
 
 
@@ -92,8 +92,15 @@ def _needs(spec: UnitSpec, unit: UnitPlan, model: ModelSpec, accumulation_steps:
         return
     if unit.gradients != "device" and (accumulation_steps != 1 or unit.gradients == "disk"):
         yield Need("host", "landing", spec.trainable_bytes)
+    yield from _update_needs(spec, unit, model)
+
+
+def _update_needs(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> Iterator[Need]:
     if unit.states == "device":
         yield Need("device", "scratch", min(SCRATCH_BYTES, spec.update_bytes))
+        return
+    if unit.update == "device":
+        yield Need("device", "staging", align_up(staging(spec, unit, model).scratch[1], PAGE_BYTES))
         return
     if unit.weights != "host":
         yield Need("host", "new_weights", spec.trainable_bytes)

@@ -26,7 +26,8 @@ from outcore.runtime.replay import ForwardState, autocast_cache_off
 from outcore.runtime.side_outputs import active_recording, emptied, hand_over, recording_apart
 from outcore.runtime.structure import Structure, storage_of, take_apart
 from outcore.runtime.unit import Unit
-from outcore.runtime.weights import Phase, Weights
+from outcore.runtime.weights import Weights
+from outcore.spec.schedule import Phase
 
 _autograd = cast("Any", torch._C)
 
@@ -89,10 +90,11 @@ class UnitCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block."""
         if not torch.is_grad_enabled():
-            return self._run_plain(args, kwargs)
+            return self._run_plain(args, kwargs, Phase.INFERENCE)
         tensors, structure = take_apart(_without_caches(args, kwargs), self._where)
         if not (self._trains or any(t.requires_grad for t in tensors)):
-            return self._run_plain(args, kwargs)
+            self._refuse_changes()
+            return self._run_plain(args, kwargs, Phase.FORWARD)
         _refuse_filled_caches(args, kwargs, self._where)
         self._refuse_transforms()
         call, inner, outputs, out_structure = self._run_forward(tensors, structure)
@@ -117,7 +119,7 @@ class UnitCall:
         return self.unit.params[: self.unit.num_trainable]
 
     def _refuse_changes(self) -> None:
-        """What a user may have done to parameters that live on the device, where nothing stops him."""
+        """Frozen or unfrozen since ``prepare``. Done and undone between calls (as peft disables adapters) is fine."""
         for param, spec, flag in zip(self.unit.params, self.unit.spec.params, self._flags, strict=True):
             if param.requires_grad is not flag:
                 raise UnsupportedError(requires_grad_refusal(spec.name, wanted=param.requires_grad))
@@ -130,8 +132,8 @@ class UnitCall:
                 "which cannot follow streamed weights; call it under torch.no_grad(), or use backward()"
             )
 
-    def _run_plain(self, args: Any, kwargs: Any) -> Any:
-        with self._bound(Phase.INFERENCE), autocast_cache_off():
+    def _run_plain(self, args: Any, kwargs: Any, phase: Phase) -> Any:
+        with self._bound(phase), autocast_cache_off():
             result = self._forward(*args, **kwargs)
             tensors, _ = take_apart(result, self._where)
             self._refuse_weights_outside(tensors)
@@ -147,7 +149,8 @@ class UnitCall:
     def _bound(self, phase: Phase) -> Iterator[None]:
         self._weights.bind(self._index, phase)
         try:
-            yield
+            with self._device.recorder.compute(f"{phase.value} {self.unit.label}"):
+                yield
         finally:
             self._weights.unbind(self._index)
 
@@ -233,6 +236,7 @@ class UnitCall:
             is_ordinary or _is_wanted(node) for node, _ in ctx.next_functions[len(ctx.next_functions) - len(params) :]
         ]
         with self._bound(Phase.BACKWARD):
+            self._refuse_changes()
             inner, outputs = self._graph(call, saved)
             if not keeps_graph:
                 call.release()

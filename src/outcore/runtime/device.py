@@ -19,6 +19,7 @@ from outcore.core.errors import LaneError
 from outcore.core.quantities import PAGE_BYTES
 from outcore.memory.arena import Buffer, Region
 from outcore.runtime.faults import POISON, Delays, Faults, PermutedLanes
+from outcore.runtime.lane_threads import ThreadedLanes
 from outcore.runtime.lanes import (
     After,
     Clock,
@@ -31,11 +32,12 @@ from outcore.runtime.lanes import (
     Lanes,
     Operation,
     Service,
-    ThreadedLanes,
 )
 from outcore.runtime.race import COMPUTE, HOST, RaceChecker
+from outcore.runtime.recorder import Recorder
 
 NOTHING: After = MappingProxyType({})
+LEAST_WAIT_S = 1e-5  # a look at a handle that is done takes less, and is not worth recording
 
 
 def aligned_bytes(nbytes: int, torch_device: torch.device) -> torch.Tensor:
@@ -72,7 +74,9 @@ class Device(abc.ABC):
         self._delays = Delays(faults)
         self._execution = execution
         self._failures: list[Failure] = []
-        service = Service(execution, self._delays.around, self._failures)
+        self.recorder = Recorder(execution.stopwatch)
+        """Off unless asked for."""
+        service = Service(execution, self._delays.pace, self._failures, self.recorder)
         permute = faults.permute
         self._lanes: Lanes = ThreadedLanes(service) if permute is None else PermutedLanes(service, permute)
         self._pid = os.getpid()
@@ -107,7 +111,10 @@ class Device(abc.ABC):
         dependencies = self._dependencies(after)
         clock = self._declare(lane.value, name, reads, writes, dependencies)
         handle = Handle(name, lane.value, self._lanes, clock)
-        self._lanes.submit(Operation(handle, lane, work, dependencies))
+        nbytes = sum(region.stop - region.start for region in writes)
+        self._lanes.submit(Operation(handle, lane, work, dependencies, nbytes))
+        if self.faults.serial:
+            self._blocked_by(handle, self._finish)
         return handle
 
     def compute(
@@ -185,13 +192,21 @@ class Device(abc.ABC):
             self._finish_copies()
         buffer.bytes.fill_(POISON)
 
-    def _blocked_by(self, handle: Handle, wait: Callable[[], None]) -> None:
-        start = time.perf_counter()
+    def _finish(self) -> None:
+        """Block the host until everything that was submitted is over, whether it failed or not."""
+        self._lanes.drain()
+        self._execution.drain()
+
+    def _blocked_by(self, handle: Handle, wait: Callable[[], None], *, is_recorded: bool = True) -> None:
+        start_s = time.perf_counter()
         try:
             wait()
         finally:
+            end_s = time.perf_counter()
             if handle.lane in self.exposed_s:
-                self.exposed_s[handle.lane] += time.perf_counter() - start
+                self.exposed_s[handle.lane] += end_s - start_s
+                if is_recorded and end_s - start_s > LEAST_WAIT_S:
+                    self.recorder.add_wait(handle.lane, handle.name, start_s, end_s)
 
     def check(self) -> None:
         """Raise the first error that a lane hit and nobody has seen yet.
@@ -207,26 +222,30 @@ class Device(abc.ABC):
     def synchronize(self) -> None:
         """Block the host until all lanes are empty and the device is idle. Raises no errors of lanes; see ``check``."""
         self._refuse_in_child("synchronize")
-        self._lanes.drain()
-        self._execution.drain()
+        self._finish()
         if self._checker is not None:
             self._checker.synchronize()
 
-    def drain(self) -> None:
-        """``synchronize``, but in a forked child, which has nothing under way."""
-        if os.getpid() == self._pid:
-            self.synchronize()
+    def stop(self) -> None:
+        """Let running operations finish, fail the queued ones, join the threads; memory stays. Idempotent.
+
+        Raises:
+            LaneError: An operation does not end.
+        """
+        self._finalizer()
 
     def close(self) -> None:
-        """Let running operations finish, fail the queued ones, join the threads. Idempotent.
+        """``stop``, and give back what ``allocate`` took. Idempotent.
 
         ``synchronize`` first to have everything done. Waiting for a handle that was still queued raises ``LaneError``.
 
         Raises:
             LaneError: An operation does not end.
         """
-        self._finalizer()
-        self._free_memory()
+        try:
+            self.stop()
+        finally:
+            self._free_memory()
 
     def __enter__(self) -> Device:
         return self

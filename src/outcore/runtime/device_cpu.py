@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import cast, final
 
 import torch
@@ -11,7 +10,7 @@ from outcore.memory.host import HostMemory
 from outcore.memory.limits import host_free_bytes
 from outcore.runtime.device import Device
 from outcore.runtime.faults import Faults
-from outcore.runtime.lanes import Handle, HostExecution, Lane
+from outcore.runtime.lanes import Handle, HostExecution, Lane, pause
 from outcore.runtime.race import RaceChecker
 
 
@@ -70,4 +69,4 @@ class CpuDevice(Device):
         return None
 
     def _pause_compute(self, seconds: float) -> None:
-        time.sleep(seconds)
+        pause(seconds)

@@ -14,8 +14,9 @@ import torch
 
 from outcore.runtime.device import Device, aligned_bytes
 from outcore.runtime.faults import Faults
-from outcore.runtime.lanes import COPY_LANES, Handle, Lane, Operation
+from outcore.runtime.lanes import COPY_LANES, Handle, Lane, Operation, Pace, run_on_host
 from outcore.runtime.race import RaceChecker
+from outcore.runtime.recorder import Recorder
 
 _CYCLES_PER_S = 1_000_000_000  # what torch.cuda._sleep counts; GPUs run at 1 to 2 GHz, and only tests sleep
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
@@ -55,6 +56,73 @@ class Point:
 
 
 @final
+class _Anchor:
+    """An event whose time on the host's clock is known, or follows from the anchor before it.
+
+    Events are apart in single precision, so far apart they are not exact; each step drops an anchor of its own.
+    """
+
+    def __init__(self, event: torch.cuda.Event, at_s: float | None, before: _Anchor | None) -> None:
+        self.event = event
+        self._at_s, self._before = at_s, before
+
+    def seconds(self) -> float:
+        if self._at_s is None:
+            before = cast(_Anchor, self._before)
+            self._at_s, self._before = before.seconds() + before.event.elapsed_time(self.event) / 1e3, None
+        return self._at_s
+
+
+@final
+class StreamMoment:
+    """When a stream came to a point."""
+
+    def __init__(self, event: torch.cuda.Event, anchor: _Anchor) -> None:
+        """Args: event: Recorded, with timing. anchor: An earlier or later one on the same device."""
+        self._event, self._anchor = event, anchor
+
+    def is_over(self) -> bool:
+        """Whether the stream got there, and the anchor is known."""
+        return bool(self._event.query()) and bool(self._anchor.event.query())
+
+    def seconds(self) -> float:
+        """When, on the host's clock."""
+        self._event.synchronize()
+        self._anchor.event.synchronize()
+        return self._anchor.seconds() + self._anchor.event.elapsed_time(self._event) / 1e3
+
+
+@final
+class StreamStopwatch:
+    """Timing events on the calling thread's current stream."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        """Not started."""
+        self._torch_device = torch_device
+        self._anchor: _Anchor | None = None
+
+    def start(self) -> None:
+        """Wait for the device, once, to know what its time is on the host's clock."""
+        torch.cuda.synchronize(self._torch_device)
+        event = self._event()
+        event.synchronize()
+        self._anchor = _Anchor(event, time.perf_counter(), None)
+
+    def tick(self) -> None:
+        """Drop another anchor."""
+        self._anchor = _Anchor(self._event(), None, self._anchor)
+
+    def now(self) -> StreamMoment:
+        """The moment that the current stream has come to."""
+        return StreamMoment(self._event(), cast(_Anchor, self._anchor))
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._torch_device))
+        return event
+
+
+@final
 class CudaExecution:
     """How lanes run operations on one CUDA device. Owns the streams of the copy lanes."""
 
@@ -62,27 +130,29 @@ class CudaExecution:
         """Make the streams."""
         self.torch_device = torch_device
         self.streams = {lane: torch.cuda.Stream(torch_device) for lane in COPY_LANES}
+        self.stopwatch = StreamStopwatch(torch_device)
 
     def begin_thread(self, lane: Lane | None) -> None:
         """Select the device, which each thread has its own notion of."""
         torch.cuda.set_device(self.torch_device)
 
-    def run(self, operation: Operation, before_s: float, after_s: float) -> Point | None:
+    def run(self, operation: Operation, pace: Pace, recorder: Recorder) -> Point | None:
         """Run an operation on its lane's stream, or on the host if it has none."""
         stream = self.streams.get(operation.lane)
         if stream is None:
             for dependency in operation.dependencies:
                 if dependency.completion is not None:
                     dependency.completion.synchronize()
-            time.sleep(before_s)
-            operation.work()
-            time.sleep(after_s)
+            run_on_host(operation, pace, recorder)
             return None
         with torch.cuda.stream(stream):
             order_behind(stream, operation.dependencies)
-            sleep_on_stream(before_s)
+            start = self.stopwatch.now() if recorder.is_on else None
+            sleep_on_stream(pace.before_s)
             operation.work()
-            sleep_on_stream(after_s)
+            sleep_on_stream(pace.least_s + pace.after_s)
+            if start is not None:
+                recorder.add(operation.lane.value, operation.handle.name, start, self.stopwatch.now(), operation.nbytes)
             return Point(stream)
 
     def drain(self) -> None:
@@ -149,11 +219,17 @@ class CudaDevice(Device):
         """The allocator takes it back with the last tensor."""
 
     def _order_compute(self, dependencies: tuple[Handle, ...]) -> None:
+        stream = torch.cuda.current_stream(self.torch_device)
         for handle in dependencies:
-            self._blocked_by(handle, handle.wait_issued)
+            # From when the stream runs dry, which may be while this thread still waits for the operation to be issued.
+            is_timed = self.recorder.is_on and handle.lane in self.exposed_s and not handle.done()
+            start = self.recorder.now() if is_timed else None
+            self._blocked_by(handle, handle.wait_issued, is_recorded=False)
             if handle.failure is not None:
                 handle.failure.throw()
-        order_behind(torch.cuda.current_stream(self.torch_device), dependencies)
+            order_behind(stream, (handle,))
+            if start is not None:
+                self.recorder.add_wait(handle.lane, handle.name, start, self.recorder.now())
 
     def _compute_point(self, *, is_late: bool) -> Point:
         return Point(torch.cuda.current_stream(self.torch_device), is_late=is_late)

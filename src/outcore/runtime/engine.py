@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from outcore.core.errors import ConfigError, OutcoreError, UnsupportedError
+from outcore.core.errors import ConfigError, LaneError, OutcoreError, UnsupportedError
 from outcore.optim.rules import Hyper, UpdateRule
 from outcore.planning.partition import Partition
 from outcore.runtime.access import Access
@@ -26,6 +27,7 @@ from outcore.runtime.gradients import Gradients
 from outcore.runtime.homes import Homes
 from outcore.runtime.lanes import Handle
 from outcore.runtime.module_guard import ModuleGuard
+from outcore.runtime.staged_updates import StagedUpdates
 from outcore.runtime.traffic import Traffic
 from outcore.runtime.unit import Unit
 from outcore.runtime.updates import Change, Updates
@@ -77,17 +79,21 @@ class Engine:
             self.units = [Unit(s, u, partition.spec, m, list(p), self.homes.homes, o) for s, u, m, p, o in everything]
             for owner, unit in zip(owners, self.units, strict=True):
                 owner.unit = unit
-            on_host = any(u.plan.states != "device" and u.num_trainable for u in self.units)
-            self._workers = UpdateWorkers() if rule is not None and on_host else None
+            on_host = any(u.is_updated_on_host and u.num_trainable for u in self.units)
+            spare = 0 if device.kind == "cpu" else 1  # on the CPU compute and updates share all cores
+            self._workers = UpdateWorkers(spare_cores=spare) if rule is not None and on_host else None
             if self._workers is not None:
                 self._closing.callback(self._workers.close)
-        self.weights = Weights(self.units, self.homes, device, self.traffic, plan.prefetch_depth)
+            self._closing.callback(_stop_lanes, device, self.homes)
+        spec, has_steps = partition.spec, rule is not None
+        self.weights = Weights(self.units, self.homes, device, self.traffic, spec, plan, has_steps=has_steps)
         resting = GradientHomes(self.homes, device, self.traffic)
         steps, clipping = promises.accumulation_steps, promises.clipping
         self.gradients = Gradients(self.units, self.homes, device, resting, steps, clipping=clipping)
         self._updates = Updates(self.homes, device, self.traffic, self.weights, resting, self._workers)
         self.groups: Sequence[Mapping[str, Any]] = ()
         """The param groups as they are now, for updates that do not wait for ``step``."""
+        self._staged = StagedUpdates(self._updates, self.homes, device, self.traffic, partition.spec)
         self._early = EarlyUpdates(self._updates, device, self.traffic, lambda: self._hypers(self.groups))
         self.gradients.on_last = self._early.attempt
         self.access = Access(self.homes, device, self.weights)
@@ -139,7 +145,11 @@ class Engine:
         for unit in self.weights.units_by_next_use():
             changes, copied = self._changes(unit, held[unit.name], hypers, cache)
             gradients = self.gradients.of[unit.name]
-            if not self._early.keep(gradients, changes, copied) and changes:
+            if self._early.keep(gradients, changes, copied) or not changes:
+                continue
+            if unit.plan.update == "device":
+                self._staged.submit(gradients, changes)
+            else:
                 self._updates.submit(unit, gradients, changes, copied)
         self.gradients.after_step()
         self.weights.prefetch_after_update()
@@ -164,7 +174,7 @@ class Engine:
             if hyper is None:  # trainable, but given to no optimizer: it keeps its gradient, as in a plain loop
                 continue
             factors: list[torch.Tensor] = list(handle.factors)
-            if unit.plan.states != "device":
+            if unit.is_updated_on_host:
                 factors, ready = self._updates.host_factors(handle, cache)
                 copied += ready
             unit.steps[i] += 1
@@ -228,22 +238,27 @@ class Engine:
             )
 
     def close(self) -> None:
-        """Let running work end, give memory, files and threads back, and the module its own forward. Idempotent."""
+        """Let running work end, give memory, files and threads back, and the module its own forward. Idempotent.
+
+        What is queued is dropped. If a Ctrl-C ends the waiting, everything is given back all the same.
+        """
         if self.is_closed:
             return
         self.is_closed = True
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
-        self.device.drain()  # nothing may be in flight to or from memory and files that are given back
         for unit in self.units:
             unit.mark_absent(device=self.device.torch_device)
             for param in unit.params:
                 if param.grad is not None:
                     param.grad = None
-        self._closing.close()
-        for unit in self.units:
-            unit.forget()
+        try:
+            self._closing.close()
+        finally:
+            for unit in self.units:
+                unit.forget()
+            self.weights.forget()
 
     @contextmanager
     def _closing_on_error(self) -> Iterator[None]:
@@ -281,6 +296,16 @@ class _Absence:
         if engine is None or engine.is_closed:
             return "gone: the model that outcore prepared was closed"
         return f"in {'host memory' if self.unit.plan.weights == 'host' else 'the disk tier'} between calls of its unit"
+
+
+def _stop_lanes(device: Device, homes: Homes) -> None:
+    """Nothing may be in flight to or from memory and files that are given back."""
+    if homes.disk is not None:
+        homes.disk.stop()
+    try:
+        device.stop()
+    except LaneError as error:  # said, since whatever made the program close matters more
+        warnings.warn(str(error), RuntimeWarning, stacklevel=2)
 
 
 def _zero(_: str) -> float:

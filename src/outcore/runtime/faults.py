@@ -22,6 +22,7 @@ from outcore.runtime.lanes import (
     Handle,
     Lane,
     Operation,
+    Pace,
     Service,
     closed_failure,
     refuse_closed,
@@ -31,7 +32,8 @@ from outcore.runtime.lanes import (
 from outcore.runtime.threads import start_single_threaded
 
 COMPUTE = "compute"
-DELAYABLE = (COMPUTE, *(lane.value for lane in Lane))
+THROTTLED = tuple(lane.value for lane in Lane)
+DELAYABLE = (COMPUTE, *THROTTLED)
 POISON = 0xFF  # every byte so: a NaN in fp32, bf16, fp16 and fp64
 
 
@@ -49,6 +51,11 @@ class Faults:
     """Fill freed buffers with NaN."""
     skip: frozenset[str] = frozenset()
     """Labels of dependencies that are dropped, from the run and from the race checker: planted ordering bugs."""
+    throttle: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    """Lane's value -> bytes per second: an operation lasts at least as long as the bytes that it writes take at this
+    rate. On copy lanes of an accelerator that time is added to the copy's own."""
+    serial: bool = False
+    """Every submission is waited for at once, and nothing overlaps. The race checker does not hear of these waits."""
 
     def __post_init__(self) -> None:
         for lane, longest_s in self.delays.items():
@@ -56,6 +63,12 @@ class Faults:
                 raise ConfigError(
                     f"faults: expected delays of 0 seconds or more on {', '.join(DELAYABLE)}, "
                     f"but got {longest_s!r} on '{lane}'"
+                )
+        for lane, bytes_per_s in self.throttle.items():
+            if lane not in THROTTLED or not bytes_per_s > 0:
+                raise ConfigError(
+                    f"faults: expected a throttle in bytes per second on {', '.join(THROTTLED)}, "
+                    f"but got {bytes_per_s!r} on '{lane}'"
                 )
 
 
@@ -67,13 +80,20 @@ class Delays:
     """Draws the pauses: the n-th operation of a lane pauses as long in every run, whatever the timing."""
 
     def __init__(self, faults: Faults) -> None:
-        """Args: faults: ``delays`` and ``seed`` count here."""
+        """Args: faults: ``delays``, ``seed`` and ``throttle`` count here."""
         self._longest_s = dict(faults.delays)
+        self._bytes_per_s = dict(faults.throttle)
         self._random = {lane: random.Random(f"{faults.seed} {lane}") for lane in DELAYABLE}
 
     def around(self, lane: Lane) -> tuple[float, float]:
         """Seconds before and after the next operation of ``lane``."""
         return self._draw_s(lane.value), self._draw_s(lane.value)
+
+    def pace(self, operation: Operation) -> Pace:
+        """How the next operation of its lane is slowed down."""
+        before_s, after_s = self.around(operation.lane)
+        bytes_per_s = self._bytes_per_s.get(operation.lane.value)
+        return Pace(before_s, operation.nbytes / bytes_per_s if bytes_per_s else 0.0, after_s)
 
     def compute_s(self) -> float:
         """Seconds before the next access of compute."""

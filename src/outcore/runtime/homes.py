@@ -144,9 +144,9 @@ class Homes:
             raise AssertionError(f"no idle {kind} slot on {tier}: one was not given back")
         return pool, slot
 
-    def slot_count(self, tier: Tier, kind: PoolKind) -> int:
-        """Slots of a kind."""
-        return sum(len(p.slots) for p in self._pools.get((tier, kind), []))
+    def slots(self, tier: Tier, kind: PoolKind) -> list[Slot]:
+        """All slots of a kind, smallest first."""
+        return [slot for pool in self._pools.get((tier, kind), []) for slot in pool.slots]
 
     def close(self) -> None:
         """Give memory and files back. Idempotent."""

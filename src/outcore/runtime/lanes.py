@@ -13,18 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from queue import SimpleQueue
 from types import TracebackType
-from typing import NoReturn, Protocol, final
-
-import torch
+from typing import NamedTuple, NoReturn, Protocol, final
 
 from outcore.core.errors import LaneError, OutcoreError
-from outcore.runtime.threads import start_single_threaded
+from outcore.runtime.recorder import HostStopwatch, Recorder, Stopwatch
 
 Clock = tuple[int, ...]
-CLOSE_TIMEOUT_S = 60.0  # an operation that runs longer than this while its lane closes is reported, not waited for
 
 
 class Lane(enum.Enum):
@@ -39,9 +34,30 @@ class Lane(enum.Enum):
     STATES_READ = "states_read"
     DISK_WRITE = "disk_write"
     UPDATE = "update"
+    # Updates on the device of states from host memory: apart from fetches, which must not wait behind them.
+    STATES_H2D = "states_h2d"
+    DEVICE_UPDATE = "device_update"
+    STATES_D2H = "states_d2h"
+
+    @property
+    def route(self) -> str:
+        """Between which tiers it works, for errors."""
+        return _ROUTES.get(self, "on the host")
 
 
-COPY_LANES = frozenset({Lane.H2D, Lane.D2H, Lane.WRITE_BACK})
+_ROUTES = {
+    Lane.H2D: "host to device",
+    Lane.D2H: "device to host",
+    Lane.WRITE_BACK: "host to device",
+    Lane.WEIGHTS_READ: "disk to host",
+    Lane.STATES_READ: "disk to host",
+    Lane.DISK_WRITE: "host to disk",
+    Lane.STATES_H2D: "host to device",
+    Lane.DEVICE_UPDATE: "on the device",
+    Lane.STATES_D2H: "device to host",
+}
+
+COPY_LANES = frozenset({Lane.H2D, Lane.D2H, Lane.WRITE_BACK, Lane.STATES_H2D, Lane.DEVICE_UPDATE, Lane.STATES_D2H})
 """Lanes whose operations are device work: on CUDA they have a stream of their own."""
 
 
@@ -77,7 +93,8 @@ class Failure:
         if isinstance(error, OutcoreError):
             raise error
         raise LaneError(
-            f"expected '{self.operation}' on lane {self.lane} to finish, but it raised {type(error).__name__}: {error}"
+            f"expected '{self.operation}' on lane {self.lane} ({Lane(self.lane).route}) to finish, but it raised "
+            f"{type(error).__name__}: {error}"
         ) from error
 
 
@@ -108,7 +125,7 @@ class Handle:
     flight), *done* (the bytes are there), *failed*. Handles are cheap and keep neither work nor dependencies alive.
     """
 
-    __slots__ = ("_failure", "_issued", "_lanes", "_pid", "clock", "completion", "lane", "name")
+    __slots__ = ("_failure", "_issued", "_lanes", "_pid", "began_s", "clock", "completion", "lane", "name")
 
     def __init__(self, name: str, lane: str, lanes: Lanes, clock: Clock = ()) -> None:
         """Args: lane: A lane's value or ``compute``. clock: What the race checker knows of it."""
@@ -116,6 +133,8 @@ class Handle:
         self.lane = lane
         self.clock = clock
         self.completion: Completion | None = None
+        self.began_s: float | None = None
+        """When its work began, on ``time.perf_counter``; None before, and for work of a device."""
         self._lanes = lanes
         self._failure: Failure | None = None
         self._issued = threading.Event()
@@ -148,7 +167,8 @@ class Handle:
 
         Raises:
             OutcoreError: The operation, or one that it depended on, failed with it.
-            LaneError: It failed with anything else, which is the cause; or its lane was closed first.
+            LaneError: It failed with anything else, which is the cause; its lane was closed first; or something that
+                it waits for makes no progress any more.
         """
         self.wait_issued()
         if self._failure is not None:
@@ -157,7 +177,11 @@ class Handle:
             self.completion.synchronize()
 
     def wait_issued(self) -> None:
-        """Block the host until the work ran on its lane or failed; raises nothing that the work raised."""
+        """Block the host until the work ran on its lane or failed; raises nothing that the work raised.
+
+        Raises:
+            LaneError: Something that it waits for makes no progress any more.
+        """
         if self._issued.is_set():
             return
         if os.getpid() != self._pid:
@@ -167,17 +191,17 @@ class Handle:
             )
         self._lanes.wait_issued(self)
 
-    def block(self) -> None:
-        """Block until somebody else settles the handle; for implementations of ``Lanes``."""
-        self._issued.wait()
+    def block(self, timeout_s: float | None = None) -> bool:
+        """Block until somebody else settles the handle; for implementations of ``Lanes``. Returns whether it is."""
+        return self._issued.wait(timeout_s)
 
     def finish(self, completion: Completion | None = None) -> None:
-        """Called once by whoever ran the work."""
+        """Called once by whoever ran the work. It stays failed if it was given up before."""
         self.completion = completion
         self._issued.set()
 
     def fail(self, failure: Failure) -> None:
-        """Called once by whoever could not run the work."""
+        """Called by whoever could not run the work, or gives it up."""
         self._failure = failure
         self._issued.set()
 
@@ -203,16 +227,31 @@ class Operation:
     lane: Lane
     work: Callable[[], object]
     dependencies: tuple[Handle, ...]
+    nbytes: int
+    """What it declares to write: the bytes that a copy moves, or an update changes."""
+
+
+class Pace(NamedTuple):
+    """How an operation is slowed down on purpose."""
+
+    before_s: float = 0.0
+    least_s: float = 0.0
+    """The work lasts so long, or longer if it does by itself."""
+    after_s: float = 0.0
 
 
 class Execution(Protocol):
     """How a kind of device runs operations; shared by all its lanes, holds no device."""
 
+    @property
+    def stopwatch(self) -> Stopwatch:
+        """Times what it runs."""
+
     def begin_thread(self, lane: Lane | None) -> None:
         """Set up the calling thread to serve ``lane``, or any lane if None."""
 
-    def run(self, operation: Operation, before_s: float, after_s: float) -> Completion | None:
-        """Order behind the dependencies, which are issued, and run the work between two pauses."""
+    def run(self, operation: Operation, pace: Pace, recorder: Recorder) -> Completion | None:
+        """Order behind the dependencies, which are issued, and run the work at a pace."""
 
     def drain(self) -> None:
         """Block the host until the device is idle."""
@@ -222,21 +261,36 @@ class Execution(Protocol):
 class HostExecution:
     """Operations are over when their work returns."""
 
+    def __init__(self) -> None:
+        self.stopwatch = HostStopwatch()
+
     def begin_thread(self, lane: Lane | None) -> None:
         """Nothing to set up."""
 
-    def run(self, operation: Operation, before_s: float, after_s: float) -> None:
-        """Run the work between two pauses."""
-        time.sleep(before_s)
-        operation.work()
-        time.sleep(after_s)
+    def run(self, operation: Operation, pace: Pace, recorder: Recorder) -> None:
+        """Run the work."""
+        run_on_host(operation, pace, recorder)
 
     def drain(self) -> None:
         """Nothing runs behind the host's back."""
 
 
-Pauses = Callable[[Lane], tuple[float, float]]
-"""Seconds to pause before and after the next operation of a lane."""
+def pause(seconds: float) -> None:
+    """Sleep, or go on at once: a sleep of no length still gives the core away."""
+    if seconds > 0:
+        time.sleep(seconds)
+
+
+def run_on_host(operation: Operation, pace: Pace, recorder: Recorder) -> None:
+    """Run work that is over when it returns."""
+    start_s = time.perf_counter()
+    pause(pace.before_s)
+    begun_s = operation.handle.began_s = time.perf_counter()
+    operation.work()
+    rest_s = begun_s + pace.least_s - time.perf_counter()
+    pause(max(rest_s, 0.0) + pace.after_s)
+    if recorder.is_on:
+        recorder.add(operation.lane.value, operation.handle.name, start_s, time.perf_counter(), operation.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,9 +298,10 @@ class Service:
     """What lanes need to serve operations."""
 
     execution: Execution
-    pauses: Pauses
+    pace: Callable[[Operation], Pace]
     failures: list[Failure]
     """Every operation that failed by itself is appended, not those that depended on it."""
+    recorder: Recorder
 
 
 def run_operation(operation: Operation, service: Service) -> None:
@@ -258,8 +313,7 @@ def run_operation(operation: Operation, service: Service) -> None:
             if dependency.failure is not None:
                 handle.fail(dependency.failure)
                 return
-        before_s, after_s = service.pauses(operation.lane)
-        handle.finish(service.execution.run(operation, before_s, after_s))
+        handle.finish(service.execution.run(operation, service.pace(operation), service.recorder))
     except BaseException as error:  # a lane survives whatever its work raises; the handle carries it
         failure = Failure(error, handle.name, handle.lane)
         service.failures.append(failure)
@@ -283,75 +337,3 @@ def refuse_closed(operation: Operation) -> NoReturn:
 def refuse_on_lane(what: str) -> NoReturn:
     """Raise for a submission or a wait from inside an operation."""
     raise AssertionError(f"{what} inside an operation of a lane: operations only work; name what they need in `after`")
-
-
-@final
-class ThreadedLanes:
-    """One daemon thread per lane, each with one ATen thread and without autograd.
-
-    Owns its threads until ``close``; idle threads hold no operation.
-    """
-
-    def __init__(self, service: Service) -> None:
-        """Start the threads; returns when all are ready."""
-        self._service = service
-        self._lock = threading.RLock()
-        self._is_closed = False
-        self._queues: dict[Lane, SimpleQueue[Operation | None]] = {lane: SimpleQueue() for lane in Lane}
-        self._last: dict[Lane, Handle] = {}
-        self._threads = start_single_threaded({f"outcore-{lane.value}": partial(self._serve, lane) for lane in Lane})
-        self._idents = frozenset(thread.ident for thread in self._threads)
-
-    def submit(self, operation: Operation) -> None:
-        """Queue an operation at the end of its lane."""
-        if threading.get_ident() in self._idents:
-            refuse_on_lane(f"submit '{operation.handle.name}'")
-        with self._lock:
-            if self._is_closed:
-                refuse_closed(operation)
-            self._last[operation.lane] = operation.handle
-            self._queues[operation.lane].put(operation)
-
-    def wait_issued(self, handle: Handle) -> None:
-        """Block until the lane got to it."""
-        if threading.get_ident() in self._idents:
-            refuse_on_lane(f"wait for '{handle.name}'")
-        handle.block()
-
-    def poll(self, handle: Handle) -> None:
-        """Threads advance on their own."""
-
-    def drain(self) -> None:
-        """Block until every operation submitted so far ran or failed."""
-        for handle in tuple(self._last.values()):
-            handle.wait_issued()
-
-    def _serve(self, lane: Lane) -> None:
-        """Run a lane's queue until it is closed; the body of its thread."""
-        torch.set_grad_enabled(False)
-        self._service.execution.begin_thread(lane)
-        queue = self._queues[lane]
-        while (operation := queue.get()) is not None:
-            if self._is_closed:
-                operation.handle.fail(closed_failure(operation.handle.name, lane.value))
-            else:
-                run_operation(operation, self._service)
-            del operation  # an idle lane must not keep the last operation's tensors alive
-
-    def close(self) -> None:
-        """Let running operations finish, fail the queued ones, join the threads. Idempotent.
-
-        Raises:
-            LaneError: An operation still runs after a minute; its thread is left behind.
-        """
-        with self._lock:
-            self._is_closed = True
-            for queue in self._queues.values():
-                queue.put(None)
-        deadline = time.monotonic() + CLOSE_TIMEOUT_S
-        others = [thread for thread in self._threads if thread is not threading.current_thread()]
-        for thread in others:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        stuck = [thread.name for thread in others if thread.is_alive()]
-        if stuck:
-            raise LaneError(f"expected all lanes to end within {CLOSE_TIMEOUT_S:.0f} s of close, but {stuck} still run")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
 
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.runtime.engine import Engine
+from outcore.runtime.recorder import Recorder, recording
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
 
@@ -52,6 +54,16 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """Bytes given to each lane since the run began."""
         return self.engine.traffic.totals()
 
+    def recording(self, *, num_steps: int = 16) -> AbstractContextManager[Recorder]:
+        """Record what every lane does, and what compute waits for, while the block runs.
+
+        Args:
+            num_steps: The recorder keeps so many steps; ``timeline()`` returns them.
+
+        Memory: host, a few hundred bytes per operation.
+        """
+        return recording(self.engine.model, self.engine.device.recorder, num_steps=num_steps)
+
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Submit the update of every parameter that has a gradient and return; errors of earlier steps surface here."""
@@ -59,7 +71,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.engine.step(self.param_groups)
+        with self.engine.device.recorder.step():
+            self.engine.step(self.param_groups)
         self._original._opt_called = True  # type: ignore[attr-defined]  # a scheduler built on it warns otherwise
         return loss
 

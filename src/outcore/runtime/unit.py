@@ -110,6 +110,11 @@ class Unit:
         return self.plan.weights == "device"
 
     @property
+    def is_updated_on_host(self) -> bool:
+        """Whether worker threads update it."""
+        return self.plan.states != "device" and self.plan.update == "host"
+
+    @property
     def num_trainable(self) -> int:
         """Number of trainable parameters; they come first in ``params``."""
         return len(self.spec.trainable)

@@ -16,7 +16,7 @@ from outcore.memory.arena import Buffer, Region
 from outcore.memory.disk import DiskStore
 from outcore.optim.blocks import Piece, update_blocks
 from outcore.optim.rules import Hyper
-from outcore.planning.pools import SCRATCH_BYTES
+from outcore.planning.reservations import SCRATCH_BYTES
 from outcore.runtime.device import Device
 from outcore.runtime.grad_handle import GradHandle
 from outcore.runtime.gradient_homes import GradientHomes

@@ -2,90 +2,67 @@
 
 [Note: weight slots] A unit whose weights do not live on the device borrows a slot there. After unbinding, the slot
 stays with the unit ("cached") until another unit needs it; weights never change in a slot, so evicting moves no
-bytes. The next fetch into the slot waits for the compute that read it.
+bytes. The next fetch into the slot waits for the compute that read it. Weights whose home is disk pass through slots on
+the host, which are kept in the same way and written again after the fetch that read them.
+
+What goes where, and when, is decided beforehand for the visits of a whole step (``planning.weight_cache``), taken to be
+those of the step before. Whatever else is needed is fetched on demand.
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from functools import partial
+
+import torch
 
 from outcore.core.errors import MemoryBudgetError
 from outcore.core.quantities import format_bytes
 from outcore.memory.arena import Buffer
-from outcore.memory.disk import DiskStore
+from outcore.planning.schedule import update_order, usual_visits
+from outcore.planning.weight_cache import NEVER, Held, weight_moves
+from outcore.runtime.cursor import Cursor, Round
 from outcore.runtime.device import Device
-from outcore.runtime.homes import Homes, Slot, SlotPool
+from outcore.runtime.homes import Homes
 from outcore.runtime.lanes import After, Handle, Lane, newest
+from outcore.runtime.slot_cache import SlotCache
 from outcore.runtime.traffic import Traffic
 from outcore.runtime.unit import Unit, expect_buffer, expect_extent
-
-
-class Phase(enum.Enum):
-    """Why a unit's weights are needed."""
-
-    FORWARD = "forward"
-    INFERENCE = "inference"
-    BACKWARD = "backward"
-
-
-class Visit(NamedTuple):
-    """A unit bound in a phase."""
-
-    phase: Phase
-    unit: int
-
-
-class VisitOrder:
-    """What follows what, as seen the last time.
-
-    Wrong guesses cost time only: whatever is missing is fetched on demand.
-    """
-
-    def __init__(self) -> None:
-        """Know nothing."""
-        self._next: dict[Visit, Visit] = {}
-        self._last: Visit | None = None
-
-    def record(self, visit: Visit) -> None:
-        """A unit is bound now."""
-        if self._last is not None:
-            self._next[self._last] = visit
-        self._last = visit
-
-    def coming(self, *, limit: int, is_updated: bool = False) -> Iterator[Visit]:
-        """The next visits, nearest first.
-
-        Args:
-            limit: At most so many.
-            is_updated: The update of this step has been submitted. Until then what follows backward is left out: its
-                weights are about to change.
-        """
-        visit = self._last
-        for _ in range(limit):
-            follower = None if visit is None else self._next.get(visit)
-            if visit is None or follower is None:
-                return
-            if visit.phase is Phase.BACKWARD and follower.phase is not Phase.BACKWARD and not is_updated:
-                return
-            is_updated = False
-            yield follower
-            visit = follower
+from outcore.spec.model import ModelSpec
+from outcore.spec.plan import Plan
+from outcore.spec.schedule import Phase, Visit
 
 
 class Weights:
     """Brings the weights of units to compute and takes them away again."""
 
     def __init__(
-        self, units: Sequence[Unit], homes: Homes, device: Device, traffic: Traffic, prefetch_depth: int
+        self,
+        units: Sequence[Unit],
+        homes: Homes,
+        device: Device,
+        traffic: Traffic,
+        model: ModelSpec,
+        plan: Plan,
+        *,
+        has_steps: bool,
     ) -> None:
-        """Args: units: All, the root first. prefetch_depth: Coming units to fetch ahead."""
+        """Args: units: All, the root first. has_steps: There is an optimizer, so that visits come in steps."""
         self._units, self._homes, self._device, self._traffic = units, homes, device, traffic
-        self._depth = prefetch_depth
-        self._order = VisitOrder()
-        self._first_uses: dict[str, None] = {}
-        self._holders: dict[SlotPool, list[Unit]] = {}
+        self._index = {unit: i for i, unit in enumerate(units)}
+        self._has_steps = has_steps
+        self._on_device = SlotCache(homes.slots("device", "weights"), device, "slot free")
+        self._on_host = SlotCache(homes.slots("host", "weights"), device, "staging free")
+        decide = partial(weight_moves, model, plan)
+        self._step = Cursor(decide, usual_visits(model), self._held())
+        self._round = Round(decide, (), self._held())
+        self._cursor: Cursor = self._step
+        """The one of the two that follows the run now."""
+
+    @property
+    def visits(self) -> tuple[Visit, ...]:
+        """Those of the last step, which this one is expected to repeat."""
+        return self._step.expected
 
     def bind(self, index: int, phase: Phase) -> None:
         """Make a unit's parameters present; compute that follows sees the current weights.
@@ -93,20 +70,19 @@ class Weights:
         Order: compute waits for the fetch, and the fetch for the unit's last update.
         """
         unit = self._units[index]
-        self._order.record(Visit(phase, index))
-        self._first_uses.setdefault(unit.name)
+        self._follow(Visit(phase, index))
         unit.num_bound += 1
         if unit.is_gathered:
             return
-        if unit.num_bound == 1:
-            try:
-                if not unit.is_resident and unit.slot is None and unit.weights is not None:
-                    self._fetch(unit, is_demand=True)
+        try:
+            self._make_due()
+            if not unit.is_resident and unit.slot is None and unit.weights is not None:
+                self._fetch_on_demand(index)
+            if unit.num_bound == 1:
                 self.present(unit)
-            except BaseException:  # whoever called will not unbind
-                unit.num_bound -= 1
-                raise
-        self._prefetch(self._order.coming(limit=self._depth))
+        except BaseException:  # whoever called will not unbind
+            unit.num_bound -= 1
+            raise
 
     def present(self, unit: Unit) -> None:
         """Order compute behind whatever writes the unit's weights on the device, and point the parameters at them."""
@@ -121,14 +97,13 @@ class Weights:
 
     def present_on_demand(self, unit: Unit) -> None:
         """Make a resident unit's parameters present because somebody reads them: the root has no call of its own."""
-        self._first_uses.setdefault(unit.name)
+        if torch.is_grad_enabled():
+            self._step.follow(Visit(Phase.FORWARD, self._index[unit]), may_skip=False)
         self.present(unit)
 
     def units_by_next_use(self) -> list[Unit]:
         """All units in the order in which they were first used since the last step, then those that were not."""
-        rank = {name: i for i, name in enumerate(self._first_uses)}
-        self._first_uses = {}
-        return sorted(self._units, key=lambda unit: rank.get(unit.name, -1 if not unit.name else len(rank)))
+        return [self._units[i] for i in update_order(self._step.seen, len(self._units))]
 
     def unbind(self, index: int) -> None:
         """Make a unit's parameters absent again; its slot may go to another unit once compute is done with it."""
@@ -150,40 +125,76 @@ class Weights:
 
     def invalidate(self, unit: Unit) -> None:
         """Forget cached weights: the home holds other ones now, or will."""
-        if unit.slot is None:
-            return
-        if unit.num_bound:
-            raise AssertionError(f"unit '{unit.label}' is bound while its weights change")
-        self._release(unit)
+        if unit.slot is not None:
+            if unit.num_bound:
+                raise AssertionError(f"unit '{unit.label}' is bound while its weights change")
+            self._vacate_on_device(self._on_device.slots.index(unit.slot))
+        staged = self._on_host.find(self._index[unit])
+        if staged is not None:
+            self._on_host.vacate(staged)
 
     def prefetch_after_update(self) -> None:
-        """Fetch the first units of the next forward; each waits for its own update."""
-        self._prefetch(self._order.coming(limit=self._depth + 1, is_updated=True))
+        """A step begins: fetch what its forward needs first; each unit waits for its own update."""
+        self._cursor = self._step
+        self._cursor.restart(self._held())
+        self._make_due()
 
-    def _prefetch(self, visits: Iterator[Visit]) -> None:
-        for visit in list(visits):
-            unit = self._units[visit.unit]
-            if unit.is_resident or unit.is_gathered or unit.slot is not None or unit.weights is None:
+    def forget(self) -> None:
+        """Let go of all memory, so that it can be given back."""
+        self._on_device.slots.clear()
+        self._on_host.slots.clear()
+
+    def _held(self) -> Held:
+        return Held(tuple(self._on_device.holders), tuple(self._on_host.holders))
+
+    def _follow(self, visit: Visit) -> None:
+        if self._has_steps and visit.phase is not Phase.INFERENCE:
+            self._cursor = self._step
+            self._step.follow(visit)
+        else:
+            self._cursor = self._round
+            self._round.follow_round(visit, self._held)
+
+    def _make_due(self) -> None:
+        for move in self._cursor.due():
+            cache = self._on_device if move.tier == "device" else self._on_host
+            if self._units[move.unit].is_gathered or cache.find(move.unit) is not None:
                 continue
-            if not self._fetch(unit, is_demand=False):
-                return
+            place = self._choose(cache, move.unit, evicts=move.evicts, beyond=move.use)
+            if place is not None:  # else the slots hold what is needed sooner: not what was expected
+                bring = self._fetch if move.tier == "device" else self._read
+                bring(move.unit, place)
 
-    def _fetch(self, unit: Unit, *, is_demand: bool) -> bool:
-        nbytes = unit.spec.weight_bytes
-        pool = self._homes.pool("device", "weights", nbytes)
-        slot = pool.take() or self._steal(pool, is_demand=is_demand)
-        if slot is None:
-            if not is_demand:
-                return False
+    def _choose(self, cache: SlotCache, index: int, *, evicts: int | None = None, beyond: int = -1) -> int | None:
+        """A slot for a unit's weights: the one with ``evicts`` in it, or the one whose content is needed last."""
+
+        def next_use(unit: int) -> int:
+            if cache is self._on_device and self._units[unit].num_bound:
+                return -1
+            return NEVER if unit == evicts else self._cursor.next_use(unit)
+
+        return cache.choose(self._units[index].spec.weight_bytes, next_use, beyond=beyond)
+
+    def _fetch_on_demand(self, index: int) -> None:
+        place = self._choose(self._on_device, index)
+        if place is None:
+            unit, nbytes = self._units[index], self._units[index].spec.weight_bytes
             raise MemoryBudgetError(
-                f"unit '{unit.label}' needs a device slot of {format_bytes(nbytes)}, but all {len(pool.slots)} are "
-                "bound by units "
-                "that are being called right now; plan more weight slots (a larger prefetch_depth) for units that "
-                "call one another"
+                f"unit '{unit.label}' needs a device slot of {format_bytes(nbytes)}, but all "
+                f"{len(self._homes.pool('device', 'weights', nbytes).slots)} are bound by units that are being called "
+                "right now; plan more weight slots (a larger prefetch_depth) for units that call one another"
             )
+        self._fetch(index, place)
+
+    def _fetch(self, index: int, place: int) -> None:
+        """Bring weights into a device slot, whatever it holds."""
+        unit = self._units[index]
+        self._vacate_on_device(place)
+        slot, nbytes = self._on_device.slots[place], unit.spec.weight_bytes
         target = slot.buffer.part(0, nbytes)
-        source, give_back, ready = self._host_weights(unit, nbytes)
-        handle = self._device.submit(
+        staged = self._staged(index) if unit.plan.weights == "disk" else None
+        source, ready = self._source(unit, staged)
+        fetched = self._device.submit(
             Lane.H2D,
             f"fetch {unit.label}",
             lambda: target.bytes.copy_(source.bytes, non_blocking=True),
@@ -192,28 +203,40 @@ class Weights:
             after={"slot free": slot.free_after, **ready},
         )
         self._traffic.add(Lane.H2D, nbytes)
-        if give_back is None:
-            unit.weights_readers = newest([*unit.weights_readers, handle])
+        if staged is None:
+            unit.weights_readers = newest([*unit.weights_readers, fetched])
         else:
-            staging_pool, staging = give_back
-            poison = self._device.poison(staging.buffer, lane=Lane.H2D)
-            staging_pool.give(staging, [h for h in (handle, poison) if h is not None])
-        unit.slot, unit.fetched = slot, handle
-        self._holders.setdefault(pool, []).append(unit)
-        return True
+            self._on_host.slots[staged].free_after = [fetched]
+        self._on_device.put(place, index, fetched)
+        unit.slot, unit.fetched = slot, fetched
 
-    def _host_weights(self, unit: Unit, nbytes: int) -> tuple[Buffer, tuple[SlotPool, Slot] | None, After]:
-        """Weights in host memory: home or staging slot, the slot to give back, and what the copy must wait for."""
-        if unit.plan.weights == "host":
-            return (
-                expect_buffer(unit.weights, unit.label).part(0, nbytes),
-                None,
-                {"weights updated": unit.weights_ready},
-            )
-        extent, disk = expect_extent(unit.weights, unit.label), self._disk()
-        pool, slot = self._homes.take("host", "weights", nbytes)
-        buffer = slot.buffer.part(0, nbytes)
-        read = self._device.submit(
+    def _source(self, unit: Unit, staged: int | None) -> tuple[Buffer, After]:
+        """Weights in host memory, and what a copy must wait for."""
+        nbytes = unit.spec.weight_bytes
+        if staged is None:
+            home = expect_buffer(unit.weights, unit.label)
+            return home.part(0, nbytes), {"weights updated": unit.weights_ready}
+        return self._on_host.slots[staged].buffer.part(0, nbytes), {"weights read": self._on_host.written(staged)}
+
+    def _staged(self, index: int) -> int:
+        """The host slot with a unit's weights; read from disk if there is none."""
+        staged = self._on_host.find(index)
+        if staged is None:
+            staged = self._choose(self._on_host, index)
+            if staged is None:
+                raise AssertionError("no host slot for weights on disk")
+            self._read(index, staged)
+        return staged
+
+    def _read(self, index: int, place: int) -> None:
+        """Bring weights from disk into a host slot, whatever it holds."""
+        unit, disk = self._units[index], self._homes.disk
+        if disk is None:
+            raise AssertionError("weights on disk without a disk tier")
+        self._on_host.vacate(place)
+        slot, extent = self._on_host.slots[place], expect_extent(unit.weights, unit.label)
+        buffer = slot.buffer.part(0, unit.spec.weight_bytes)
+        read: Handle = self._device.submit(
             Lane.WEIGHTS_READ,
             f"read weights of {unit.label}",
             lambda: disk.read(extent, buffer.bytes),
@@ -221,39 +244,12 @@ class Weights:
             writes=[buffer.region],
             after={"staging free": slot.free_after, "weights written": unit.weights_ready},
         )
-        self._traffic.add(Lane.WEIGHTS_READ, nbytes)
+        self._traffic.add(Lane.WEIGHTS_READ, buffer.nbytes)
         unit.weights_readers = newest([*unit.weights_readers, read])
-        return buffer, (pool, slot), {"weights read": read}
+        self._on_host.put(place, index, read)
 
-    def _steal(self, pool: SlotPool, *, is_demand: bool) -> Slot | None:
-        """Evict the cached unit that is needed last, as far as the recorded order tells (Belady)."""
-        holders = [u for u in self._holders.get(pool, []) if not u.num_bound]
-        if not holders:
-            return None
-        distance = {u.name: len(self._units) * 3 for u in holders}
-        for i, visit in enumerate(self._order.coming(limit=2 * len(self._units))):
-            name = self._units[visit.unit].name
-            if name in distance:
-                distance[name] = min(distance[name], i)
-        victim = max(holders, key=lambda u: distance[u.name])
-        # A prefetch never evicts what is needed sooner than the prefetched unit itself.
-        if not is_demand and distance[victim.name] < self._depth:
-            return None
-        self._release(victim)
-        return pool.take()
-
-    def _release(self, unit: Unit) -> None:
-        slot = unit.slot
-        if slot is None:
-            return
-        pool = self._homes.pool("device", "weights", unit.spec.weight_bytes)
-        self._holders[pool].remove(unit)
-        free_after: list[Handle] = slot.free_after + ([unit.fetched] if unit.fetched is not None else [])
-        unit.slot = unit.fetched = None
-        poison = self._device.poison(slot.buffer, Lane.H2D, {"slot free": free_after})
-        pool.give(slot, free_after + ([poison] if poison is not None else []))
-
-    def _disk(self) -> DiskStore:
-        if self._homes.disk is None:
-            raise AssertionError("weights on disk without a disk tier")
-        return self._homes.disk
+    def _vacate_on_device(self, place: int) -> None:
+        holder = self._on_device.holders[place]
+        if holder is not None:
+            self._units[holder].slot = self._units[holder].fetched = None
+        self._on_device.vacate(place)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Self, final
@@ -12,11 +13,13 @@ from typing import Self, final
 import torch
 
 from outcore.core.errors import UnsupportedError
-from outcore.memory.limits import usable_cores
+from outcore.memory.topology import Topology, read_topology
 from outcore.optim.blocks import Piece, split, update_blocks
 from outcore.runtime.threads import start_single_threaded
 
-SCRATCH_BYTES = 2 * 2**20  # 512 Ki fp32 elements: half to all of a core's L2 today
+SCRATCH_BYTES = 2 * 2**20  # 512 Ki fp32 elements: a block stays in a core's share of the last-level cache
+LEAST_SHARE_NUMEL = 2**15  # updated in the time that it takes to wake a thread
+CLOSE_TIMEOUT_S = 2.0
 
 _Share = tuple[list[Piece], "SimpleQueue[BaseException | None]"]  # what to update, and where to say how it ended
 
@@ -29,19 +32,20 @@ class UpdateWorkers:
     ``close``. A forked child has no threads: there ``run`` raises and ``close`` does nothing.
     """
 
-    def __init__(self, num_workers: int | None = None) -> None:
+    def __init__(self, num_workers: int | None = None, *, spare_cores: int = 0) -> None:
         """Start the threads.
 
         Args:
-            num_workers: Default: the cores that this process may use.
+            num_workers: So many, anywhere. Default: one per core, see ``worker_cpus``.
+            spare_cores: Cores to leave to others.
         """
-        self.num_workers = num_workers or usable_cores()
+        cpus = [None] * num_workers if num_workers else worker_cpus(read_topology(), spare_cores=spare_cores)
+        self.num_workers = len(cpus)
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._queues: list[SimpleQueue[_Share | None]] = [SimpleQueue() for _ in range(self.num_workers)]
-        self._threads = start_single_threaded(
-            {f"outcore-update-{i}": partial(_serve, queue) for i, queue in enumerate(self._queues)}
-        )
+        self._queues: list[SimpleQueue[_Share | None]] = [SimpleQueue() for _ in cpus]
+        bodies = [partial(_serve, queue, allowed) for queue, allowed in zip(self._queues, cpus, strict=True)]
+        self._threads = start_single_threaded({f"outcore-update-{i}": body for i, body in enumerate(bodies)})
 
     def run(self, pieces: Sequence[Piece]) -> None:
         """Update all pieces and wait for them. See ``update_blocks``.
@@ -55,22 +59,26 @@ class UpdateWorkers:
             if not self._threads:
                 raise UnsupportedError("update: expected open workers, but they were closed; update before close()")
             ends: SimpleQueue[BaseException | None] = SimpleQueue()
-            for queue, share in zip(self._queues, split(pieces, self.num_workers), strict=True):
+            numel = sum(piece.target.numel() for piece in pieces)
+            shares = split(pieces, max(1, min(self.num_workers, numel // LEAST_SHARE_NUMEL)))
+            for queue, share in zip(self._queues, shares, strict=False):
                 queue.put((share, ends))
-            errors = [error for error in [ends.get() for _ in self._queues] if error is not None]
+            errors = [error for error in [ends.get() for _ in shares] if error is not None]
         if errors:
             raise errors[0]
 
     def close(self) -> None:
-        """End the threads and wait for them; may be called again."""
+        """End the threads, and wait for them a moment; may be called again."""
         if os.getpid() != self._pid:
             return
-        with self._lock:
-            threads, self._threads = self._threads, ()
-            for queue in self._queues:
-                queue.put(None)
-            for thread in threads:
-                thread.join()
+        is_idle = self._lock.acquire(timeout=CLOSE_TIMEOUT_S)  # else a worker hangs, and its update holds the lock
+        threads, self._threads = self._threads, ()
+        for queue in self._queues:
+            queue.put(None)
+        for thread in threads if is_idle else ():
+            thread.join()
+        if is_idle:
+            self._lock.release()
 
     def __enter__(self) -> Self:
         return self
@@ -79,8 +87,32 @@ class UpdateWorkers:
         self.close()
 
 
-def _serve(queue: SimpleQueue[_Share | None]) -> None:
+def worker_cpus(topology: Topology, *, spare_cores: int) -> list[frozenset[int] | None]:
+    """Where update workers run: the CPUs that each of them is bound to, or None: any.
+
+    There is one worker per core that this process may keep busy. With several NUMA nodes each worker is bound to one of
+    them, in proportion to their cores: so all memory controllers work, and a worker's scratch stays near. Within a node
+    the system moves it as it likes. Workers do not look for the parts of an update that are near to them: where the
+    pages of an arena lie is not known without asking the system for every one.
+
+    Args:
+        topology: Of this machine.
+        spare_cores: Cores to leave to others.
+    """
+    num_workers = max(1, topology.num_cores - spare_cores)
+    if len(topology.nodes) == 1:
+        return [None] * num_workers
+    counts = dict.fromkeys(topology.nodes, 0)
+    for _ in range(num_workers):
+        counts[min(counts, key=lambda node: (counts[node] + 1) / node.num_cores)] += 1
+    return [node.cpus for node, count in counts.items() for _ in range(count)]
+
+
+def _serve(queue: SimpleQueue[_Share | None], cpus: frozenset[int] | None) -> None:
     """Body of a worker."""
+    if cpus is not None:
+        with suppress(OSError):  # a container may forbid it, or take a core away: then anywhere
+            os.sched_setaffinity(0, cpus)  # of this thread alone
     scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8)  # first touched here, so on this core's memory
     while (item := queue.get()) is not None:
         share, ends = item

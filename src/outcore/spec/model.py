@@ -10,6 +10,11 @@
   Accumulated gradients, master weights and every optimizer state use it, ``update_bytes`` each.
 
 Sizes are padded to 4 KiB, so any of them may rest on disk.
+
+[Note: aliases] States lie behind one another, and an update walks through all of them side by side. AMD's processors
+(Zen) find lines of the first-level cache by a hash of address bits 12 to 27; at a distance of 256 MiB, or twice 128,
+the lines of two states push each other out, and the update takes two to five times as long. Two more pages avoid it;
+one does not, since bits 12 and 27 cancel.
 """
 
 from __future__ import annotations
@@ -24,6 +29,8 @@ from outcore.core.quantities import PAGE_BYTES, PARAM_ALIGN_BYTES, align_up
 Precision = Literal["fp32", "bf16", "pure_bf16"]
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "pure_bf16")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+ALIAS_BYTES = 2**27
+"""No state's size is a multiple of it, see [Note: aliases]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +116,9 @@ class UnitSpec:
 
     @cached_property
     def update_bytes(self) -> int:
-        """Size of the update layout: of accumulated gradients, and of each optimizer state."""
-        return align_up(sum(align_up(p.update_bytes, PARAM_ALIGN_BYTES) for p in self.trainable), PAGE_BYTES)
+        """Size of the update layout: of accumulated gradients, and of each optimizer state. See [Note: aliases]."""
+        size = align_up(sum(align_up(p.update_bytes, PARAM_ALIGN_BYTES) for p in self.trainable), PAGE_BYTES)
+        return size + 2 * PAGE_BYTES if size and size % ALIAS_BYTES == 0 else size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import PAGE_BYTES
@@ -17,11 +17,11 @@ Tier = Literal["device", "host", "disk"]
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 Policy = Literal["keep", "recompute"]
 POLICIES: tuple[Policy, ...] = ("keep", "recompute")
-PoolKind = Literal["weights", "bucket", "scratch", "new_weights", "states", "gradients", "landing"]
-POOL_KINDS: tuple[PoolKind, ...] = ("weights", "bucket", "scratch", "new_weights", "states", "gradients", "landing")
+PoolKind = Literal["weights", "bucket", "scratch", "staging", "new_weights", "states", "gradients", "landing"]
+POOL_KINDS: tuple[PoolKind, ...] = get_args(PoolKind)
 
 _KINDS_BY_TIER: dict[Tier, tuple[PoolKind, ...]] = {
-    "device": ("weights", "bucket", "scratch"),
+    "device": ("weights", "bucket", "scratch", "staging"),
     "host": ("weights", "new_weights", "states", "gradients", "landing"),
 }
 MAX_SLOTS = 1024
@@ -42,6 +42,9 @@ class UnitPlan:
     gradients: Tier
     states: Tier
     policy: Policy = "recompute"
+    update: Literal["host", "device"] = "host"
+    """Who updates states in host memory: worker threads, or the device, through which they then pass. Weights and
+    gradients may then not live on disk. States on the device are updated there, those on disk on the host."""
     early: bool = False
     """Update inside backward, as soon as the last gradient is there, into a second home of states and weights, which
     takes over when ``step()`` finds that nothing came between. Needs promised ``accumulation_steps``."""
@@ -58,16 +61,28 @@ class UnitPlan:
                 f"{where}: states on the device need weights and gradients on the device too, but got "
                 f"weights={self.weights}, gradients={self.gradients}; move the states to host or disk"
             )
+        self._check_update(where)
+        if self.name == "" and self.weights != "device":
+            raise ConfigError(
+                f"plan: the root unit's weights are always resident, expected 'device', but got '{self.weights}'"
+            )
+
+    def _check_update(self, where: str) -> None:
+        _one_of(self.update, ("host", "device"), f"{where}: update")
+        if self.update == "device" and (self.states != "host" or "disk" in (self.weights, self.gradients)):
+            raise ConfigError(
+                f"{where}: update on the device: expected states in host memory, and weights and gradients there or "
+                f"on the device, but got weights={self.weights}, gradients={self.gradients}, states={self.states}; "
+                "set update to 'host'"
+            )
+        if self.update == "device" and self.early:
+            raise ConfigError(f"{where}: expected either early or an update on the device, but got both; choose one")
         if not isinstance(self.early, bool):
             raise ConfigError(f"{where}: early: expected true or false, but got {self.early!r}")
         if self.early and self.states == "device":
             raise ConfigError(
                 f"{where}: early: expected states on host or disk, but they are on the device, where an update waits "
                 "for no transfer; set early to false"
-            )
-        if self.name == "" and self.weights != "device":
-            raise ConfigError(
-                f"plan: the root unit's weights are always resident, expected 'device', but got '{self.weights}'"
             )
 
 
@@ -76,7 +91,8 @@ class Pool:
     """Equal slots on one tier that units take turns in.
 
     Kinds: ``weights`` (a unit's weights layout, fetched), ``bucket`` (device; gradients of one backward pass),
-    ``scratch`` (device; blocks of an update there), ``new_weights`` (host; trainable weights after an update whose home
+    ``scratch`` (device; blocks of an update there), ``staging`` (device; all that an update of states from host memory
+    needs there), ``new_weights`` (host; trainable weights after an update whose home
     is elsewhere), ``states`` (host; states whose home is disk, all of a unit), ``gradients`` (host; accumulated
     gradients whose home is elsewhere), ``landing`` (host; a bucket on its way to be accumulated).
     """

@@ -1,0 +1,294 @@
+"""How near a step comes to the floor of its plan, on the CPU with lanes that are as slow as they are told to be.
+
+Prints one JSON object. The model is a row of equal blocks whose forward and backward sleep: compute takes known time
+and none of the machine's cores. Every lane is throttled to a known bandwidth, so the floor is known (docs/overlap.md),
+and each setting lets another resource bind. ``serial_s`` is the same step with overlap off: every operation is waited
+for at once. A step is from the return of one ``optimizer.step()`` to that of the next. In the backward window as many
+blocks are updated early as backward has time for; the others, behind the next forward, are spread evenly.
+
+    python benchmarks/overlap.py
+    python benchmarks/overlap.py --settings h2d --windows forward --picture
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from measuring import context, spread
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+import outcore
+from outcore.api import prepare_for_test
+from outcore.planning.floor import Floor, Rates, floor_of
+from outcore.planning.partition import partition
+from outcore.planning.pools import Comfort, pools_for
+from outcore.planning.reservations import states_of
+from outcore.runtime.faults import Faults
+from outcore.runtime.optimizer import StreamedOptimizer
+from outcore.spec.model import ModelSpec
+from outcore.spec.plan import Plan, Tier, UnitPlan
+from outcore.spec.timeline import COMPUTE, Span, Timeline
+
+STATES = ("exp_avg", "exp_avg_sq")
+FORWARD, BACKWARD = 1.0, 2.0
+"""A block's forward, and its backward without recompute, in units of ``--milliseconds``."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How long each lane works for one block, in the same units, and where blocks have their states."""
+
+    h2d: float = 0.5
+    d2h: float = 0.5
+    update: float = 0.5
+    disk: float = 0.0
+    states: Tier = "host"
+
+
+SETTINGS = {
+    "compute": Setting(),
+    "h2d": Setting(h2d=4.0),
+    "d2h": Setting(d2h=4.0),
+    "update": Setting(update=5.0),
+    "disk": Setting(disk=5.0, states="disk"),
+}
+WINDOWS = ("forward", "backward", "speculation")
+
+
+class Sleep(torch.autograd.Function):
+    """Takes time in forward and backward, and gives a weight a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
+        time.sleep(forward_s)
+        ctx.shape, ctx.backward_s = weight.shape, backward_s
+        return x + weight[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        time.sleep(ctx.backward_s)
+        return grad, grad.new_full(ctx.shape, 1e-6), None, None
+
+
+class Block(nn.Module):
+    """One parameter, and a forward and backward of known length."""
+
+    def __init__(self, numel: int, unit_s: float) -> None:
+        """Args: unit_s: Seconds of forward."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(numel))
+        self.forward_s, self.backward_s = FORWARD * unit_s, BACKWARD * unit_s
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Sleep.apply(x, self.weight, self.forward_s, self.backward_s)
+
+
+class Row(nn.Module):
+    """Blocks behind one another."""
+
+    def __init__(self, num_blocks: int, numel: int, unit_s: float) -> None:
+        """Args: see ``Block``."""
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.blocks = nn.ModuleList(Block(numel, unit_s) for _ in range(num_blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return x.mean()
+
+
+class Case:
+    """One setting in one window: its plan, throttle and floor."""
+
+    def __init__(self, setting: Setting, window: str, args: argparse.Namespace) -> None:
+        """Args: args: Of the command line."""
+        self._args, self._clips = args, window != "backward"
+        unit_s = args.milliseconds / 1e3
+        spec = partition(self._model(), units=[Block], state_names=STATES).spec
+        self.plan = plan_for(spec, setting, args, set() if window == "forward" else early_blocks(setting, args.blocks))
+        self.throttle, rates = paces(spec, self.plan, setting, unit_s)
+        self.floor: Floor = floor_of(spec, self.plan, rates)
+
+    def run(self, steps: int, *, serial: bool) -> tuple[list[float], Timeline]:
+        """Seconds of each step, and their timeline."""
+        with self._prepared(serial=serial) as (model, optimizer):
+            if not serial:
+                self._step(model, optimizer)
+            with optimizer.recording(num_steps=steps) as recorder:
+                self._step(model, optimizer)
+                ends = [time.perf_counter()]
+                for _ in range(steps):
+                    self._step(model, optimizer)
+                    ends.append(time.perf_counter())
+            optimizer.engine.device.synchronize()
+            timeline = recorder.timeline().between(ends[0], ends[-1])
+        return [end - start for start, end in itertools.pairwise(ends)], timeline
+
+    def _model(self) -> Row:
+        return Row(self._args.blocks, self._args.numel, self._args.milliseconds / 1e3)
+
+    @contextlib.contextmanager
+    def _prepared(self, *, serial: bool) -> Iterator[tuple[nn.Module, StreamedOptimizer]]:
+        model = self._model()
+        with (
+            tempfile.TemporaryDirectory(dir=self._args.disk) as folder,
+            prepare_for_test(
+                model,
+                torch.optim.AdamW(model.parameters(), lr=1e-3),
+                faults=Faults(throttle=self.throttle, serial=serial),
+                plan=self.plan,
+                budget=outcore.Budget(disk=folder),
+                units=[Block],
+                clipping=self._clips,
+                device="cpu",
+            ) as prepared,
+        ):
+            yield prepared
+
+    def _step(self, model: nn.Module, optimizer: StreamedOptimizer) -> None:
+        model(torch.ones(4)).backward()
+        if self._clips:
+            clip_grad_norm_(model.parameters(), 1e9)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def early_blocks(setting: Setting, num_blocks: int) -> set[int]:
+    """As many as backward has time for. The others are spread: forward waits for few of them in a row."""
+    num_early = int(num_blocks * (BACKWARD + FORWARD) / max(setting.update, setting.disk))
+    num_late = max(num_blocks - num_early, 0)
+    late = {i * (num_blocks - 2) // max(num_late - 1, 1) for i in range(num_late)}
+    return set(range(num_blocks)) - late
+
+
+def plan_for(model: ModelSpec, setting: Setting, args: argparse.Namespace, early: set[int]) -> Plan:
+    """Weights and gradients of all blocks on the host, the root on the device."""
+    units = [UnitPlan(name="", weights="device", gradients="device", states="device", policy="keep")]
+    for i, unit in enumerate(model.units[1:]):
+        units.append(
+            UnitPlan(name=unit.name, weights="host", gradients="host", states=setting.states, early=i in early)
+        )
+    comfort = Comfort(prefetch_depth=args.depth, num_buckets=args.buckets, max_slots_host=3)
+    return Plan(
+        precision=model.precision,
+        units=tuple(units),
+        pools=pools_for(model, units, 1, comfort),
+        prefetch_depth=args.depth,
+        accumulation_steps=1,
+    )
+
+
+def paces(model: ModelSpec, plan: Plan, setting: Setting, unit_s: float) -> tuple[dict[str, float], Rates]:
+    """What makes every lane as slow as the setting wants it: bytes per second of lanes, and the same as rates."""
+    spec, unit = model.units[-1], plan.units[-1]
+    states = spec.update_bytes * len(states_of(unit, model))
+    written = {
+        "h2d": (spec.weight_bytes, setting.h2d),
+        "d2h": (spec.trainable_bytes, setting.d2h),
+        "update": (spec.trainable_bytes + states, setting.update),
+        "states_read": (states, setting.disk),
+        "disk_write": (states, setting.disk),
+    }
+    throttle = {lane: nbytes / (units * unit_s) for lane, (nbytes, units) in written.items() if units}
+    links = {"disk_read" if lane == "states_read" else lane: rate for lane, rate in throttle.items()}
+    numel = sum(p.numel for p in spec.trainable)
+    names = [u.name for u in model.units[1:]]
+    rates = Rates(
+        forward_s=dict.fromkeys(names, FORWARD * unit_s),
+        backward_s=dict.fromkeys(names, BACKWARD * unit_s),
+        bytes_per_s={link: rate for link, rate in links.items() if link != "update"},
+        parameters_per_s={"update": numel / (setting.update * unit_s)},
+    )
+    return throttle, rates
+
+
+def measure(case: Case, args: argparse.Namespace) -> tuple[dict[str, object], Timeline]:
+    """One line of the result."""
+    seconds, timeline = case.run(args.steps, serial=False)
+    serial_s, _ = case.run(args.serial_steps, serial=True)
+    floor_s, measured = case.floor.seconds, spread(seconds)
+    busy_s, exposed_s = timeline.busy_s(), timeline.exposed_s()
+    found = {
+        "binding": case.floor.binding,
+        "floor_s": round(floor_s, 4),
+        "measured_s": measured,
+        "over_floor": round(measured["median"] / floor_s, 3),
+        "serial_s": spread(serial_s),
+        "serial_over_floor": round(spread(serial_s)["median"] / floor_s, 3),
+        "exposed_s_per_step": {lane: round(s / args.steps, 4) for lane, s in exposed_s.items() if s},
+        "busy_s_per_step": {lane: round(s / args.steps, 4) for lane, s in busy_s.items() if s},
+        "explained": round((busy_s[COMPUTE] + sum(exposed_s.values())) / sum(seconds), 4),
+    }
+    return found, timeline
+
+
+def picture(timeline: Timeline, seconds: float, width: int = 160) -> str:
+    """The first ``seconds`` as text, a row per lane; operations of blocks stand under the number of the block."""
+    start_s = timeline.start_s
+    cut = timeline.between(start_s, start_s + seconds)
+    spans = [s for s in cut.spans if s.name not in ("forward", "backward", "step")]
+    rows = {COMPUTE: [s for s in spans if s.lane == COMPUTE], "waits": list(cut.waits)}
+    rows |= {lane: [s for s in spans if s.lane == lane] for lane in cut.lanes()[1:]}
+    return "\n".join(f"{n:>12} {_row(row, start_s, width / seconds, width)}" for n, row in rows.items() if row)
+
+
+def _row(spans: list[Span], start_s: float, scale: float, width: int) -> str:
+    row = [" "] * width
+    for span in spans:
+        first, end = (int((moment - start_s) * scale) for moment in (span.start_s, span.end_s))
+        label = span.name.rsplit(".", 1)[-1] if "blocks." in span.name else span.name
+        text = f"|{label.split()[0]}".ljust(max(end - first, 1), "-")[: max(end - first, 1)]
+        row[first : first + len(text)] = text
+    return "".join(row)[:width]
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=SETTINGS)
+    parser.add_argument("--windows", nargs="*", default=["forward", "backward"], choices=WINDOWS)
+    parser.add_argument("--blocks", type=int, default=20)
+    parser.add_argument("--numel", type=int, default=2**16, help="parameters of a block")
+    parser.add_argument("--milliseconds", type=float, default=14.0, help="forward of a block")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--serial-steps", type=int, default=1)
+    parser.add_argument("--depth", type=int, default=2, help="units to fetch ahead")
+    parser.add_argument("--buckets", type=int, default=2, help="units whose gradients may be on their way")
+    parser.add_argument("--disk", type=Path, default=Path(), help="folder of the disk tier")
+    parser.add_argument("--picture", action="store_true", help="draw one step of each on standard error")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run the benchmark."""
+    args = arguments()
+    torch.set_num_threads(1)  # the blocks sleep; a second thread would only wait for a core
+    results: dict[str, Mapping[str, object]] = {}
+    for window in args.windows:
+        results[window] = found = {}
+        for name in args.settings:
+            case = Case(SETTINGS[name], window, args)
+            found[name], timeline = measure(case, args)
+            if args.picture:
+                print(window, name, json.dumps(found[name]), file=sys.stderr)
+                print(picture(timeline, 1.1 * found[name]["measured_s"]["median"]), file=sys.stderr)
+    shape = {"blocks": args.blocks, "forward_s": args.milliseconds / 1e3, "slots": args.depth + 1}
+    print(json.dumps({"benchmark": "overlap", **shape, "results": results, **context()}))
+
+
+if __name__ == "__main__":
+    main()

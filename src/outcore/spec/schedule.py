@@ -1,0 +1,107 @@
+"""A schedule: what one training step does, in order, and what waits for what. Data, as text too."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+
+class Phase(enum.Enum):
+    """Why a unit's weights are needed."""
+
+    FORWARD = "forward"
+    INFERENCE = "inference"
+    """Without gradients: evaluation, generation."""
+    BACKWARD = "backward"
+
+
+class Visit(NamedTuple):
+    """Compute reaches a unit: its weights must be on the device."""
+
+    phase: Phase
+    unit: int
+    """Index in the plan's order; 0 is the root."""
+
+
+Kind = Literal[
+    "forward",
+    "inference",
+    "backward",
+    "fetch",
+    "read weights of",
+    "write weights of",
+    "gradients of",
+    "accumulate",
+    "read gradients of",
+    "write gradients of",
+    "read states of",
+    "write states of",
+    "update",
+]
+"""What the names of operations begin with; those of lanes are named so at run time, too.
+
+``gradients of`` on compute puts them into the unit's bucket; on d2h it is their way to the host.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operation:
+    """One operation of a lane, or of compute."""
+
+    lane: str
+    """``compute``, or a lane's name: ``h2d``, ``update``. Operations of one lane run in the order of the schedule."""
+    kind: Kind
+    unit: str
+    """Name; "" for the root."""
+    nbytes: int
+    """What it writes; 0 for forward and backward."""
+    after: tuple[int, ...]
+    """Indices of operations that come first, ascending. Negative ones count from the end of the step before."""
+    slot: int | None = None
+    """Where fetched or read weights go: the index among all slots for weights on that tier, smallest first."""
+    evicts: str | None = None
+    """The unit whose weights were in the slot."""
+
+    @property
+    def name(self) -> str:
+        """``fetch model.layers.3``: comparable with the names in a measured ``Timeline``."""
+        return f"{self.kind} {self.unit or 'root'}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """One training step among equal ones: it begins when the updates of the step before have been submitted."""
+
+    operations: tuple[Operation, ...]
+    """In the order of submission. Compute and every lane are queues; between them only ``after`` orders."""
+    held_device: tuple[str | None, ...] = ()
+    """Whose weights each device slot holds when the step begins: of units that the step before did not change."""
+    held_host: tuple[str | None, ...] = ()
+    """The same of host slots for weights on disk."""
+
+    def on(self, lane: str) -> tuple[Operation, ...]:
+        """The operations of a lane, in order."""
+        return tuple(op for op in self.operations if op.lane == lane)
+
+    def moved_bytes(self) -> dict[str, int]:
+        """Lane -> bytes written in a step."""
+        total: dict[str, int] = {}
+        for op in self.operations:
+            total[op.lane] = total.get(op.lane, 0) + op.nbytes
+        return total
+
+    def to_text(self) -> str:
+        """A line per operation: index, lane, name, bytes, slot with the unit evicted from it, what it comes after."""
+        rows = [_cells(i, op) for i, op in enumerate(self.operations)]
+        widths = [max((len(cell) for cell in column), default=0) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+        held = {"device": self.held_device, "host": self.held_host}
+        begin = [f"{tier} slot {i} holds {u}\n" for tier, units in held.items() for i, u in enumerate(units) if u]
+        return "".join([*begin, *(line.rstrip() + "\n" for line in lines)])
+
+
+def _cells(index: int, op: Operation) -> tuple[str, ...]:
+    slot = "" if op.slot is None else f"slot {op.slot}" + (f", was {op.evicts}" if op.evicts is not None else "")
+    after = "after " + " ".join(map(str, op.after)) if op.after else ""
+    return (f"{index:>3}", op.lane, op.name, f"{op.nbytes} B" if op.nbytes else "", slot, after)

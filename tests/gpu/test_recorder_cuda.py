@@ -1,0 +1,56 @@
+"""The recorder on a GPU: work and waits of streams are timed where they happen, without blocking."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from outcore.memory.arena import Region
+from outcore.runtime.device_open import open_device
+from outcore.runtime.lanes import Lane
+from outcore.spec.timeline import COMPUTE
+
+pytestmark = pytest.mark.gpu
+
+CYCLES = 200_000_000  # 0.1 to 0.2 s: far longer than any launch
+
+
+def sleep() -> None:
+    torch.cuda._sleep(CYCLES)
+
+
+def test_copies_compute_and_its_waits_are_timed_on_their_streams():
+    with open_device("cuda") as device:
+        torch.cuda._sleep(1)  # loading it takes time
+        device.recorder.start(num_steps=1)
+        start_s = time.perf_counter()
+        fetched = device.submit(Lane.H2D, "fetch", sleep, writes=[Region("device", 0, 10)])
+        device.compute("forward", after={"fetched": fetched})
+        with device.recorder.compute("forward"):
+            sleep()
+        with device.recorder.step():
+            pass
+        assert time.perf_counter() - start_s < 0.1, "nothing blocked"
+        timeline = device.recorder.timeline()
+        end_s = time.perf_counter()
+    spans = {span.name: span for span in timeline.spans}
+    fetch, forward, (wait,) = spans["fetch"], spans["forward"], timeline.waits
+    assert (fetch.lane, fetch.nbytes, forward.lane) == ("h2d", 10, COMPUTE)
+    assert (wait.lane, wait.name) == ("h2d", "fetch")
+    assert fetch.duration_s > 0.05
+    assert forward.duration_s > 0.05
+    assert wait.duration_s == pytest.approx(fetch.duration_s, rel=0.2)
+    assert forward.start_s >= fetch.end_s - 1e-3
+    assert start_s - 1e-3 <= fetch.start_s
+    assert forward.end_s <= end_s + 1e-3
+
+
+def test_compute_that_need_not_wait_shows_no_wait():
+    with open_device("cuda") as device:
+        device.recorder.start(num_steps=1)
+        fetched = device.submit(Lane.H2D, "fetch", lambda: None)
+        device.synchronize()
+        device.compute("forward", after={"fetched": fetched})
+        assert not device.recorder.timeline().waits

@@ -1,0 +1,93 @@
+"""Cores by NUMA node, read from a faked /sys, /proc and affinity."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from outcore.memory.topology import Node, Topology, read_topology
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    def make(usable, files, cgroup="0::/\n"):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(usable))
+        for name, text in {"proc/self/cgroup": cgroup, **files}.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return tmp_path
+
+    return make
+
+
+def node(number, cpulist):
+    return {f"sys/devices/system/node/node{number}/cpulist": f"{cpulist}\n"}
+
+
+def threads(pairs, name="core_cpus_list"):
+    return {
+        f"sys/devices/system/cpu/cpu{cpu}/topology/{name}": f"{siblings}\n"
+        for siblings in pairs
+        for cpu in map(int, siblings.replace("-", ",").split(","))
+    }
+
+
+QUOTA_OF_3 = {"sys/fs/cgroup/cpu.max": "300000 100000\n"}
+TWO_SOCKETS = node(0, "0-1,4-5") | node(1, "2-3,6-7")  # cpu n and n + 4 are threads of one core
+
+
+def test_nothing_readable_is_one_node_without_hyper_threads(machine):
+    assert read_topology(machine({3, 5}, {}, cgroup="")) == Topology((Node(frozenset({3, 5}), 2),), None)
+
+
+@pytest.mark.parametrize("name", ["core_cpus_list", "thread_siblings_list"])
+def test_threads_of_a_core_count_once(machine, name):
+    root = machine(range(4), threads(["0-1", "2,3"], name))
+    assert read_topology(root) == Topology((Node(frozenset(range(4)), 2),), None)
+    assert read_topology(root).num_cores == 2
+
+
+def test_one_thread_of_each_core_is_all_cores(machine):
+    assert read_topology(machine({0, 2}, threads(["0-1", "2,3"]))).num_cores == 2
+
+
+def test_cores_by_node(machine):
+    root = machine(range(8), TWO_SOCKETS | threads(["0,4", "1,5", "2,6", "3,7"]))
+    first, second = frozenset({0, 1, 4, 5}), frozenset({2, 3, 6, 7})
+    assert read_topology(root) == Topology((Node(first, 2), Node(second, 2)), None)
+
+
+def test_affinity_within_nodes(machine):
+    assert read_topology(machine({1, 2, 3}, TWO_SOCKETS)).nodes == (Node(frozenset({1}), 1), Node(frozenset({2, 3}), 2))
+
+
+def test_a_cpuset_inside_one_node_leaves_one_node(machine):
+    assert read_topology(machine({2, 3}, TWO_SOCKETS)).nodes == (Node(frozenset({2, 3}), 2),)
+
+
+def test_a_node_without_cpus_and_other_entries_are_none(machine):
+    files = TWO_SOCKETS | node(2, "") | {"sys/devices/system/node/node3x/cpulist": "0\n"}
+    assert len(read_topology(machine(range(8), files)).nodes) == 2
+
+
+def test_nodes_in_the_order_of_their_numbers(machine):
+    files = {k: v for i in (10, 9) for k, v in node(i, i).items()}
+    assert [node.cpus for node in read_topology(machine({9, 10}, files)).nodes] == [{9}, {10}]
+
+
+def test_nodes_that_leave_a_cpu_out_are_not_believed(machine):
+    assert read_topology(machine(range(9), TWO_SOCKETS)).nodes == (Node(frozenset(range(9)), 9),)
+
+
+def test_a_quota_below_the_cores(machine):
+    topology = read_topology(machine(range(8), TWO_SOCKETS | QUOTA_OF_3))
+    assert (topology.quota, topology.num_cores, len(topology.nodes)) == (3, 3, 2)
+    assert read_topology(machine(range(2), QUOTA_OF_3)).num_cores == 2
+
+
+def test_this_machine():
+    topology = read_topology()
+    assert frozenset().union(*[node.cpus for node in topology.nodes]) == os.sched_getaffinity(0)
+    assert 1 <= topology.num_cores <= len(os.sched_getaffinity(0))

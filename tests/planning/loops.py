@@ -1,0 +1,60 @@
+"""Made-up plans and training loops: any homes, slots and order of visits."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from outcore.planning.pools import Comfort, pools_for
+from outcore.spec.model import ModelSpec
+from outcore.spec.plan import TIERS, Plan, UnitPlan
+from outcore.spec.schedule import Phase, Visit
+
+from .models import unit
+
+LEGAL = [(w, g, s) for w in TIERS for g in TIERS for s in TIERS if s != "device" or w == g == "device"]
+
+
+@st.composite
+def loops(draw: st.DrawFn) -> tuple[ModelSpec, Plan, tuple[Visit, ...]]:
+    """A model, a plan for it, and the visits of a step."""
+    spec = draw(_models())
+    homes = [draw(st.sampled_from([h for h in LEGAL if i or h[0] == "device"])) for i in range(len(spec.units))]
+    units = []
+    for of, (weights, gradients, states) in zip(spec.units, homes, strict=True):
+        rest = (gradients, states) if of.trainable else (weights, weights)
+        units.append(UnitPlan(name=of.name, weights=weights, gradients=rest[0], states=rest[1]))
+    comfort = Comfort(
+        prefetch_depth=draw(st.integers(0, 3)),
+        num_buckets=draw(st.integers(1, 2)),
+        max_slots_host=draw(st.integers(1, 3)),
+    )
+    plan = Plan(
+        precision=spec.precision,
+        units=tuple(units),
+        pools=pools_for(spec, units, None, comfort),
+        prefetch_depth=draw(st.integers(0, 3)),
+    )
+    return spec, plan, draw(_visits(len(spec.units)))
+
+
+@st.composite
+def _models(draw: st.DrawFn) -> ModelSpec:
+    """Few units; most alike, some frozen, some of another size."""
+    sizes = st.sampled_from([(3000, 0), (3000, 0), (3000, 500), (0, 3000), (9000, 0)])
+    units = [unit("", draw(st.sampled_from([0, 500])))]
+    units += [unit(name, *draw(sizes)) for name in "abcde"[: draw(st.integers(1, 5))]]
+    names = draw(st.sampled_from([(), ("exp_avg", "exp_avg_sq")]))
+    return ModelSpec(units=tuple(units), state_names=names, precision="bf16")
+
+
+@st.composite
+def _visits(draw: st.DrawFn, num_units: int) -> tuple[Visit, ...]:
+    """Micro-batches, each with units used in any order, some twice; some steps begin with an evaluation."""
+    used = st.lists(st.integers(1, num_units - 1), max_size=7)
+    order = [Visit(Phase.INFERENCE, i) for i in draw(st.one_of(st.just([]), used))]
+    for _ in range(draw(st.integers(1, 2))):
+        forward = draw(st.one_of(used, st.just(list(range(1, num_units)))))
+        backward = forward[draw(st.integers(0, 2)) :]  # the first ones may be frozen
+        order += [Visit(Phase.FORWARD, i) for i in forward] + [Visit(Phase.FORWARD, 0)] * draw(st.integers(0, 1))
+        order += [Visit(Phase.BACKWARD, i) for i in reversed(backward)]
+    return tuple(order)
