@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
@@ -121,10 +121,12 @@ def test_a_worker_that_stands_still(tmp_path, monkeypatch, release):
 
 
 def test_a_thread_that_is_left_behind_is_said(tmp_path, monkeypatch, release):
+    begun = threading.Event()
     with trained("host", tmp_path) as (model, optimizer):
-        monkeypatch.setattr("outcore.runtime.workers.update_blocks", lambda *_: release.wait(30))
+        monkeypatch.setattr("outcore.runtime.workers.update_blocks", lambda *_: (begun.set(), release.wait(30)))
         model.loss(batch()).backward()
         optimizer.step()
+        begun.wait(30)
         with pytest.warns(RuntimeWarning, match=r"'update .*' on lane update still runs; its thread is left behind"):
             outcore.close(model)
 
@@ -166,8 +168,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tes
 import torch
 from torch import nn
 import outcore
+import outcore.runtime.lane_threads as lane_threads
 import outcore.runtime.workers as workers
 
+lane_threads.CLOSE_TIMEOUT_S = 1000  # so long would one Ctrl-C take
 torch.manual_seed(0)
 model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)])
 optimizer = torch.optim.AdamW(model.parameters())
@@ -188,20 +192,23 @@ loop()
 
 
 def test_a_second_interrupt_ends_the_process_while_an_update_hangs(tmp_path):
-    running = {}
-    for ending in ("closes", "leaves"):
-        folder = tmp_path / ending
-        folder.mkdir()
-        command = [sys.executable, "-c", SCRIPT, str(folder), ending]
-        running[folder] = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    for process in running.values():
-        assert process.stdout.readline() == "step\n", process.communicate()
-    for _ in range(2):
-        time.sleep(0.5)
+    with ExitStack() as stack:
+        running = {}
+        for ending in ("closes", "leaves"):
+            folder = tmp_path / ending
+            folder.mkdir()
+            command = [sys.executable, "-c", SCRIPT, str(folder), ending]
+            process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            running[folder] = stack.enter_context(process)
+            stack.callback(process.kill)
         for process in running.values():
-            process.send_signal(signal.SIGINT)
-    for folder, process in running.items():
-        _, err = process.communicate(timeout=15)  # less than closing waits without the second one
-        assert process.returncode in (1, 130, -signal.SIGINT), err
-        assert "KeyboardInterrupt" in err
-        assert list(folder.iterdir()) == []
+            assert process.stdout.readline() == "step\n", process.communicate()
+        for _ in range(2):
+            time.sleep(0.5)
+            for process in running.values():
+                process.send_signal(signal.SIGINT)
+        for folder, process in running.items():
+            _, err = process.communicate(timeout=120)
+            assert process.returncode in (1, 130, -signal.SIGINT), err
+            assert "KeyboardInterrupt" in err
+            assert list(folder.iterdir()) == []
