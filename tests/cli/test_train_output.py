@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import shutil
 import time
 import warnings
@@ -246,7 +247,7 @@ class TestFolder:
             if state is not None:
                 (folder / "trainer_state.json").write_text(state)
         (tmp_path / "checkpoint-best").mkdir()
-        (tmp_path / ".data-of-a-killed-run").mkdir()
+        (tmp_path / ".outcore-data-of-a-killed-run").mkdir()
         output = OutputFolder(tmp_path, resume=True)
         assert output.checkpoint is not None
         assert (output.checkpoint.path.name, output.checkpoint.step) == ("checkpoint-10", 10)
@@ -255,6 +256,61 @@ class TestFolder:
             output.begin()
             assert cache.is_dir()
         assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-9", "checkpoint-best"]
+
+    def test_only_what_a_run_made_is_removed(self, tmp_path):
+        """Files that look like ours, folders of somebody else, older half-done checkpoints."""
+        for step, state in ((3, None), (10, "{}")):
+            (tmp_path / f"checkpoint-{step}").mkdir()
+            if state is not None:
+                (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
+        (tmp_path / ".data-mine").mkdir()
+        (tmp_path / ".outcore-data-file").write_text("")
+        (tmp_path / "checkpoint-12").symlink_to(tmp_path / ".data-mine")
+        before = self.tree(tmp_path)
+        output = OutputFolder(tmp_path, resume=True)
+        with output.opened():
+            output.begin()
+        assert self.tree(tmp_path) == before
+
+    def test_a_checkpoint_that_cannot_be_read_is_not_removed(self, tmp_path, monkeypatch):
+        for step in (10, 20):
+            (tmp_path / f"checkpoint-{step}").mkdir()
+            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+        read = Path.read_text
+
+        def failing(path, *args, **kwargs):
+            if path.parent.name == "checkpoint-20":
+                raise OSError(5, "Input/output error")
+            return read(path, *args, **kwargs)
+
+        monkeypatch.setattr(Path, "read_text", failing)
+        with pytest.raises(ConfigError, match=r"expected to read '.*checkpoint-20/trainer_state.json'"):
+            OutputFolder(tmp_path, resume=True)
+        assert (tmp_path / "checkpoint-20").exists()
+
+    def test_what_another_run_wrote_stays(self, tmp_path):
+        out = tmp_path / "run"
+        with OutputFolder(out, resume=False).opened():
+            (out / "checkpoint-1").mkdir()  # of a run that began meanwhile
+        assert (out / "checkpoint-1").is_dir()
+
+    def test_an_older_model_is_replaced_by_the_last_checkpoint(self, tmp_path):
+        for step, best in ((10, None), (20, "somewhere/checkpoint-10")):
+            folder = tmp_path / f"checkpoint-{step}"
+            folder.mkdir()
+            (folder / "trainer_state.json").write_text(json.dumps({"best_model_checkpoint": best}))
+            (folder / "config.json").write_text(str(step))
+        model = tmp_path / "model"
+        for is_best, want in ((False, "20"), (True, "10")):
+            shutil.rmtree(model, ignore_errors=True)
+            model.mkdir()
+            os.utime(model, (1, 1))
+            output = OutputFolder(tmp_path, resume=True)
+            output.model_of(output.checkpoint, best=is_best)
+            assert (model / "config.json").read_text() == want
+        os.utime(model, None)
+        output.model_of(output.checkpoint, best=False)
+        assert (model / "config.json").read_text() == "10", "saved after the checkpoint"
 
     def test_a_full_drive_is_noticed_beforehand(self, tmp_path, monkeypatch):
         output = OutputFolder(tmp_path / "deep" / "run", resume=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -10,6 +11,7 @@ import torch
 from transformers import Trainer, TrainerCallback, get_cosine_schedule_with_warmup
 
 import outcore
+from outcore.core.errors import ConfigError
 from outcore.runtime.module_guard import attachment_of
 from outcore.runtime.optimizer import StreamedOptimizer
 
@@ -202,6 +204,10 @@ def test_plan_and_units_are_passed_on(tmp_path):
         trainer.train()
         assert trainer.optimizer.plan == plan
         exactly(weights(trainer.model), want)
+    promising = dataclasses.replace(plan, accumulation_steps=7)
+    with streamed(tmp_path, units=units, plan=promising, budget=outcore.Budget(disk=tmp_path)) as side:
+        with pytest.raises(ConfigError, match=r"expected the accumulation_steps that the plan was made for \(7\)"):
+            language(side, tmp_path / "promised").train()
 
 
 def test_logs_tell_what_was_moved(tmp_path):

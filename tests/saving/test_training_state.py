@@ -252,3 +252,13 @@ def test_masters_follow_an_edit_before_they_are_saved(tmp_path: Path):
         save_states(optimizer, tmp_path / "checkpoint")
     saved = WeightsDirectory.open(tmp_path / "checkpoint", "optimizer")
     assert bool((saved.read("lm_head.weight.master") == 0.5).all())
+
+
+def test_what_is_frozen_for_a_moment_keeps_its_states(tmp_path: Path):
+    """As peft does while it looks at the base model."""
+    with small.prepared(small.build("llama"), tmp_path) as (model, optimizer):
+        small.train(model, optimizer)
+        want = optimizer.state_dict()["state"].keys()
+        model.requires_grad_(requires_grad=False)
+        assert optimizer.state_dict()["state"].keys() == want
+        model.requires_grad_(requires_grad=True)

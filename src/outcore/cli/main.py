@@ -1,6 +1,6 @@
 """``outcore``: one command per job. Errors become one message and an exit status.
 
-0: done. 2: a user's mistake, said before the work begins. 1: anything else.
+0: done. 2: a user's mistake, said before the work begins. 130, 143: interrupted. 1: anything else.
 """
 
 from __future__ import annotations

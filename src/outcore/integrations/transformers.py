@@ -131,6 +131,9 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
         adapters = is_adapter_model(self.model)
         if checkpoint is not None and not adapters:
             options["weights"] = checkpoint
+        plan = options["plan"]
+        if plan is not None and plan.accumulation_steps is not None:  # a promise, which the arguments must keep
+            options["accumulation_steps"] = self.args.gradient_accumulation_steps
         precision = self._outcore_precision or _plain_precision(self.model)
         prepared = prepare(self.model, self.optimizer, precision=precision, device=self.args.device, **options)
         self.optimizer = prepared.optimizer

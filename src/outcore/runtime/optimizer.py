@@ -131,9 +131,11 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def _state_of(self, param: torch.Tensor) -> dict[str, Any]:
         place = self.engine.places.get(id(param))
-        if place is None or not param.requires_grad:
+        if place is None:
             return {}
         unit, i = place
+        if i >= unit.num_trainable:
+            return {}
         has_states = unit.steps[i] or isinstance(self._original, torch.optim.Adagrad)  # which has them from the start
         if not has_states:
             return {}

@@ -83,12 +83,15 @@ class Job:
         args = SFTConfig(output_dir=str(settings.out), **settings.training)
         kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
         optimizer = kind([p for p in model.parameters() if p.requires_grad], **options)
+        given = None if settings.plan is None else Plan.load(settings.plan)
+        promises = given is not None and given.accumulation_steps is not None
         spec, plan = plan_for(
             model,
             optimizer,
             budget=settings.budget,
             precision=settings.precision,
-            plan=None if settings.plan is None else Plan.load(settings.plan),
+            plan=given,
+            accumulation_steps=args.gradient_accumulation_steps if promises else None,
             device=args.device,
         )
         return cls(settings=settings, source=source, tokenizer=tokenizer, spec=spec, plan=plan)

@@ -18,7 +18,7 @@ from outcore.core.errors import ConfigError
 from outcore.core.quantities import format_bytes
 
 PLAN, METRICS, MODEL = "plan.json", "metrics.jsonl", "model"
-_CACHE = ".data-"
+_CACHE = ".outcore-data-"
 _STATE = "trainer_state.json"  # what a Trainer writes last into a checkpoint
 _NOT_OF_A_MODEL = ("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "training_args.bin", _STATE)
 
@@ -50,7 +50,7 @@ class OutputFolder:
         """The newest complete one, where there is one and the run resumes."""
         self.incomplete: list[Path] = []
         """Newer ones that a run was interrupted in."""
-        self._stale = list(path.glob(f"{_CACHE}*"))
+        self._stale = [p for p in path.glob(f"{_CACHE}*") if p.is_dir() and not p.is_symlink()]
         self.has_begun = False
         """Whether the run has; what is written stays then."""
         _refuse_unusable(path)
@@ -110,12 +110,20 @@ class OutputFolder:
         """The newest complete checkpoint that is there now."""
         return max(_complete(self.path), key=lambda c: c.step, default=None)
 
-    def model_of(self, checkpoint: Checkpoint) -> None:
-        """Have in ``model/`` what a checkpoint holds of the model, without what only training needs."""
+    def model_of(self, checkpoint: Checkpoint, *, best: bool) -> None:
+        """Have in ``model/`` what the last checkpoint holds of the model, unless what is there was saved after it.
+
+        Args:
+            checkpoint: The last one; what only training needs is left out.
+            best: Take the best checkpoint instead, as the last one names it.
+        """
+        model, state = self.path / MODEL, checkpoint.path / _STATE
+        if model.is_dir() and model.stat().st_mtime >= state.stat().st_mtime:
+            return
+        named = json.loads(state.read_text()).get("best_model_checkpoint") if best else None
+        source = self.path / Path(named).name if named else checkpoint.path
         with self.new_model() as folder:
-            shutil.copytree(
-                checkpoint.path, folder, ignore=shutil.ignore_patterns(*_NOT_OF_A_MODEL), dirs_exist_ok=True
-            )
+            shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*_NOT_OF_A_MODEL), dirs_exist_ok=True)
 
     @contextmanager
     def new_model(self) -> Iterator[Path]:
@@ -152,14 +160,13 @@ def _existing(path: Path) -> Path:
 
 
 def _remove(made: list[Path]) -> None:
-    """Undo folders that were made, the innermost first: it goes with what is in it, the others if they are empty."""
-    if made:
-        shutil.rmtree(made[0], ignore_errors=True)
-    for path in made[1:]:
+    """Undo folders that were made, the innermost first, while they are empty."""
+    for path in made:
         try:
             path.rmdir()
-        except OSError:  # somebody else has put something there
-            return
+        except OSError:
+            if os.path.exists(path):  # somebody else has put something there
+                return
 
 
 def _newest(path: Path) -> tuple[Checkpoint, list[Path]]:
@@ -172,7 +179,7 @@ def _newest(path: Path) -> tuple[Checkpoint, list[Path]]:
             f"--resume: expected a complete checkpoint in '{path}', but {found}; start anew without --resume and with "
             "another --out, and with --save-every to have checkpoints"
         )
-    return newest, sorted(p for p in everything if p not in complete)
+    return newest, sorted(p for p in everything if p not in complete and (_step(p) or 0) > newest.step)
 
 
 def _complete(path: Path) -> Iterator[Checkpoint]:
@@ -185,10 +192,14 @@ def _complete(path: Path) -> Iterator[Checkpoint]:
 def _is_complete(folder: Path) -> bool:
     try:
         return isinstance(json.loads((folder / _STATE).read_text()), dict)
-    except (OSError, ValueError):
+    except (FileNotFoundError, ValueError):
         return False
+    except OSError as error:  # nobody knows what it is: it must not be taken for half-done and removed
+        raise ConfigError(
+            f"--out: expected to read '{folder / _STATE}', but got: {error}; make it readable, or move it away"
+        ) from error
 
 
 def _step(folder: Path) -> int | None:
     match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
-    return int(match.group(1)) if match is not None and folder.is_dir() else None
+    return int(match.group(1)) if match is not None and folder.is_dir() and not folder.is_symlink() else None

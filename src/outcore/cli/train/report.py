@@ -55,11 +55,11 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
         self._optimizer = kwargs["optimizer"]
         # Nothing is taken later; activations come on top.
         self._peak_bytes = tier_bytes(self._optimizer.model_spec, self._optimizer.plan)
+        self._output.begin()
         self._optimizer.plan.save(self._output.path / PLAN)
         path = self._output.path / METRICS
         keep_until(path, state.global_step)
         self._file = self._closing.enter_context(path.open("a"))
-        self._output.begin()
         shown = progress(self._console, state.max_steps, done=state.global_step)
         self._show = self._closing.enter_context(shown)
         self._before = _Counts(self._optimizer, tokens=0, step=state.global_step)

@@ -79,8 +79,7 @@ def _train(console: Console, job: Job, data: RunData, output: OutputFolder, repo
         *_, steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
         if resumed.step >= steps:
             output.begin()
-            if not (output.path / MODEL).exists():
-                output.model_of(resumed)
+            output.model_of(resumed, best=trainer.args.load_best_model_at_end)
             _say(console, "Done", f"nothing is left to do: {resumed.path} is at step {resumed.step} of {steps}")
             return
         _say(console, "Resume", f"from {resumed.path}, at step {resumed.step} of {steps}")
@@ -105,16 +104,15 @@ def _explained(output: OutputFolder) -> Iterator[None]:
         less = "" if need["disk"] else "; with --disk DIR less host memory will do"
         error.add_note(f"as options: --device-memory {need['device']} --host-memory {need['host']}{less}")
         raise
-    except ConfigError:
-        raise
+    except ConfigError as error:
+        if not output.has_begun:
+            raise
+        late = OutcoreError(str(error))  # no mistake in the command: what it needs was damaged while it ran
+        late.add_note(_what_is_left(output))
+        raise late from error
     except BaseException as error:
         if output.has_begun:
-            latest = output.latest()
-            error.add_note(
-                f"{latest.path} holds everything up to step {latest.step}; the same command with --resume goes on there"
-                if latest is not None
-                else f"no checkpoint was saved in {output.path}; --save-every N saves one every N steps"
-            )
+            error.add_note(_what_is_left(output))
         elif isinstance(error, OutcoreError):
             raise ConfigError(str(error)) from error
         elif isinstance(error, _REFUSALS) and (library := _raised_by(error)) != __package__.partition(".")[0]:
@@ -124,6 +122,13 @@ def _explained(output: OutputFolder) -> Iterator[None]:
                 "what it names"
             ) from error
         raise
+
+
+def _what_is_left(output: OutputFolder) -> str:
+    latest = output.latest()
+    if latest is None:
+        return f"no checkpoint was saved in {output.path}; --save-every N saves one every N steps"
+    return f"{latest.path} holds everything up to step {latest.step}; the same command with --resume goes on there"
 
 
 def _raised_by(error: BaseException) -> str:

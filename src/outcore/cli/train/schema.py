@@ -55,6 +55,8 @@ INSTEAD: Mapping[str, str] = {
     "model_init_kwargs": "the model is built from its config.json: change a copy of that file",
     "trust_remote_code": "only models that transformers itself knows can be trained",
     "resume_from_checkpoint": "--resume continues from the newest checkpoint in --out",
+    "save_only_model": "without states no checkpoint can be resumed from, and the final model is in model/ anyway",
+    "ignore_data_skip": "a resumed run goes on with the data that comes next",
     "push_to_hub": _HUB,
     "hub_always_push": _HUB,
     "hub_model_id": _HUB,
@@ -243,7 +245,8 @@ class Schema:
         if field.limit is not None and (is_number or field.limit is _NAME) and not field.limit.holds(value):
             raise _wrong(given, field)
         if key in INSTEAD and value != field.default:
-            raise ConfigError(f"{given.where}: expected this to be left out, but got {shown(value)}; {INSTEAD[key]}")
+            got = "a value" if key.endswith("_token") else shown(value)  # a secret must not end in a log
+            raise ConfigError(f"{given.where}: expected this to be left out, but got {got}; {INSTEAD[key]}")
         return value
 
 
