@@ -128,7 +128,7 @@ class Plan:
     """The root first, then in module order."""
     pools: tuple[Pool, ...]
     prefetch_depth: int
-    """Coming units whose weights are fetched ahead; 0 fetches on demand."""
+    """So many visits ahead of its use a fetch can begin, where slots allow; fewer visits may save fetches."""
     accumulation_steps: int | None = None
     """Micro-batches per step if promised, else None: any number."""
     tier_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
