@@ -120,3 +120,4 @@ def test_this_machine(tmp_path):
     assert host_free_bytes() > 0
     assert 1 <= (cpu_quota() or 1) <= os.cpu_count()
     assert disk_free_bytes(tmp_path) == os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    assert disk_free_bytes(tmp_path / "still" / "to be made") > 0

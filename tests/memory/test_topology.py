@@ -81,6 +81,12 @@ def test_nodes_that_leave_a_cpu_out_are_not_believed(machine):
     assert read_topology(machine(range(9), TWO_SOCKETS)).nodes == (Node(frozenset(range(9)), 9),)
 
 
+@pytest.mark.parametrize("text", ["x", "-3", "3-", "0-99999999999", "1 2", "\0", "0-70000"])
+def test_what_is_no_list_is_not_believed(machine, text):
+    files = node(0, text) | threads(["0-1"]) | {"sys/devices/system/cpu/cpu2/topology/core_cpus_list": text}
+    assert read_topology(machine(range(3), files)) == Topology((Node(frozenset(range(3)), 2),), None)
+
+
 def test_a_quota_below_the_cores(machine):
     topology = read_topology(machine(range(8), TWO_SOCKETS | QUOTA_OF_3))
     assert (topology.quota, topology.num_cores, len(topology.nodes)) == (3, 3, 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ class Buffer:
 
     bytes: torch.Tensor  # 1D uint8
     region: Region
+    _fronts: dict[int, Buffer] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -39,11 +40,16 @@ class Buffer:
         return self.region.stop - self.region.start
 
     def part(self, start: int, stop: int) -> Buffer:
-        """The bytes [start, stop) of this buffer."""
-        if not 0 <= start <= stop <= self.nbytes:
-            raise AssertionError(f"part [{start}, {stop}) of a buffer of {self.nbytes} bytes")
-        base = self.region.start
-        return Buffer(self.bytes[start:stop], Region(self.region.arena, base + start, base + stop))
+        """The bytes [start, stop) of this buffer. A part at the front, as of a slot, is cut once."""
+        part = self._fronts.get(stop) if start == 0 else None
+        if part is None:
+            if not 0 <= start <= stop <= self.nbytes:
+                raise AssertionError(f"part [{start}, {stop}) of a buffer of {self.nbytes} bytes")
+            base = self.region.start
+            part = Buffer(self.bytes[start:stop], Region(self.region.arena, base + start, base + stop))
+            if start == 0:
+                self._fronts[stop] = part
+        return part
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0) -> torch.Tensor:
         """A tensor over the bytes from ``offset`` on, with a version counter of its own.

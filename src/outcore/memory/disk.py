@@ -44,6 +44,10 @@ class Extent:
         """How the race checker names it."""
         return Region("disk", self.offset, self.offset + self.nbytes)
 
+    def overlaps(self, other: Extent) -> bool:
+        """Whether they have bytes in common."""
+        return self.offset < other.offset + other.nbytes and other.offset < self.offset + self.nbytes
+
     def part(self, start: int, stop: int) -> Extent:
         """The bytes [start, stop) of this extent. Not necessarily aligned; unaligned ones move more slowly."""
         if not 0 <= start <= stop <= self.nbytes:

@@ -24,6 +24,7 @@ import torch
 
 from outcore.core.errors import MemoryBudgetError
 from outcore.core.quantities import PAGE_BYTES, align_up, format_bytes
+from outcore.memory.interleave import interleave
 from outcore.memory.limits import host_free_bytes
 
 HUGE_PAGE_BYTES = 2 * 2**20
@@ -74,6 +75,7 @@ class HostMemory:
         if not inherit:
             _live_mappings[address] = mapping
             mapping.madvise(mmap.MADV_DONTFORK)
+        interleave(address, len(mapping))
         start = align_up(address, HUGE_PAGE_BYTES) - address
         _use_huge_pages(mapping, start, size // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
         tensor = torch.from_numpy(np.frombuffer(mapping, np.uint8, nbytes, start))

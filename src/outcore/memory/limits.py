@@ -32,8 +32,9 @@ def host_free_bytes(root: Path = _ROOT) -> int:
 
 
 def disk_free_bytes(path: Path) -> int:
-    """Space that this user may take on the filesystem of an existing path."""
-    stat = os.statvfs(path)
+    """Space that this user may take on the filesystem of a path, which may still have to be made."""
+    absolute = path.absolute()
+    stat = os.statvfs(next(folder for folder in (absolute, *absolute.parents) if folder.exists()))
     return stat.f_bavail * stat.f_frsize
 
 

@@ -1,10 +1,12 @@
-"""The cores that this process may use, and which of them share a memory controller."""
+"""The cores that this process may use, and which of them share a memory controller.
+
+What the kernel writes is not taken for granted: containers and sandboxes show parts of it, or something else.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -12,6 +14,7 @@ from typing import final
 from outcore.memory.limits import cpu_quota
 
 _ROOT = Path("/")
+_MOST = 2**16  # CPUs, and nodes, of the largest machine that a kernel can be built for, and then some
 
 
 @final
@@ -49,34 +52,55 @@ def read_topology(root: Path = _ROOT) -> Topology:
         root: Folder in place of ``/`` (tests put faked ``proc`` and ``sys`` below it).
     """
     usable = frozenset(os.sched_getaffinity(0))
-    groups = [cpus for cpus in _nodes(root / "sys/devices/system/node") if cpus & usable]
+    groups = [cpus for cpus in _nodes(root).values() if cpus & usable]
     if frozenset().union(*groups) < usable:  # unreadable, or not the whole truth
         groups = [usable]
     nodes = [Node(cpus & usable, len({_core(root, cpu) for cpu in cpus & usable})) for cpus in groups]
     return Topology(tuple(nodes), cpu_quota(root))
 
 
-def _nodes(folder: Path) -> Iterator[frozenset[int]]:
-    found = [path for path in folder.glob("node*") if re.fullmatch(r"node\d+", path.name)]
-    for path in sorted(found, key=lambda path: int(path.name.removeprefix("node"))):
-        yield _cpus(_text(path / "cpulist"))
+def memory_nodes(root: Path = _ROOT) -> tuple[int, ...]:
+    """Numbers of the NUMA nodes whose memory this process may use and which are near to cores that it may use.
+
+    Nodes without cores are left out: they are slower memory, or that of an accelerator.
+
+    Args:
+        root: Folder in place of ``/``.
+    """
+    usable = frozenset(os.sched_getaffinity(0))
+    status = _text(root / "proc/self/status").splitlines()
+    lists = [line.partition(":")[2] for line in status if line.startswith("Mems_allowed_list:")]
+    allowed = _numbers(lists[0]) if lists else frozenset()
+    return tuple(number for number, cpus in _nodes(root).items() if cpus & usable and number in allowed)
+
+
+def _nodes(root: Path) -> dict[int, frozenset[int]]:
+    """CPUs by number of the node, in ascending order."""
+    folders = (root / "sys/devices/system/node").glob("node*")
+    found = {int(m[1]): path for path in folders if (m := re.fullmatch(r"node([0-9]{1,5})", path.name))}
+    return {number: _numbers(_text(found[number] / "cpulist")) for number in sorted(found)}
 
 
 def _core(root: Path, cpu: int) -> frozenset[int]:
     """All threads of a CPU's core; the CPU alone where the machine does not say."""
     folder = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
     siblings = _text(folder / "core_cpus_list") or _text(folder / "thread_siblings_list")  # the second is the old name
-    return _cpus(siblings) or frozenset({cpu})
+    return _numbers(siblings) or frozenset({cpu})
 
 
-def _cpus(text: str) -> frozenset[int]:
-    """The kernel's way to write a set of CPUs: ``0-3,8-11``."""
-    spans = [part.split("-") for part in text.strip().split(",") if part]
-    return frozenset(cpu for span in spans for cpu in range(int(span[0]), int(span[-1]) + 1))
+def _numbers(text: str) -> frozenset[int]:
+    """The kernel's way to write a set of CPUs or nodes: ``0-3,8-11``; empty if it is anything else."""
+    numbers: set[int] = set()
+    for part in text.strip().split(","):
+        span = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", part)
+        if span is None or int(span[2] or span[1]) >= _MOST:
+            return frozenset()
+        numbers.update(range(int(span[1]), int(span[2] or span[1]) + 1))
+    return frozenset(numbers)
 
 
 def _text(path: Path) -> str:
     try:
         return path.read_text()
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return ""
