@@ -19,6 +19,7 @@ from outcore.planning.check import check_plan
 from outcore.planning.early import with_early_updates
 from outcore.planning.partition import Partition, partition
 from outcore.planning.placement import place
+from outcore.runtime.at_exit import close_at_exit
 from outcore.runtime.device import Device
 from outcore.runtime.device_open import open_device
 from outcore.runtime.engine import Engine, Promises
@@ -279,6 +280,7 @@ def _prepare(
         engine.close()
         raise
     _ENGINES.add(engine)
+    close_at_exit(engine)
     return Prepared(model, streamed)
 
 

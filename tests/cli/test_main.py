@@ -108,6 +108,7 @@ def test_the_commands_and_options_are_these():
             *("assignments", "batch_size", "config", "data", "device", "device_memory", "disk", "dry_run", "epochs"),
             *("eval_data", "grad_accum", "host_memory", "keep", "lora", "lr", "max_grad_norm", "model", "out"),
             *("packing", "plan", "precision", "report_to", "resume", "save_every", "seed", "seq_len", "steps"),
+            "trace",
         ],
     }
 

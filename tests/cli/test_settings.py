@@ -457,6 +457,17 @@ class TestContradictions:
             ),
             ("load_best_model_at_end: true\n", {"eval_data": "e"}, ["line 1: load_best_model_at_end", "match"]),
             (
+                "metric_for_best_model: eval_mean_token_acuracy\n",
+                {"eval_data": "e"},
+                ["line 1: metric_for_best_model", "one of loss, entropy", "did you mean 'eval_mean_token_accuracy'?"],
+            ),
+            (
+                "metric_for_best_model: eval_eval_loss\n",
+                {"eval_data": "e"},
+                ["one of loss, entropy", "but got 'eval_eval_loss'"],
+            ),
+            ("metric_for_best_model: epoch\n", {"eval_data": "e"}, ["one of loss, entropy"]),
+            (
                 "load_best_model_at_end: true\nsave_every: 3\neval_steps: 2\n",
                 {"eval_data": "e"},
                 ["line 1", "round multiple"],
@@ -541,7 +552,7 @@ class TestRun:
         assert (settings.model, settings.data, settings.out) == ("org/model", "train.jsonl", Path("run"))
         assert (settings.eval_data, settings.lora, settings.plan, settings.device) == (None, None, None, None)
         assert (settings.precision, settings.budget) == ("bf16", Budget())
-        assert (settings.resume, settings.dry_run) == (False, False)
+        assert (settings.resume, settings.dry_run, settings.trace) == (False, False, None)
         assert "packing" not in settings.training
         assert {"max_steps", "num_train_epochs", "output_dir"}.isdisjoint(settings.training)
         assert settings.training["save_strategy"] == "no"
@@ -566,6 +577,26 @@ class TestRun:
         assert settings.budget == Budget(device="1GiB", host="2GiB", disk=["/a", "/b"])
         assert settings.resume
         assert settings.dry_run
+
+    @pytest.mark.parametrize(
+        ("text", "assignments", "flags"),
+        [
+            (None, (), {"trace": Path("t.json")}),
+            ("trace: t.json\n", (), {}),
+            ("outcore: {trace: t.json}\n", (), {}),
+            ("outcore: {trace: other.json}\n", ("outcore.trace=t.json",), {}),
+            (None, ("trace=t.json",), {}),
+        ],
+    )
+    def test_trace(self, text: str | None, assignments: tuple[str, ...], flags: dict[str, object]):
+        settings = settle(text, *assignments, **flags)
+        assert settings.trace == Path("t.json")
+        assert describe(settings)["trace"] == "t.json"
+
+    @pytest.mark.parametrize("metric", ["loss", "eval_loss", "mean_token_accuracy", "eval_entropy", "null"])
+    def test_metrics_that_are_measured(self, metric: str):
+        training = settle(f"metric_for_best_model: {metric}\n", eval_data="e").training
+        assert training["metric_for_best_model"] == (None if metric == "null" else metric)
 
     def test_lora_defaults(self):
         assert settle(lora=4).lora == {

@@ -79,6 +79,11 @@ OPTIONS: list[Case] = [
     option("set", "chat_template_path={config}", "chat_template_path: expected a file that ends in .jinja"),
     option("set", "assistant_only_loss=true", "assistant_only_loss"),
     option("set", "optim=lion_8bit", "optim|lion"),
+    (
+        "metric that is not measured",
+        {"--eval-data": "{text}", "--set": "metric_for_best_model=eval_los"},
+        "--set metric_for_best_model: expected one of loss, .* but got 'eval_los'; did you mean 'eval_loss'",
+    ),
 ]
 YAML: list[Case] = [
     ("missing", {"{missing}.yaml": ""}, "missing.yaml"),
@@ -151,6 +156,17 @@ OUTPUTS: list[Case] = [
         {"--resume": "", "--out": "{folder:checkpoint-3/config.json}"},
         "only checkpoint-3, which is incomplete",
     ),
+]
+TRACES: list[Case] = [
+    option("trace", "{missing}/trace.json", "--trace: expected a folder that is there, but '.*missing' is not"),
+    option("trace", "{text}/trace.json", "--trace: expected a folder that is there, but '.*text.txt' is a file"),
+    option("trace", "{folder}", "--trace: expected a file that exists or can be made, but '.*folder' is a folder"),
+    option("trace", "/", "^outcore: --trace: expected a file that exists .*, but '/' is a folder; name another$"),
+    option("trace", "/dev/null", "--trace: expected a file that exists or can be made, but '/dev/null' is not a file"),
+    option("trace", "{text}", "--trace: expected a new file or an older trace .*, but '.*text.txt' holds something"),
+    option("trace", "{new}/plan.json", "--trace: expected a file of its own, but the run itself writes '.*plan.json'"),
+    option("trace", "{missing}" + 300 * "x", "--trace: expected a file to write to, but .* File name too long"),
+    option("trace", "/proc/trace.json", "--trace: expected a file to write to, but '/proc/trace.json' cannot be"),
 ]
 USAGE: list[tuple[str, list[str], str]] = [
     ("unknown option", ["--step", "3"], "--steps"),
@@ -276,7 +292,8 @@ def assert_one_message(outcome: Any, says: str) -> None:
     [
         pytest.param(changes, says, id=f"{kind}: {name}")
         for kind, cases in {
-            "option": OPTIONS, "yaml": YAML, "plan": PLANS, "model": MODELS, "data": DATA, "out": OUTPUTS
+            "option": OPTIONS, "yaml": YAML, "plan": PLANS, "model": MODELS, "data": DATA, "out": OUTPUTS,
+            "trace": TRACES,
         }.items()
         for name, changes, says in cases
     ],
@@ -288,6 +305,14 @@ def test_is_refused(
     monkeypatch.chdir(tmp_path)
     before = snapshot(tmp_path)
     assert_one_message(command(*typed), says)
+    assert snapshot(tmp_path) == before
+
+
+def test_a_dry_run_finds_what_a_run_would(command: Run, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    before = snapshot(tmp_path)
+    typed = arguments({"--trace": "{missing}/trace.json", "--dry-run": ""}, world)
+    assert_one_message(command("train", *typed), "--trace: expected a folder that is there")
     assert snapshot(tmp_path) == before
 
 

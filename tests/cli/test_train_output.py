@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import logging
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import time
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from accelerate import Accelerator
 from rich.console import Console
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from trl import SFTTrainer
 
+from outcore.api import prepare_for_test
 from outcore.cli.train import notices as noticing
-from outcore.cli.train import report
+from outcore.cli.train import output, report
 from outcore.cli.train import run as train_run
 from outcore.cli.train.notices import notices
 from outcore.cli.train.output import OutputFolder
 from outcore.cli.train.report import keep_until
+from outcore.cli.train.rules import METRICS
 from outcore.core.errors import ConfigError
+from outcore.integrations import transformers as mixin
+from outcore.runtime.faults import Faults
 from outcore.runtime.lanes import Lane
+from outcore.runtime.optimizer import StreamedOptimizer
 
 from .conftest import TIERS, Run, read_jsonl, write_jsonl
 
@@ -50,10 +63,40 @@ class TestMetrics:
             assert line["tokens_per_s"] == pytest.approx(2 * 48 / line["step_s"]), "packed rows are full"
             assert line["moved_bytes"].keys() == line["exposed_s"].keys() == LANES
             assert all(0 <= seconds < line["step_s"] for seconds in line["exposed_s"].values())
+            assert 0 < line["compute_s"] <= line["step_s"] - sum(line["exposed_s"].values())
             plan = json.loads((tmp_path / "run" / "plan.json").read_text())
             assert line["peak_bytes"] == plan["tier_bytes"]
         assert lines[0]["lr"] == 2e-5
         assert lines[4]["lr"] == pytest.approx(0.5e-5)
+
+    def test_the_metrics_of_an_evaluation_are_those_that_may_choose_the_best_model(self, lines):
+        (found, *_) = ({name for name in line if name.startswith("eval_")} for line in lines if "eval_loss" in line)
+        assert found | {"eval_aux_loss"} == set(METRICS)
+
+    def test_compute_and_waits_explain_model_and_step(self, command, config_json, text, tmp_path, monkeypatch):
+        """Blocks sleep, so that nothing else counts; lanes are so slow that they are waited for."""
+        took_s = [0.0]
+        faults = Faults(throttle={"h2d": 2**20, "d2h": 2**20, "update": 8 * 2**20, "states_read": 2**23})
+        monkeypatch.setattr(mixin, "prepare", partial(prepare_for_test, faults=faults))
+        forward = LlamaDecoderLayer.forward
+
+        def sleeping(self, *args, **kwargs):
+            time.sleep(0.04)
+            return forward(self, *args, **kwargs)
+
+        monkeypatch.setattr(LlamaDecoderLayer, "forward", sleeping)
+        for owner, name in ((SFTTrainer, "compute_loss"), (Accelerator, "backward"), (StreamedOptimizer, "step")):
+            monkeypatch.setattr(owner, name, timed(getattr(owner, name), took_s))
+        # Weights of two blocks on the host, which are fetched.
+        shared = ("train", "--model", config_json, "--data", text, *SHORT, "--disk", tmp_path)
+        more = ("--device-memory", "140KiB", "--host-memory", "520KiB", "--out", tmp_path / "run")
+        assert command(*shared, *more).status == 0
+        lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+        exposed_s = sum(sum(line["exposed_s"].values()) for line in lines)
+        explained_s = exposed_s + sum(line["compute_s"] for line in lines)
+        assert exposed_s > 0.2
+        assert explained_s == pytest.approx(took_s[0], rel=0.05)
+        assert explained_s <= sum(line["step_s"] for line in lines)
 
     def test_bytes_are_those_of_the_step(self, lines):
         """Each step moves as much as the other; evaluation only reads weights, which lie on the device here."""
@@ -87,10 +130,14 @@ class TestMetrics:
         assert all(line.get("step_s", 0) < 500 for line in read_jsonl(tmp_path / "run" / "metrics.jsonl"))
 
     def test_several_steps_in_a_line_are_averaged(self, command, config_json, text, tmp_path):
+        """Also if evaluations lie between them."""
         shared = ("train", "--model", config_json, "--data", text, *SHORT, "--disk", tmp_path, *TIERS)
-        for every in (1, 2):
-            assert command(*shared, "--out", tmp_path / str(every), "--set", f"logging_steps={every}").status == 0
-        one, two = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("1", "2"))
+        for every, more in ((1, ()), (2, ("--eval-data", text, "--set", "eval_steps=1"))):
+            settings = ("--out", tmp_path / str(every), "--set", f"logging_steps={every}", *more)
+            assert command(*shared, *settings).status == 0
+        one, two = (
+            [line for line in read_jsonl(tmp_path / name / "metrics.jsonl") if "loss" in line] for name in ("1", "2")
+        )
         assert [line["step"] for line in two] == [2, 4]
         assert two[1]["moved_bytes"] == one[3]["moved_bytes"]
         assert two[1]["tokens_per_s"] == pytest.approx(2 * 48 / two[1]["step_s"])
@@ -107,6 +154,17 @@ class TestMetrics:
     def test_nothing_to_drop_is_no_error(self, tmp_path):
         keep_until(tmp_path / "metrics.jsonl", 2)
         assert not list(tmp_path.iterdir())
+
+
+def timed(function: Callable[..., Any], took_s: list[float]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        start_s = time.perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            took_s[0] += time.perf_counter() - start_s
+
+    return run
 
 
 class TestTerminal:
@@ -318,3 +376,99 @@ class TestFolder:
         output.refuse_full(free_bytes // 2)
         with pytest.raises(ConfigError, match=r"--out: expected room for 1\.00 TiB .* are free at '.*/deep/run'"):
             output.refuse_full(2**40)
+
+
+class TestOneRunPerFolder:
+    """Whoever comes second is told so, and touches nothing."""
+
+    @pytest.fixture
+    def out(self, tmp_path: Path) -> Path:
+        return tmp_path / "deep" / "run"
+
+    def test_a_second_run_is_refused_whatever_it_wants(self, out):
+        with OutputFolder(out, resume=False).opened():
+            (out / "metrics.jsonl").write_text("{}")
+            before = sorted(out.rglob("*"))
+            for resume in (False, True):
+                with pytest.raises(ConfigError, match="--out: expected a folder that no other run .*run'"):
+                    OutputFolder(out, resume=resume)
+            assert sorted(out.rglob("*")) == before
+
+    def test_two_that_begin_together(self, out):
+        one, other = (OutputFolder(out, resume=False) for _ in range(2))
+        with one.opened() as cache:
+            with pytest.raises(ConfigError, match="no other run writes to"), other.opened():
+                raise AssertionError
+            assert cache.is_dir()
+        assert not out.parent.exists(), "the first one has not begun"
+        with other.opened():
+            pass
+
+    def test_one_that_looked_before_another_was_there_and_gone(self, out):
+        late, resumed = OutputFolder(out, resume=False), None
+        with OutputFolder(out, resume=False).opened():
+            (out / "checkpoint-1").mkdir()
+            (out / "checkpoint-1" / "trainer_state.json").write_text("{}")
+        with pytest.raises(ConfigError, match="holds 'checkpoint-1'; pass --resume"), late.opened():
+            raise AssertionError
+        resumed = OutputFolder(out, resume=True)
+        with OutputFolder(out, resume=True).opened():
+            (out / "checkpoint-1").rename(out / "checkpoint-2")
+            (out / ".outcore-data-killed").mkdir()
+        with resumed.opened() as cache:
+            resumed.begin()
+            assert resumed.checkpoint.step == 2
+            assert sorted(out.iterdir()) == sorted([cache, out / "checkpoint-2"])
+
+    def test_a_folder_that_was_removed_meanwhile_is_nobodys(self, out, monkeypatch):
+        """Its lock would keep nobody from a new one of that name."""
+        lock = output._lock
+
+        def removing(folder, kind):
+            out.rmdir()
+            return lock(folder, kind)
+
+        monkeypatch.setattr(output, "_lock", removing)
+        with pytest.raises(ConfigError, match="no other run writes to"), OutputFolder(out, resume=False).opened():
+            raise AssertionError
+
+    def test_a_drive_without_locks_is_used_without(self, out, monkeypatch):
+        def flock(*_):
+            raise OSError(9, "Bad file descriptor")
+
+        monkeypatch.setattr(fcntl, "flock", flock)
+        with OutputFolder(out, resume=False).opened() as cache:
+            assert cache.is_dir()
+
+    def test_a_killed_run_leaves_no_lock_but_a_live_one_holds_it(self, tmp_path):
+        code = (
+            "import sys, time; from pathlib import Path; from outcore.cli.train.output import OutputFolder\n"
+            "with OutputFolder(Path(sys.argv[1]), resume=False).opened():\n"
+            "    print('locked', flush=True); time.sleep(100)"
+        )
+        with subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout.readline() == "locked\n"
+                with pytest.raises(ConfigError, match="no other run writes to"):
+                    OutputFolder(tmp_path, resume=True)
+            finally:
+                process.send_signal(signal.SIGKILL)
+        (stale,) = tmp_path.iterdir()
+        with pytest.raises(ConfigError, match=f"holds '{stale.name}'"):
+            OutputFolder(tmp_path, resume=False)
+
+    def test_a_child_that_outlives_its_run_holds_no_lock(self, out, monkeypatch):
+        """As a worker of a data loader may, which has inherited the open folder."""
+        out.mkdir(parents=True)
+        lock, inherited = output._lock, []
+
+        def inheriting(folder, kind):
+            inherited.append(os.dup(folder))
+            return lock(folder, kind)
+
+        monkeypatch.setattr(output, "_lock", inheriting)
+        for _ in range(2):
+            with OutputFolder(out, resume=False).opened():
+                pass
+        for folder in inherited:
+            os.close(folder)

@@ -89,9 +89,7 @@ def plan_for(
     return Plan(
         precision=spec.precision,
         units=tuple(plans),
-        pools=pools_for(
-            spec, plans, steps, Comfort(prefetch_depth=depth, num_buckets=depth + 1, max_slots_host=depth + 1)
-        ),
+        pools=pools_for(spec, plans, Comfort(prefetch_depth=depth, num_buckets=depth + 1, max_slots_host=depth + 1)),
         prefetch_depth=depth,
         accumulation_steps=steps,
     )

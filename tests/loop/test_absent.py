@@ -433,3 +433,24 @@ def test_training_goes_on_from_loaded_weights(kind, tmp_path):
         return train(model, optimizer, 2)
 
     same(drive, kind, tmp_path, build=lambda: Tower(OwnAndChildren))
+
+
+@AWAY
+def test_what_is_asked_often_is_answered_as_by_a_present_parameter(kind, tmp_path):
+    model = make()
+    with prepared(model, adamw(model), kind, tmp_path) as (model, _):
+        param = model.get_parameter(NAME)
+        with outcore.gathered(model):
+            want = param.shape, param.dtype, param.device, param.requires_grad, param.grad
+        assert (param.shape, param.dtype, param.device, param.requires_grad, param.grad) == want
+        model.loss(batch()).backward()
+        assert param.grad is not None
+        del param.grad
+        assert param.grad is None
+        param.requires_grad = False
+        assert not param.requires_grad
+        param.requires_grad = True
+        with pytest.raises((AttributeError, outcore.AbsentParameterError)):
+            param.dtype = torch.float64
+        with pytest.raises(outcore.AbsentParameterError):
+            param._post_accumulate_grad_hooks = None

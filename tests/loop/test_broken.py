@@ -15,6 +15,7 @@ import pytest
 import outcore
 from outcore.memory.disk import DiskStore
 from outcore.memory.disk_file import OsDiskIO
+from outcore.runtime import workers
 
 from .rig import adamw, batch, make, prepared, train
 
@@ -61,12 +62,12 @@ def replace_operation(monkeypatch, engine, name, work):
 
 
 def fails_then_closes(model, optimizer, error, match):
-    """Training raises, every later call too, and closing is quick."""
+    """Training raises, then again, and closing is quick."""
     with pytest.raises(error, match=match):
         train(model, optimizer, 3)
-    for call in (lambda: model.loss(batch()), lambda: train(model, optimizer, 1)):
-        with pytest.raises(outcore.OutcoreError):
-            call()
+    for _ in range(2):
+        with pytest.raises(outcore.OutcoreError):  # an update that needs what failed is missed by the next forward
+            train(model, optimizer, 2)
     start_s = time.monotonic()
     outcore.close(model)
     assert time.monotonic() - start_s < 20 * BOUND_S
@@ -131,6 +132,23 @@ def test_a_thread_that_is_left_behind_is_said(tmp_path, monkeypatch, release):
             outcore.close(model)
 
 
+def test_closing_stops_an_update_that_is_only_long(tmp_path, monkeypatch):
+    begun = threading.Event()
+    real = workers.update_blocks
+
+    def update(*args):
+        begun.set()
+        while True:  # blocks without end
+            real(*args)
+
+    with trained("host", tmp_path) as (model, optimizer):
+        monkeypatch.setattr("outcore.runtime.workers.update_blocks", update)
+        model.loss(batch()).backward()
+        optimizer.step()
+        begun.wait(30)
+        outcore.close(model)  # without a warning: no thread is left behind
+
+
 @pytest.mark.parametrize("verb", ["pread", "pwrite"])
 def test_a_disk_that_stands_still(verb, tmp_path, monkeypatch, release):
     real = getattr(OsDiskIO, verb)
@@ -160,6 +178,24 @@ def test_closing_does_not_wait_for_a_disk_that_stands_still(tmp_path, monkeypatc
         outcore.close(model)
         assert time.monotonic() - start_s < 20 * BOUND_S
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", [OSError, MemoryError, KeyboardInterrupt, SystemExit, RuntimeError, GeneratorExit])
+@pytest.mark.parametrize("where", ["lane", "worker", "drive"])
+def test_errors_of_every_kind(where, kind, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise kind("injected")
+
+    match = rf"'update .*' on lane update \(on the host\) to finish, but it raised {kind.__name__}: injected"
+    with trained("disk" if where == "drive" else "host", tmp_path) as (model, optimizer):
+        if where == "lane":
+            replace_operation(monkeypatch, optimizer.engine, "update blocks.1", fail)
+        elif where == "worker":
+            monkeypatch.setattr("outcore.runtime.workers.update_blocks", fail)
+        else:
+            monkeypatch.setattr(OsDiskIO, "pread", fail)
+            match = "injected"
+        fails_then_closes(model, optimizer, outcore.OutcoreError, match)
 
 
 SCRIPT = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -12,7 +13,8 @@ import torch
 
 from outcore.core.errors import UnsupportedError
 from outcore.memory.topology import Node, Topology, read_topology
-from outcore.runtime.workers import LEAST_SHARE_NUMEL, UpdateWorkers, worker_cpus
+from outcore.optim.blocks import StoppedError
+from outcore.runtime.workers import LEAST_SHARE_NUMEL, SCRATCH_BYTES, UpdateWorkers, worker_cpus
 
 from .update_cases import OPTIMIZERS, Blocked, PlainLoop, assert_same_bits, random
 
@@ -109,7 +111,7 @@ def test_there_is_a_worker_per_core_that_is_not_spared():
 
 def test_too_little_work_for_all_wakes_few(monkeypatch):
     shares = []
-    monkeypatch.setattr("outcore.runtime.workers.update_blocks", lambda share, _: shares.append(share))
+    monkeypatch.setattr("outcore.runtime.workers.update_blocks", lambda share, *_: shares.append(share))
     with UpdateWorkers(3) as workers:
         for numel, count in ((1, 1), (2 * LEAST_SHARE_NUMEL - 1, 1), (2 * LEAST_SHARE_NUMEL, 2)):
             shares.clear()
@@ -161,6 +163,41 @@ def test_binding_is_that_of_the_workers_alone(monkeypatch):
         workers.run(Blocked(OPTIMIZERS["adamw"], (2 * LEAST_SHARE_NUMEL,)).pieces(1, [None]))
     assert sorted(seen, key=len) == sorted([{cpu}, mine], key=len)  # no such CPU: that one runs anywhere
     assert os.sched_getaffinity(0) == mine
+
+
+def test_stop_ends_an_update_at_the_next_block(monkeypatch):
+    updated = []
+    begun = threading.Event()
+
+    def slow(blocks, room):
+        updated.append(blocks)
+        begun.set()
+        time.sleep(0.05)
+
+    monkeypatch.setattr("outcore.optim.blocks._update", slow)
+    num_blocks = 400
+    pieces = Blocked(OPTIMIZERS["adamw"], (num_blocks * SCRATCH_BYTES // 4,)).pieces(1, [None])
+    with UpdateWorkers(1) as workers:
+        stopper = threading.Thread(target=lambda: (begun.wait(30), workers.stop()))
+        stopper.start()
+        with pytest.raises(StoppedError, match="the model was closed"):
+            workers.run(pieces)
+        stopper.join()
+        assert 1 <= len(updated) < num_blocks
+        with pytest.raises(StoppedError):
+            workers.run(pieces)
+
+
+def test_workers_that_nobody_holds_end():
+    before = set(threading.enumerate())
+    workers = UpdateWorkers(2)
+    threads = set(threading.enumerate()) - before
+    assert len(threads) == 2
+    del workers
+    gc.collect()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
 
 
 def test_closing_does_not_wait_for_a_worker_that_hangs(monkeypatch):

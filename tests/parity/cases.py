@@ -110,7 +110,7 @@ class Case:
         return Plan(
             precision=self.setting.precision,
             units=tuple(units),
-            pools=pools_for(spec, units, steps, LEAST if self.is_minimal else comfort),
+            pools=pools_for(spec, units, LEAST if self.is_minimal else comfort),
             prefetch_depth=self.depth,
             accumulation_steps=steps,
         )

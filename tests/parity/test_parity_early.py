@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from outcore.runtime.early import EarlyUpdates
+from outcore.runtime.early import EarlyUpdates, _Attempt
+from outcore.runtime.traffic import Traffic
+from outcore.runtime.unit_gradients import UnitGradients
 
 from . import zoo
 from .cases import Case, run, run_checked
@@ -21,7 +24,7 @@ STEPS = 5
 
 
 @pytest.fixture
-def outcomes(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def outcomes(monkeypatch: pytest.MonkeyPatch, patient_attempts: None) -> Counter[str]:
     """How many attempts there were, and how many were kept."""
     counts: Counter[str] = Counter()
     attempt, keep = EarlyUpdates._start, EarlyUpdates.keep
@@ -249,6 +252,52 @@ class TestUserCameBetween:
 
         self.compare(tmp_path, change)
         assert outcomes["kept"] == outcomes["started"] > 0
+
+
+class TestTooFewToMakeAll:
+    """Which attempts are made hangs on timing, the result does not."""
+
+    @pytest.mark.parametrize("kind", [*KINDS, "mixed"])
+    @pytest.mark.parametrize("seed", range(3))
+    def test_any_of_them(self, kind: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        chance, made = random.Random(seed), Counter[bool]()
+
+        def is_made(attempt: _Attempt) -> bool:
+            with attempt._deciding:
+                if attempt._is_made is None:
+                    attempt._is_made = chance.random() < 0.5
+                    made[attempt._is_made] += 1
+                return attempt._is_made
+
+        moved = []
+        monkeypatch.setattr(_Attempt, "is_made", is_made)
+        monkeypatch.setattr(Traffic, "take_back", lambda _, nbytes: moved.append(nbytes))
+        c = case("gpt2", kind, offset=7 * seed, precision="bf16", clipping="off", micro_batches=1 + seed % 2)
+        assert_equal(plain_loop(c.name, c.setting), run_checked(c, tmp_path, poison=True))
+        assert made[True] + made[False] > STEPS
+        assert len(moved) >= made[False]
+
+    @each_kind
+    def test_updates_that_are_slower_than_backward(self, kind: str, tmp_path: Path) -> None:
+        c = case("llama", kind, precision="bf16", clipping="off")
+        delays = {"update": 0.02, "states_read": 0.01}
+        assert_equal(plain_loop(c.name, c.setting), run_checked(c, tmp_path, poison=True, delays=delays))
+
+    def test_the_overtaken_are_updated_by_step(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where updates are slower than backward some attempts are made, and some are left to ``step()``."""
+        kept = Counter[bool]()
+        keep = EarlyUpdates.keep
+
+        def counted(self: EarlyUpdates, gradients: UnitGradients, *args: Any) -> bool:
+            has_attempt = gradients.unit.name in self._attempts
+            is_kept = keep(self, gradients, *args)
+            kept[is_kept] += has_attempt
+            return is_kept
+
+        monkeypatch.setattr(EarlyUpdates, "keep", counted)
+        run_checked(case("gpt2", "host", clipping="off"), tmp_path, delays={"update": 0.05, "compute": 0.005})
+        assert kept[True] > 0
+        assert kept[False] > 0
 
 
 ASYNC = [

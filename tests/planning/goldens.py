@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from outcore.planning.pools import Comfort, pools_for
@@ -23,20 +24,35 @@ def model(names: str, frozen: str = "", precision: str = "bf16") -> ModelSpec:
     return ModelSpec(units=tuple(units), state_names=("exp_avg", "exp_avg_sq"), precision=precision)
 
 
-def plan(spec: ModelSpec, *homes: tuple[str, str, str], slots: int, depth: int | None = None, **pools: int) -> Plan:
-    """Homes (weights, gradients, states) of the units after the root, in turn; the root's weights are resident."""
+def plan(
+    spec: ModelSpec,
+    *homes: tuple[str, str, str],
+    slots: int,
+    depth: int | None = None,
+    early: str = "",
+    staged: str = "",
+    **pools: int,
+) -> Plan:
+    """Homes (weights, gradients, states) of the units after the root, in turn; the root's weights are resident.
+
+    ``early``, ``staged``: letters of units that are updated inside backward, or by the device.
+    """
     units = [UnitPlan(name="", weights="device", gradients=homes[0][1], states=homes[0][2])]
     for i, spec_of in enumerate(spec.units[1:]):
         weights, gradients, states = homes[i % len(homes)]
         if not spec_of.trainable:
             gradients = states = weights
         units.append(UnitPlan(name=spec_of.name, weights=weights, gradients=gradients, states=states))
+    units = [replace(u, early=u.name in early and bool(u.name)) for u in units]
+    units = [replace(u, update="device" if u.name in staged and u.name else "host") for u in units]
+    steps = 1 if early else None
     comfort = {"num_buckets": 2, "max_slots_host": 2, **pools}
     return Plan(
         precision=spec.precision,
         units=tuple(units),
-        pools=pools_for(spec, units, None, Comfort(prefetch_depth=slots - 1, **comfort)),
+        pools=pools_for(spec, units, Comfort(prefetch_depth=slots - 1, **comfort)),
         prefetch_depth=slots - 1 if depth is None else depth,
+        accumulation_steps=steps,
     )
 
 
@@ -55,6 +71,17 @@ def _cases() -> dict[str, tuple[ModelSpec, Plan, tuple[Visit, ...]]]:
         "host_2_slots": (four, plan(four, HOST, slots=2), usual_visits(four)),
         "host_3_slots_2_micro_batches": (five, plan(five, HOST, slots=3), usual_visits(five, 2)),
         "disk_2_slots": (four, plan(four, DISK, slots=2), usual_visits(four)),
+        "disk_3_states_slots": (
+            five,
+            plan(five, ("host", "host", "disk"), slots=2, max_slots_host=3),
+            usual_visits(five),
+        ),
+        "early_2_slots": (four, plan(four, HOST, ("disk", "disk", "disk"), slots=2, early="abd"), usual_visits(four)),
+        "on_the_device_2_slots": (
+            four,
+            plan(four, HOST, ("device", "device", "host"), slots=2, staged="bcd"),
+            usual_visits(four),
+        ),
         "mixed_2_slots": (four, plan(four, *mixed, slots=2), usual_visits(four)),
         "frozen_2_slots_evaluation": (
             half,

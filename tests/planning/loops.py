@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import groupby, takewhile
+
 from hypothesis import strategies as st
 
 from outcore.planning.pools import Comfort, pools_for
+from outcore.planning.reservations import can_be_early
+from outcore.planning.share import share_updates
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import TIERS, Plan, UnitPlan
 from outcore.spec.schedule import Phase, Visit
@@ -19,22 +24,35 @@ def loops(draw: st.DrawFn) -> tuple[ModelSpec, Plan, tuple[Visit, ...]]:
     """A model, a plan for it, and the visits of a step."""
     spec = draw(_models())
     homes = [draw(st.sampled_from([h for h in LEGAL if i or h[0] == "device"])) for i in range(len(spec.units))]
-    units = []
+    order, units = draw(_visits(len(spec.units))), []
     for of, (weights, gradients, states) in zip(spec.units, homes, strict=True):
         rest = (gradients, states) if of.trainable else (weights, weights)
-        units.append(UnitPlan(name=of.name, weights=weights, gradients=rest[0], states=rest[1]))
+        homes_of = UnitPlan(name=of.name, weights=weights, gradients=rest[0], states=rest[1])
+        is_used = bool(of.name) or _begins_with_root(order)  # nothing else gives it gradients
+        is_early = is_used and can_be_early(of, homes_of) and draw(st.booleans())
+        units.append(replace(homes_of, early=is_early))
+    units = share_updates(units, draw(st.sampled_from([0.0, 0.5, 1.0])))
+    steps = None
+    if any(u.early for u in units):
+        steps = max(1, sum(phase is Phase.BACKWARD for phase, _ in groupby(visit.phase for visit in order)))
     comfort = Comfort(
         prefetch_depth=draw(st.integers(0, 3)),
         num_buckets=draw(st.integers(1, 2)),
-        max_slots_host=draw(st.integers(1, 3)),
+        max_slots_host=draw(st.integers(1, 4)),
     )
     plan = Plan(
         precision=spec.precision,
         units=tuple(units),
-        pools=pools_for(spec, units, None, comfort),
+        pools=pools_for(spec, units, comfort),
         prefetch_depth=draw(st.integers(0, 3)),
+        accumulation_steps=steps,
     )
-    return spec, plan, draw(_visits(len(spec.units)))
+    return spec, plan, order
+
+
+def _begins_with_root(order: tuple[Visit, ...]) -> bool:
+    """Whether the root is used before the first backward."""
+    return Visit(Phase.FORWARD, 0) in takewhile(lambda visit: visit.phase is not Phase.BACKWARD, order)
 
 
 @st.composite

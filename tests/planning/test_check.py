@@ -29,7 +29,7 @@ def test_a_plan_of_our_own_is_obeyed():
 
 def test_one_slot_of_each_kind_suffices():
     assert {p.kind for p in PLAN.pools} >= {"weights", "bucket", "states", "landing"}
-    least = dataclasses.replace(PLAN, pools=pools_for(MODEL, PLAN.units, None))
+    least = dataclasses.replace(PLAN, pools=pools_for(MODEL, PLAN.units))
     check_plan(MODEL, least)
     assert {p.num_slots for p in least.pools} == {1}
 

@@ -1,4 +1,4 @@
-"""Second homes are taken from what a placement left, the last units first."""
+"""Second homes are taken from what a placement left, spread evenly."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ def test_with_room_every_unit_off_the_device_is_early():
 
 
 @given(st.integers(0, 10**9), st.integers(0, 10**9))
-def test_keeps_to_the_limits_and_takes_the_last_units(host: int, disk: int):
+def test_keeps_to_the_limits_and_spreads_the_units(host: int, disk: int):
     base = tier_bytes(MODEL, PLAN)
     limits = Limits(device_bytes=base["device"], host_bytes=base["host"] + host, disk_bytes=base["disk"] + disk)
     plan = with_early_updates(MODEL, PLAN, limits)
     check_plan(MODEL, plan, limits)
     assert dict(plan.tier_bytes) == tier_bytes(MODEL, plan)
     early = [u.early for u, spec in zip(plan.units, MODEL.units, strict=True) if can_be_early(spec, u) and u.name]
-    assert early == sorted(early)  # equal layers: a suffix
+    gaps = "".join("x" if e else "." for e in early).strip(".").split("x")[1:-1]
+    assert not gaps or max(map(len, gaps)) - min(map(len, gaps)) <= 1  # equal layers
 
 
 def test_without_room_nothing_changes():

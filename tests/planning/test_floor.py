@@ -31,7 +31,7 @@ def plan_of(model: ModelSpec, *, depth: int = 1, buckets: int = 2, steps: int = 
 
 def with_units(model: ModelSpec, units: list[UnitPlan], *, depth: int = 1, buckets: int = 2, steps: int = 1) -> Plan:
     comfort = Comfort(prefetch_depth=depth, num_buckets=buckets, max_slots_host=2)
-    pools = pools_for(model, units, steps, comfort)
+    pools = pools_for(model, units, comfort)
     return Plan(
         precision=model.precision, units=tuple(units), pools=pools, prefetch_depth=depth, accumulation_steps=steps
     )
@@ -117,7 +117,7 @@ def test_gradients_leave_before_forward_begins_unless_those_of_the_first_units_s
 def test_states_on_disk_are_read_and_written_once(model):
     plan = plan_of(model, states="disk")
     found = floor(model, plan, disk_read=5.0)  # master, exp_avg, exp_avg_sq
-    assert (found.seconds, found.binding) == (24 + 40, "compute + disk_read")
+    assert (found.seconds, found.binding) == (24 + 7 * 5, "compute + disk_read"), "one of two slots keeps its states"
     found = floor(model, plan, disk_write=5.0)
     assert found.seconds == 24 + (8 - 2) * 5, "two slots are written behind backward"
     assert found.total_s["disk_write"] == 40
@@ -135,7 +135,7 @@ def test_weights_on_disk_are_read_as_often_as_they_are_fetched(model):
 def test_a_gradient_on_disk_is_written_and_read_back(model):
     found = floor(model, plan_of(model, gradients="disk"), disk_read=15.0, disk_write=15.0)
     assert found.total_s["disk_write"] == pytest.approx(8 * 5)
-    assert found.window_s["disk_read"] == pytest.approx(8 * 5)
+    assert found.window_s["disk_read"] == pytest.approx(6 * 5), "the last two are in landing slots still"
 
 
 def test_states_on_the_device_are_updated_there(model):

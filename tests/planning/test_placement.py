@@ -190,13 +190,6 @@ def test_policy_is_that_of_all_units_but_the_root():
     assert [u.policy for u in plan.units] == ["keep", "recompute", "recompute"]
 
 
-def test_a_promise_of_one_micro_batch_needs_no_landing_slots():
-    limits = Limits(device_bytes=8 * MIB, host_bytes=PLENTY, disk_bytes=None)
-    kinds = {p.kind for p in place(layered(4), limits, accumulation_steps=1).pools}
-    assert "landing" not in kinds
-    assert "landing" in {p.kind for p in place(layered(4), limits, accumulation_steps=2).pools}
-
-
 def test_message_names_need_budget_and_consumers():
     limits = Limits(device_bytes=MIB, host_bytes=3 * MIB, disk_bytes=30 * MIB)
     with pytest.raises(PlanInfeasibleError) as caught:

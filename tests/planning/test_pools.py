@@ -11,14 +11,14 @@ from .models import unit
 GENEROUS = Comfort(prefetch_depth=2, num_buckets=2, max_slots_host=3)
 
 
-def pools(model, homes, *, steps=None, comfort=GENEROUS):
+def pools(model, homes, *, comfort=GENEROUS):
     """{(tier, kind): [(slot bytes, slots)]} for homes written as 'weights gradients states' per unit."""
     units = []
     for spec, text in zip(model.units, homes, strict=True):
         weights, gradients, states = text.split()
         units.append(UnitPlan(name=spec.name, weights=weights, gradients=gradients, states=states))
     found: dict[tuple[str, str], list[tuple[int, int]]] = {}
-    for pool in pools_for(model, units, steps, comfort):
+    for pool in pools_for(model, units, comfort):
         found.setdefault((pool.tier, pool.kind), []).append((pool.slot_bytes, pool.num_slots))
     return found
 
@@ -68,11 +68,9 @@ def test_least_is_one_slot_of_the_largest_size():
     assert all(len(slots) == 1 for slots in needed.values())
 
 
-def test_host_gradients_land_unless_one_micro_batch_was_promised():
+def test_gradients_off_the_device_land():
     homes = ["device host host", "device host host", "device disk disk"]
-    needed = pools(model(M, 2 * M, root=3 * M), homes, steps=1, comfort=LEAST)
-    assert needed["host", "landing"] == [(2 * 4096, 1)]  # only where disk is the home
-    needed = pools(model(M, 2 * M, root=3 * M), homes, steps=2, comfort=LEAST)
+    needed = pools(model(M, 2 * M, root=3 * M), homes, comfort=LEAST)
     assert needed["host", "landing"] == [(3 * 4096, 1)]
 
 

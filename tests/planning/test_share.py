@@ -64,7 +64,7 @@ def test_a_shared_plan_needs_staging_slots():
         for u in base.units
     ]
     shared = tuple(share_updates(homes, 1.0))
-    plan = dataclasses.replace(base, units=shared, pools=pools_for(MODEL, shared, None, LEAST))
+    plan = dataclasses.replace(base, units=shared, pools=pools_for(MODEL, shared, LEAST))
     check_plan(MODEL, plan)
     (pool,) = [p for p in plan.pools if p.kind == "staging"]
     assert not any(p.kind in ("states", "new_weights", "gradients") for p in plan.pools)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 
 import pytest
 import torch
@@ -257,10 +258,10 @@ def test_a_serial_device_waits_for_every_submission(permute):
     ran = []
     with open_device("cpu", Faults(serial=True, permute=permute)) as device:
         for lane in LANES:
-            handle = device.submit(lane, "work", lambda lane=lane: ran.append(lane))
+            handle = device.submit(lane, "work", lambda lane=lane: (time.sleep(0.01), ran.append(lane)))
             assert handle.is_issued
             assert ran[-1] is lane
-        assert device.exposed_s[Lane.UPDATE.value] > 0
+        assert sum(device.recorder.exposed_s().values()) > 0
 
 
 def test_an_error_of_a_serial_device_comes_where_it_would_have_come():

@@ -20,8 +20,8 @@ from outcore.planning.pools import Comfort, pools_for
 from outcore.runtime import device_cuda
 from outcore.runtime.device_open import open_device
 from outcore.runtime.faults import Faults
-from outcore.runtime.lanes import Lane
-from outcore.runtime.recorder import MAX_SPANS, HostStopwatch, Recorder
+from outcore.runtime.lanes import Handle, Lane
+from outcore.runtime.recorder import MAX_SPANS, HostStopwatch, Recorder, timing
 from outcore.spec.plan import Plan, UnitPlan
 from outcore.spec.timeline import COMPUTE
 
@@ -73,7 +73,9 @@ def test_a_wait_stands_under_the_operation_that_is_waited_for(device):
     device.recorder.start(num_steps=1)
     device.compute("forward", after={"fetched": device.submit(Lane.H2D, "fetch", nap)})
     device.wait("updated", device.submit(Lane.UPDATE, "update", nap))
-    device.wait("done already", device.mark("forward is over"))
+    done = device.submit(Lane.H2D, "fetch", nap)
+    device.synchronize()
+    device.wait("done already", done)
     waits = device.recorder.timeline().waits
     assert [(wait.lane, wait.name) for wait in waits] == [("h2d", "fetch"), ("update", "update")]
     assert all(wait.duration_s == pytest.approx(NAP_S, rel=0.5) for wait in waits)
@@ -178,7 +180,7 @@ def prepared(faults=None):
     homes = ["device", "host", "host", "host"]
     units = [UnitPlan(name=u.name, weights=h, gradients=h, states=h) for u, h in zip(spec.units, homes, strict=True)]
     comfort = Comfort(prefetch_depth=1, num_buckets=1, max_slots_host=1)
-    pools = pools_for(spec, units, 1, comfort)
+    pools = pools_for(spec, units, comfort)
     plan = Plan(precision="fp32", units=tuple(units), pools=pools, prefetch_depth=1, accumulation_steps=1)
     return prepare_for_test(model, optimizer, faults=faults, plan=plan, units=[Slow], device="cpu")
 
@@ -197,8 +199,8 @@ def test_compute_and_waits_explain_a_step(serial):
     faults = Faults(throttle={"h2d": 4096 / 0.05, "d2h": 4096 / 0.02, "update": 12288 / 0.02}, serial=serial)
     with prepared(faults) as (model, optimizer):
         step(model, optimizer)
-        before = {lane: s for lane, s in optimizer.engine.device.exposed_s.items()}
         with optimizer.recording() as recorder:
+            before, before_s = optimizer.exposed_s(), recorder.phases_s()
             start_s = time.perf_counter()
             for _ in range(2):
                 step(model, optimizer)
@@ -208,8 +210,9 @@ def test_compute_and_waits_explain_a_step(serial):
         assert busy_s[COMPUTE] >= 2 * 10 * NAP_S  # 3 forwards, 3 recomputes, 3 backwards and the root
         assert exposed_s["h2d"] > 0.1
         assert busy_s[COMPUTE] + sum(exposed_s.values()) == pytest.approx(end_s - start_s, rel=0.1)
-        for lane, seconds in optimizer.engine.device.exposed_s.items():
-            assert seconds - before[lane] == pytest.approx(exposed_s[lane], abs=0.02)
+        summed_s = {lane: seconds - before[lane] for lane, seconds in optimizer.exposed_s().items()}
+        assert summed_s == {lane: pytest.approx(exposed_s[lane]) for lane in summed_s}
+        assert recorder.phases_s() - before_s == pytest.approx(end_s - start_s, rel=0.05), "what they wait is in them"
 
 
 def test_a_step_has_calls_of_units_the_model_and_all_operations():
@@ -286,11 +289,11 @@ class _Event:
 
 def test_moments_of_a_stream_are_told_on_the_hosts_clock(monkeypatch):
     monkeypatch.setattr(_Event, "now_ms", 0.0)
-    made = iter([100.0, 150.0, 2000.0, 3000.0, 1500.0])
+    made = iter([0.0, 100.0, 150.0, 2000.0, 3000.0, 1500.0])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     monkeypatch.setattr(time, "perf_counter", lambda: 7.0)
     monkeypatch.setattr(device_cuda.StreamStopwatch, "_event", lambda _: _Event(next(made)))
-    stopwatch = device_cuda.StreamStopwatch(torch.device("cuda", 0))
+    stopwatch = device_cuda.StreamStopwatch(torch.device("cuda", 0))  # which begins by itself, too
     stopwatch.start()  # at 100 ms of the device, 7 s of the host
     first = stopwatch.now()
     stopwatch.tick()  # another anchor, at 2000 ms
@@ -319,6 +322,91 @@ def test_entries_of_a_stream_become_seconds_when_they_are_over(monkeypatch):
     assert _Event.now_ms == 2e9, "no step blocked"
     spans = recorder.timeline().spans  # which blocks until the rest is over
     assert [(s.start_s, s.end_s) for s in spans if s.lane == "h2d"] == [(1e6, 2e6), (2e6, 3e6)]
+
+
+def moment(ms):
+    return device_cuda.StreamMoment(_Event(ms), device_cuda._Anchor(_Event(0.0), 0.0, None))
+
+
+def test_waits_of_a_stream_are_added_up_when_they_are_over_and_nothing_blocks(monkeypatch):
+    monkeypatch.setattr(_Event, "now_ms", 0.0)
+    monkeypatch.setattr(_Event, "synchronize", lambda _: pytest.fail("blocked"))
+    recorder = Recorder(HostStopwatch())
+    recorder.add_phase("forward", moment(100), moment(500))
+    recorder.add_wait("h2d", "fetch", moment(500), moment(700))
+    recorder.add_wait("d2h", "gradients", moment(700), moment(750))
+    assert (recorder.phases_s(), set(recorder.exposed_s().values())) == (0.0, {0.0})
+    _Event.now_ms = 720
+    assert recorder.phases_s() == pytest.approx(0.4)
+    assert {lane: s for lane, s in recorder.exposed_s().items() if s} == {"h2d": pytest.approx(0.2)}
+    _Event.now_ms = 1000
+    recorder.add_wait("h2d", "another", moment(900), moment(950))
+    assert {lane: s for lane, s in recorder.exposed_s().items() if s} == {
+        "h2d": pytest.approx(0.25),
+        "d2h": pytest.approx(0.05),
+    }
+    assert not recorder.timeline().waits, "it was off"
+
+
+class _Streams:
+    """Stands in for a CUDA device whose compute is ordered behind lanes of the CPU."""
+
+    torch_device = torch.device("cpu")
+
+    def __init__(self, device):
+        self.recorder, self._blocked_by = device.recorder, device._blocked_by
+
+    order_compute = device_cuda.CudaDevice._order_compute
+
+
+def test_compute_of_a_stream_is_put_behind_operations_and_raises_what_they_raised(device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+    streams, ran = _Streams(device), []
+    fetched = device.submit(Lane.H2D, "fetch", lambda: (nap(), ran.append("fetch")))
+    streams.order_compute((fetched,))
+    assert ran == ["fetch"]
+    assert device.recorder.exposed_s()["h2d"] >= 0.9 * NAP_S
+    with pytest.raises(LaneError, match="ZeroDivisionError"):
+        streams.order_compute((device.submit(Lane.H2D, "fetch", lambda: 1 / 0),))
+
+
+def test_waits_are_added_up_without_being_asked_for(device):
+    device.wait("fetched", device.submit(Lane.H2D, "fetch", nap))
+    with pytest.raises(LaneError):
+        device.wait("fetched", device.submit(Lane.D2H, "copy", lambda: (nap(), 1 / 0)))
+    exposed_s = device.recorder.exposed_s()
+    assert exposed_s["h2d"] >= 0.9 * NAP_S
+    assert exposed_s["d2h"] >= 0.9 * NAP_S
+    assert exposed_s.keys() == {lane.value for lane in Lane}
+    for _ in range(3):
+        device.wait("over", device.submit(Lane.H2D, "fetch", lambda: None))
+        device.synchronize()
+    assert device.recorder.exposed_s()["update"] == 0.0
+
+
+def test_a_wait_for_compute_itself_is_none(device):
+    handle = Handle("backward is over", COMPUTE, None)
+    device._blocked_by(handle, nap)
+    assert not any(device.recorder.exposed_s().values())
+    assert device.recorder.phases_s() == 0.0
+
+
+def test_phases_are_timed_while_asked_for_recorded_or_not():
+    with prepared() as (model, optimizer):
+        recorder = optimizer.engine.device.recorder
+        step(model, optimizer)
+        before_s = recorder.phases_s()
+        assert before_s < 10 * NAP_S, "step() alone"
+        with timing(model, recorder):
+            step(model, optimizer)
+            assert recorder.phases_s() - before_s >= 10 * NAP_S
+            loss = model(torch.ones(2, 64))["loss"]
+        before_s = recorder.phases_s()
+        loss.backward()
+        assert recorder.phases_s() == before_s, "a backward after the block"
+        assert not recorder.timeline().spans
+        assert not model._forward_hooks
+        assert not model._forward_pre_hooks
 
 
 def test_prepare_still_needs_no_recorder():

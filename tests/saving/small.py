@@ -146,7 +146,7 @@ def plan_on(tier: str, model: nn.Module, optimizer: torch.optim.Optimizer | None
                 policy="recompute" if unit.name else "keep",
             )
         )
-    pools = pools_for(spec, units, None, LEAST)
+    pools = pools_for(spec, units, LEAST)
     return Plan(precision=spec.precision, units=tuple(units), pools=pools, prefetch_depth=1, accumulation_steps=None)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from outcore.core.errors import ConfigError
 from outcore.runtime.lanes import Lane
-from outcore.spec.timeline import COMPUTE, LANES, Span, Timeline
+from outcore.spec.timeline import COMPUTE, LANES, TRACE_BEGINNING, Span, Timeline
 
 STEP = Timeline(
     spans=(
@@ -99,6 +99,11 @@ def test_a_trace_has_a_row_per_lane_in_a_fixed_order_and_microseconds():
     assert (wait["name"], wait["args"]) == ("h2d: fetch layers.1", {"lane": "h2d"})
     ids = {e["pid"] for e in trace["traceEvents"]}
     assert ids == {0}
+
+
+@given(timelines)
+def test_every_trace_can_be_told_by_its_beginning(timeline):
+    assert timeline.to_trace().startswith(TRACE_BEGINNING)
 
 
 def test_a_lane_that_is_not_known_comes_last():

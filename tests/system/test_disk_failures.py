@@ -34,7 +34,7 @@ def disk_plan(module: nn.Module, comfort: Comfort = LEAST) -> Plan:
     spec = partition(module, state_names=("exp_avg", "exp_avg_sq")).spec
     units = [UnitPlan(name="", weights="device", gradients="disk", states="disk", policy="keep")]
     units += [UnitPlan(name=u.name, weights="disk", gradients="disk", states="disk") for u in spec.units[1:]]
-    pools = pools_for(spec, units, None, comfort)
+    pools = pools_for(spec, units, comfort)
     return Plan(precision="fp32", units=tuple(units), pools=pools, prefetch_depth=comfort.prefetch_depth)
 
 
@@ -140,8 +140,9 @@ def test_a_folder_that_is_a_file_is_refused_before_anything_moves(tmp_path):
 
 
 CHILD = """
-    import sys, time
+    import signal, sys, time
     from pathlib import Path
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background ignores it
     sys.path.insert(0, {here!r})
     from test_disk_failures import prepared, train
     module, optimizer = prepared(Path(sys.argv[1]))

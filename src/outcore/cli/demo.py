@@ -145,7 +145,7 @@ def _reports(
     tokens = plain_loop.BATCH_SIZE * plain_loop.SEQUENCE
     for loss, _ in _streamed(model, optimizer, data, steps, micro_batches=1):
         moved_bytes = sum(optimizer.traffic().values())
-        yield StepReport(loss=loss, tokens=tokens, moved_bytes=moved_bytes, exposed_s=optimizer.engine.device.exposed_s)
+        yield StepReport(loss=loss, tokens=tokens, moved_bytes=moved_bytes, exposed_s=optimizer.exposed_s())
 
 
 @torch.no_grad()

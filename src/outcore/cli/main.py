@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import atexit
 import signal
 import sys
 from pathlib import Path
@@ -69,6 +70,7 @@ def train(  # noqa: PLR0913 (one argument for each option)
     keep: options.Keep = None,
     resume: options.Resume = None,
     report_to: options.ReportTo = None,
+    trace: options.Trace = None,
     dry_run: options.DryRun = None,
     assignments: options.Assignments = None,
 ) -> None:
@@ -92,6 +94,8 @@ def main() -> None:
     """Run the command line and exit."""
     # SIGTERM kills Python without unwinding; the disk tier's files are removed on the way out.
     signal.signal(signal.SIGTERM, _terminate)
+    # When everything is closed, only threads may still be waited for: another Ctrl-C then ends the process at once.
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
     try:
         app()
     except OutcoreError as error:

@@ -195,7 +195,7 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
         if "loss" in logs and isinstance(self.optimizer, StreamedOptimizer):
             before_bytes, before_s = self._outcore_logged
             moved_bytes = sum(self.optimizer.traffic().values())
-            exposed_s = sum(self.optimizer.engine.device.exposed_s.values())
+            exposed_s = sum(self.optimizer.exposed_s().values())
             logs |= {"moved_bytes": moved_bytes - before_bytes, "exposed_s": exposed_s - before_s}
             self._outcore_logged = (moved_bytes, exposed_s)
         super().log(logs, start_time)

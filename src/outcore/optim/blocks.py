@@ -13,7 +13,7 @@ by one call per tensor, and few calls are left per block.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import final
 
@@ -80,7 +80,11 @@ class Piece:
             )
 
 
-def update_blocks(pieces: Iterable[Piece], scratch: Tensor) -> None:
+class StoppedError(Exception):
+    """An update was stopped between two blocks: some parameters are updated, some are not."""
+
+
+def update_blocks(pieces: Iterable[Piece], scratch: Tensor, is_stopped: Callable[[], bool] = lambda: False) -> None:
     """Update every piece, in blocks as large as the scratch.
 
     Bit for bit one step of ``torch.optim`` with ``fused=True`` over whole parameters whose gradient is
@@ -91,12 +95,18 @@ def update_blocks(pieces: Iterable[Piece], scratch: Tensor) -> None:
         scratch: 1D uint8 on the device of the pieces, aligned to 256 bytes: holds the gradients of one block. On the
             CPU it should fit in a core's share of the cache, beside what streams through; on an accelerator larger is
             faster.
+        is_stopped: Asked before each block.
+
+    Raises:
+        StoppedError: It said yes.
     """
     with torch.no_grad():
         for (_, dtype, _), group in _alike(pieces).items():
             numel = scratch.numel() // (dtype.itemsize * CUT_NUMEL) * CUT_NUMEL
             room = scratch[: numel * dtype.itemsize].view(dtype)
             for blocks in _filled(group, numel):
+                if is_stopped():
+                    raise StoppedError("the model was closed")
                 _update(blocks, room)
 
 

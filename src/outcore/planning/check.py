@@ -71,7 +71,7 @@ def _check_early(model: ModelSpec, plan: Plan) -> None:
 
 
 def _check_pools(model: ModelSpec, plan: Plan) -> None:
-    for need in pools_for(model, plan.units, plan.accumulation_steps):
+    for need in pools_for(model, plan.units):
         sizes = [p.slot_bytes for p in plan.pools if (p.tier, p.kind) == (need.tier, need.kind)]
         if max(sizes, default=-1) < need.slot_bytes:
             found = f"the largest has {max(sizes)}" if sizes else "there is none"

@@ -1,17 +1,22 @@
-"""Which units are updated inside backward: as many as the room that a placement left has second homes for."""
+"""Which units may be updated inside backward: as many as the room that a placement left has second homes for."""
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+from collections.abc import Iterable
 
 from outcore.planning.reservations import can_be_early, tier_bytes
 from outcore.spec.budget import Limits
 from outcore.spec.model import ModelSpec
-from outcore.spec.plan import Plan
+from outcore.spec.plan import Plan, Pool
 
 
 def with_early_updates(model: ModelSpec, plan: Plan, limits: Limits) -> Plan:
-    """Update units early, the last ones first: their gradients come first, so that most of backward is left to hide in.
+    """Let units be updated early: all that can be if there is room, else as many as there is room for, spread evenly.
+
+    How many of them backward then has time for, the run finds out (``runtime.early``). Spread, since forward waits for
+    each of the others: it shall find them one at a time.
 
     Args:
         model: Units in the plan's order.
@@ -21,20 +26,39 @@ def with_early_updates(model: ModelSpec, plan: Plan, limits: Limits) -> Plan:
     Returns:
         The same homes, with ``early`` set where host memory, and the disk of states there, have room for second ones.
     """
-    taken = tier_bytes(model, plan)
-    room = {"host": limits.host_bytes - taken["host"], "disk": (limits.disk_bytes or 0) - taken["disk"]}
-    units = list(plan.units)
-    for i in reversed(range(len(units))):
-        if not can_be_early(model.units[i], units[i]):
-            continue
-        early = dataclasses.replace(units[i], early=True)
-        alone = dataclasses.replace(model, units=(model.units[i],))
-        with_it, without = (
-            tier_bytes(alone, dataclasses.replace(plan, units=(unit,), pools=())) for unit in (early, units[i])
-        )
-        more = {"host": with_it["host"] - without["host"], "disk": with_it["disk"] - without["disk"]}
-        if more["host"] <= room["host"] and more["disk"] <= room["disk"]:
-            units[i] = early
-            room = {tier: room[tier] - more[tier] for tier in room}
-    new = dataclasses.replace(plan, units=tuple(units))
+    able = [i for i, pair in enumerate(zip(model.units, plan.units, strict=True)) if can_be_early(*pair)]
+
+    def spread(count: int) -> Plan:
+        return _with_early(model, plan, (able[(2 * k + 1) * len(able) // (2 * count)] for k in range(count)))
+
+    most = bisect.bisect_left(range(1, len(able) + 1), 1, key=lambda count: not _fits(spread(count), limits))
+    early = spread(most)
+    roomy = _with_a_slot_more(model, early)
+    return roomy if _fits(roomy, limits) else early
+
+
+def _with_early(model: ModelSpec, plan: Plan, indices: Iterable[int]) -> Plan:
+    chosen = set(indices)
+    units = tuple(dataclasses.replace(u, early=u.early or i in chosen) for i, u in enumerate(plan.units))
+    new = dataclasses.replace(plan, units=units)
     return dataclasses.replace(new, tier_bytes=dict(tier_bytes(model, new).items()))
+
+
+def _with_a_slot_more(model: ModelSpec, plan: Plan) -> Plan:
+    """One more slot for states from disk: units that are skipped turn the order in which slots become free around."""
+    num_units = sum(unit.early and unit.states == "disk" for unit in plan.units)
+    pools = tuple(
+        dataclasses.replace(pool, num_slots=pool.num_slots + 1) if _is_short(pool, num_units) else pool
+        for pool in plan.pools
+    )
+    new = dataclasses.replace(plan, pools=pools)
+    return dataclasses.replace(new, tier_bytes=dict(tier_bytes(model, new).items()))
+
+
+def _is_short(pool: Pool, num_units: int) -> bool:
+    return (pool.tier, pool.kind) == ("host", "states") and 2 < pool.num_slots < num_units
+
+
+def _fits(plan: Plan, limits: Limits) -> bool:
+    host, disk = plan.tier_bytes["host"], plan.tier_bytes["disk"]
+    return host <= limits.host_bytes and disk <= (limits.disk_bytes or 0)

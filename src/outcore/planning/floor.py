@@ -98,7 +98,10 @@ def floor_of(model: ModelSpec, plan: Plan, rates: Rates, *, accumulation_steps: 
             *_update(spec, unit, rates, model),
         ):
             work[job.part, job.resource] += job.seconds
-    for job in _fetches(pairs, plan, rates, accumulation_steps):
+    for job in (
+        *_fetches(pairs, plan, rates, accumulation_steps),
+        *_kept(pairs, plan, rates, model, accumulation_steps),
+    ):
         work[job.part, job.resource] += job.seconds
     late_s = {job[:2]: job.seconds for job in _late(pairs, plan, rates)}
 
@@ -130,6 +133,23 @@ def _fetches(pairs: _Pairs, plan: Plan, rates: Rates, num_batches: int) -> Itera
         changed = sum(spec.weight_bytes for spec, _ in swept if spec.trainable)
         yield _Job("rest", link, (2 * num_batches - 1) * rates.move_s(link, max(nbytes - kept, 0)))
         yield _Job("window", link, rates.move_s(link, changed + max(nbytes - changed - kept, 0)))
+
+
+def _kept(pairs: _Pairs, plan: Plan, rates: Rates, model: ModelSpec, num_batches: int) -> Iterator[_Job]:
+    """What updates need not read, since it is in slots still: states of the last ones, gradients that came last."""
+    trained = [(spec, unit) for spec, unit in pairs if spec.trainable]
+    last_in = "landing" if num_batches == 1 else "gradients"
+    num_slots = sum(p.num_slots for p in plan.pools if p.kind == last_in)
+    spared = sum(max(p.num_slots - 1, 1) * p.slot_bytes for p in plan.pools if (p.tier, p.kind) == ("host", "states"))
+
+    def kept(units: _Pairs) -> int:
+        states = sum(spec.update_bytes * len(states_of(unit, model)) for spec, unit in units if unit.states == "disk")
+        gradients = sorted((spec.update_bytes for spec, unit in units if unit.gradients == "disk"), reverse=True)
+        return min(states, spared) + sum(gradients[:num_slots])
+
+    late = kept([(spec, unit) for spec, unit in trained if not unit.early])
+    yield _Job("window", "disk_read", -rates.move_s("disk_read", late))
+    yield _Job("anywhere", "disk_read", -rates.move_s("disk_read", kept(trained) - late))
 
 
 def _gradients(spec: UnitSpec, unit: UnitPlan, rates: Rates, num_batches: int) -> Iterator[_Job]:

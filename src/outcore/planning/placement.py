@@ -188,7 +188,7 @@ class _Search:
         plan = Plan(
             precision=self.model.precision,
             units=units,
-            pools=pools_for(self.model, units, self.accumulation_steps, comfort),
+            pools=pools_for(self.model, units, comfort),
             prefetch_depth=comfort.prefetch_depth if fetches else 0,
             accumulation_steps=self.accumulation_steps,
         )
@@ -227,7 +227,7 @@ class _Search:
         plan = self._unit_plan(index, homes, spec.name, "keep")
         alone = Plan(precision=self.model.precision, units=(plan,), pools=(), prefetch_depth=0)
         nbytes = tier_bytes(dataclasses.replace(self.model, units=(spec,)), alone)
-        return _Footprint(plan, _Bytes(**nbytes), tuple(needs_of(spec, plan, self.model, self.accumulation_steps)))
+        return _Footprint(plan, _Bytes(**nbytes), tuple(needs_of(spec, plan, self.model)))
 
     def _unit_plan(self, index: int, homes: _Homes, name: str, policy: Policy) -> UnitPlan:
         spec = self.model.units[index]

@@ -74,14 +74,14 @@ class Needs:
             self.sizes.setdefault((need.tier, need.kind), Counter())[need.nbytes] += count
 
 
-def needs_of(spec: UnitSpec, unit: UnitPlan, model: ModelSpec, accumulation_steps: int | None) -> Iterator[Need]:
+def needs_of(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> Iterator[Need]:
     """List the slots that one unit needs."""
-    for need in _needs(spec, unit, model, accumulation_steps):
+    for need in _needs(spec, unit, model):
         if need.nbytes:
             yield need
 
 
-def _needs(spec: UnitSpec, unit: UnitPlan, model: ModelSpec, accumulation_steps: int | None) -> Iterator[Need]:
+def _needs(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> Iterator[Need]:
     if unit.weights != "device":
         yield Need("device", "weights", spec.weight_bytes)
     if unit.weights == "disk":
@@ -90,7 +90,7 @@ def _needs(spec: UnitSpec, unit: UnitPlan, model: ModelSpec, accumulation_steps:
         yield Need("device", "bucket", spec.trainable_bytes)
     if not spec.trainable_bytes:
         return
-    if unit.gradients != "device" and (accumulation_steps != 1 or unit.gradients == "disk"):
+    if unit.gradients != "device":  # also with one micro-batch per step: a loop may step without zeroing
         yield Need("host", "landing", spec.trainable_bytes)
     yield from _update_needs(spec, unit, model)
 
@@ -110,20 +110,17 @@ def _update_needs(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> Iterator[
         yield Need("host", "gradients", spec.update_bytes)
 
 
-def pools_for(
-    model: ModelSpec, units: Sequence[UnitPlan], accumulation_steps: int | None, comfort: Comfort = LEAST
-) -> tuple[Pool, ...]:
+def pools_for(model: ModelSpec, units: Sequence[UnitPlan], comfort: Comfort = LEAST) -> tuple[Pool, ...]:
     """The pools that a plan needs.
 
     Args:
         model: What is trained.
         units: Homes, in the order of ``model.units``.
-        accumulation_steps: Micro-batches per step if promised.
         comfort: How many slots are wanted.
     """
     needs = Needs()
     for spec, unit in zip(model.units, units, strict=True):
-        needs.add(needs_of(spec, unit, model, accumulation_steps))
+        needs.add(needs_of(spec, unit, model))
     return tuple(build_pools(needs, comfort))
 
 

@@ -44,6 +44,8 @@ _METADATA: frozenset[Callable[..., Any]] = frozenset(
     + [_TENSOR.requires_grad_, _TENSOR.requires_grad.__set__]  # units look at it when it matters
     + [torch.is_floating_point, torch.is_complex, torch.numel]
 )
+_ASKED_OFTEN = "grad requires_grad shape dtype device _post_accumulate_grad_hooks"  # by loops, optimizers and outcore
+_plainly = cast("Any", torch._C).DisableTorchFunctionSubclass
 _BACKWARDS = (torch.autograd.grad, torch.autograd.backward, _TENSOR.backward)
 _DATA = _getter("data")
 
@@ -94,6 +96,25 @@ class AbsentParameter(Parameter):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Name and metadata in place of values."""
         return f"AbsentParameter('{self.owner.name_of(self)}', shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def _answered(name: str) -> property:
+    """A question answered at once: the way through ``__torch_function__`` takes seven times as long."""
+    known = getattr(torch.Tensor, name)
+
+    def ask(self: AbsentParameter) -> Any:
+        with _plainly():
+            return known.__get__(self)
+
+    def change(self: AbsentParameter, value: Any) -> None:
+        with _plainly():
+            known.__set__(self, value)
+
+    return property(ask, change if known.__set__ in _METADATA else known.__set__, known.__delete__)
+
+
+for _name in _ASKED_OFTEN.split():
+    setattr(AbsentParameter, _name, _answered(_name))
 
 
 class WatchedParameter(Parameter):

@@ -113,6 +113,7 @@ class Access:
         self._device.wait(label, ready)
         self._device.host_access("write to disk", writes=[part.region])
         self._disk().write(part, source.cpu().clone())
+        self._homes.forget(part)
 
     def _order(self, part: Buffer, ready: Handle | None, label: str, *, is_write: bool) -> None:
         regions = {"writes" if is_write else "reads": [part.region]}

@@ -16,13 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
-from torch.nn import Parameter
 
 from outcore.core.errors import OutcoreError, UnsupportedError
 from outcore.runtime.absent import requires_grad_refusal
 from outcore.runtime.device import Device
 from outcore.runtime.inner_graph import drop_saved, foreign_leaves, guarded_leaf, save_weights_by_place, without_hooks
-from outcore.runtime.replay import ForwardState, autocast_cache_off
+from outcore.runtime.replay import AutocastCacheOff, ForwardState
 from outcore.runtime.side_outputs import active_recording, emptied, hand_over, recording_apart
 from outcore.runtime.structure import Structure, storage_of, take_apart
 from outcore.runtime.unit import Unit
@@ -30,6 +29,7 @@ from outcore.runtime.weights import Weights
 from outcore.spec.schedule import Phase
 
 _autograd = cast("Any", torch._C)
+_engine = cast("Any", torch.autograd.Variable)._execution_engine
 
 
 class GradientSink(Protocol):
@@ -78,6 +78,8 @@ class UnitCall:
         self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
         functools.update_wrapper(self, self._forward)
         self._is_closed = False
+        self._where = f"unit '{unit.label}'"
+        self._trainable = unit.params[: unit.num_trainable]
         self._flags = [p.requires_grad for p in unit.params]
         self._trains = any(p.requires_grad for p in unit.module.parameters())
 
@@ -91,11 +93,14 @@ class UnitCall:
         """Run the block."""
         if not torch.is_grad_enabled():
             return self._run_plain(args, kwargs, Phase.INFERENCE)
-        tensors, structure = take_apart(_without_caches(args, kwargs), self._where)
+        arguments = args, tuple(kwargs), tuple(kwargs.values())
+        has_caches = any(_is_cache(value) for value in (*args, *arguments[2]))
+        tensors, structure = take_apart(_without_caches(arguments) if has_caches else arguments, self._where)
         if not (self._trains or any(t.requires_grad for t in tensors)):
             self._refuse_changes()
             return self._run_plain(args, kwargs, Phase.FORWARD)
-        _refuse_filled_caches(args, kwargs, self._where)
+        if has_caches:
+            _refuse_filled_caches(arguments, self._where)
         self._refuse_transforms()
         call, inner, outputs, out_structure = self._run_forward(tensors, structure)
         if call.outputs:
@@ -110,19 +115,12 @@ class UnitCall:
         hand_over(added)
         return result
 
-    @property
-    def _where(self) -> str:
-        return f"unit '{self.unit.label}'"
-
-    @property
-    def _trainable(self) -> list[Parameter]:
-        return self.unit.params[: self.unit.num_trainable]
-
     def _refuse_changes(self) -> None:
         """Frozen or unfrozen since ``prepare``. Done and undone between calls (as peft disables adapters) is fine."""
-        for param, spec, flag in zip(self.unit.params, self.unit.spec.params, self._flags, strict=True):
-            if param.requires_grad is not flag:
-                raise UnsupportedError(requires_grad_refusal(spec.name, wanted=param.requires_grad))
+        flags = [p.requires_grad for p in self.unit.params]
+        if flags != self._flags:
+            changed = next(i for i, flag in enumerate(flags) if flag is not self._flags[i])
+            raise UnsupportedError(requires_grad_refusal(self.unit.spec.params[changed].name, wanted=flags[changed]))
 
     def _refuse_transforms(self) -> None:
         if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
@@ -133,7 +131,7 @@ class UnitCall:
             )
 
     def _run_plain(self, args: Any, kwargs: Any, phase: Phase) -> Any:
-        with self._bound(phase), autocast_cache_off():
+        with self._bound(phase), AutocastCacheOff():
             result = self._forward(*args, **kwargs)
             tensors, _ = take_apart(result, self._where)
             self._refuse_weights_outside(tensors)
@@ -147,9 +145,10 @@ class UnitCall:
 
     @contextmanager
     def _bound(self, phase: Phase) -> Iterator[None]:
+        recorder = self._device.recorder
         self._weights.bind(self._index, phase)
         try:
-            with self._device.recorder.compute(f"{phase.value} {self.unit.label}"):
+            with recorder.compute(f"{phase.value} {self.unit.label}") if recorder.is_on else nullcontext():
                 yield
         finally:
             self._weights.unbind(self._index)
@@ -191,10 +190,10 @@ class UnitCall:
     ) -> tuple[list[torch.Tensor], Structure]:
         """Run the block on inner tensors. The results are what it returns, and what was recorded beside it."""
         nest = structure.fill(tensors)
-        args, kwargs = nest
+        args, names, values = nest
         try:
-            with torch.enable_grad(), saving, autocast_cache_off(), recording_apart(recording) as added:
-                result = self._forward(*args, **kwargs)
+            with torch.enable_grad(), saving, AutocastCacheOff(), recording_apart(recording) as added:
+                result = self._forward(*args, **dict(zip(names, values, strict=True)))
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error):
                 raise UnsupportedError(
@@ -251,7 +250,7 @@ class UnitCall:
             outside = {i: g for i, g in grads_of.items() if not is_ordinary or params[i]._backward_hooks}
             if is_ordinary:
                 self._sink.deposit(self.unit, {i: g for i, g in grads_of.items() if i not in outside})
-        return [*given, *(outside.get(i) for i in range(len(params)))]
+        return [*given, *[outside.get(i) for i in range(len(params))]]
 
     def _refuse_stale(self, call: Call) -> None:
         if self._is_closed:
@@ -280,7 +279,7 @@ class UnitCall:
             )
 
     def _weights_version(self) -> int:
-        edits = sum(p._version for p in self.unit.params) if self.unit.is_resident else 0
+        edits = sum([p._version for p in self.unit.params]) if self.unit.is_resident else 0
         return self.unit.weights_version + edits
 
     def _graph(self, call: Call, saved: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -337,8 +336,11 @@ def _gradients(
 ) -> Sequence[torch.Tensor | None]:
     if not pairs or not sources:
         return [None] * len(sources)
-    outputs, grads = [o for o, _ in pairs], [g for _, g in pairs]
-    return torch.autograd.grad(outputs, sources, grads, retain_graph=keeps_graph, allow_unused=True)
+    outputs, grads = zip(*pairs, strict=True)
+    # torch.autograd.grad comes to this, after looks at every tensor that the engine takes again: no graph of the
+    # gradients, sources may be unused, and nothing is accumulated.
+    found = _engine.run_backward(outputs, grads, keeps_graph, False, tuple(sources), True, False)  # noqa: FBT003
+    return cast("Sequence[torch.Tensor | None]", found)
 
 
 def _is_wanted(node: Any) -> bool:
@@ -359,13 +361,22 @@ def _sharing(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) ->
     return [i for i, place in enumerate(places[: len(outputs)]) if place and places.count(place) > 1]
 
 
-def _without_caches(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+_Arguments = tuple[tuple[Any, ...], tuple[str, ...], tuple[Any, ...]]
+"""Arguments by position, and names and values of the others: all in tuples, which nobody can change."""
+
+
+def _without_caches(arguments: _Arguments) -> _Arguments:
     """Take key-value caches away: while gradients are computed, recompute would append to them a second time."""
-    return tuple(None if _is_cache(a) else a for a in args), {k: None if _is_cache(v) else v for k, v in kwargs.items()}
+    args, names, values = arguments
+    return _without(args), names, _without(values)
 
 
-def _refuse_filled_caches(args: Any, kwargs: dict[str, Any], where: str) -> None:
-    for value in (*args, *kwargs.values()):
+def _without(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(None if _is_cache(value) else value for value in values)
+
+
+def _refuse_filled_caches(arguments: _Arguments, where: str) -> None:
+    for value in (*arguments[0], *arguments[2]):
         if _is_cache(value) and value.get_seq_length():
             raise UnsupportedError(
                 f"{where}: expected no key-value cache in training, but a filled {type(value).__name__} was passed, "
@@ -374,4 +385,9 @@ def _refuse_filled_caches(args: Any, kwargs: dict[str, Any], where: str) -> None
 
 
 def _is_cache(value: Any) -> bool:
-    return any(c.__name__ == "Cache" and c.__module__.startswith("transformers") for c in type(value).__mro__)
+    return _is_cache_class(type(value))  # type: ignore[arg-type]  # classes can be hashed
+
+
+@functools.lru_cache(maxsize=256)
+def _is_cache_class(kind: type) -> bool:
+    return any(c.__name__ == "Cache" and c.__module__.startswith("transformers") for c in kind.__mro__)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import abc
 import os
-import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 
 import torch
@@ -37,7 +36,6 @@ from outcore.runtime.race import COMPUTE, HOST, RaceChecker
 from outcore.runtime.recorder import Recorder
 
 NOTHING: After = MappingProxyType({})
-LEAST_WAIT_S = 1e-5  # a look at a handle that is done takes less, and is not worth recording
 
 
 def aligned_bytes(nbytes: int, torch_device: torch.device) -> torch.Tensor:
@@ -68,14 +66,12 @@ class Device(abc.ABC):
         self.faults = faults
         self.labels_seen: set[str] = set()
         """Labels under which some handle was ever a dependency, skipped ones included."""
-        self.exposed_s: dict[str, float] = {lane.value: 0.0 for lane in Lane}
-        """Seconds that the calling thread was blocked by an operation, under the lane of that operation."""
         self._checker = race_checker
         self._delays = Delays(faults)
         self._execution = execution
         self._failures: list[Failure] = []
         self.recorder = Recorder(execution.stopwatch)
-        """Off unless asked for."""
+        """Adds up what compute waits for; keeps operations if asked to."""
         service = Service(execution, self._delays.pace, self._failures, self.recorder)
         permute = faults.permute
         self._lanes: Lanes = ThreadedLanes(service) if permute is None else PermutedLanes(service, permute)
@@ -91,6 +87,7 @@ class Device(abc.ABC):
         reads: Sequence[Region] = (),
         writes: Sequence[Region] = (),
         after: After = NOTHING,
+        is_due: Callable[[], bool] | None = None,
     ) -> Handle:
         """Queue an operation at the end of a lane and return at once.
 
@@ -102,6 +99,9 @@ class Device(abc.ABC):
             writes: Bytes that ``work`` writes.
             after: What must have happened first. If any of it failed, this fails with the same error and does not run.
                 Behind device work a copy lane is ordered on the device; other lanes block their thread.
+            is_due: Asked when the operation's turn comes. If it says no, the operation is over at once, without waiting
+                for ``after``: what comes after it is then ordered by its lane's earlier operations only. Once it
+                said yes it must not say no. Not for copy lanes.
 
         Raises:
             RaceError: A conflicting access is not ordered before (only with a race checker).
@@ -112,7 +112,7 @@ class Device(abc.ABC):
         clock = self._declare(lane.value, name, reads, writes, dependencies)
         handle = Handle(name, lane.value, self._lanes, clock)
         nbytes = sum(region.stop - region.start for region in writes)
-        self._lanes.submit(Operation(handle, lane, work, dependencies, nbytes))
+        self._lanes.submit(Operation(handle, lane, work, dependencies, nbytes, is_due))
         if self.faults.serial:
             self._blocked_by(handle, self._finish)
         return handle
@@ -135,7 +135,8 @@ class Device(abc.ABC):
         dependencies = self._dependencies(after)
         clock = self._declare(COMPUTE, name, reads, writes, dependencies)
         self._order_compute(dependencies)
-        self._pause_compute(self._delays.compute_s())
+        if (pause_s := self._delays.compute_s()) > 0:
+            self._pause_compute(pause_s)
         return self._point(name, clock, self._compute_point(is_late=True))
 
     def mark(self, name: str) -> Handle:
@@ -197,16 +198,16 @@ class Device(abc.ABC):
         self._lanes.drain()
         self._execution.drain()
 
-    def _blocked_by(self, handle: Handle, wait: Callable[[], None], *, is_recorded: bool = True) -> None:
-        start_s = time.perf_counter()
+    def _blocked_by(self, handle: Handle, wait: Callable[[], None]) -> None:
+        """Wait, and have the time recorded in which compute has nothing else to do."""
+        if handle.lane == COMPUTE or handle.is_over():
+            wait()
+            return
+        start = self.recorder.now()
         try:
             wait()
         finally:
-            end_s = time.perf_counter()
-            if handle.lane in self.exposed_s:
-                self.exposed_s[handle.lane] += end_s - start_s
-                if is_recorded and end_s - start_s > LEAST_WAIT_S:
-                    self.recorder.add_wait(handle.lane, handle.name, start_s, end_s)
+            self.recorder.add_wait(handle.lane, handle.name, start, self.recorder.now())
 
     def check(self) -> None:
         """Raise the first error that a lane hit and nobody has seen yet.
@@ -315,11 +316,10 @@ class Device(abc.ABC):
         """The handles to come after, each once, without those under skipped labels."""
         chosen: dict[Handle, None] = {}
         for label, value in after.items():
-            handles = tuple(_handles(value))
-            if handles:
+            if handles := _handles(value):
                 self.labels_seen.add(label)
-            if label not in self.faults.skip:
-                chosen.update(dict.fromkeys(handles))
+                if label not in self.faults.skip:
+                    chosen.update(dict.fromkeys(handles))
         for handle in chosen:
             if handle.completion is not None:
                 handle.completion.fix()
@@ -333,8 +333,8 @@ class Device(abc.ABC):
         return self._checker.act(actor, name, reads=reads, writes=writes, after=[handle.clock for handle in after])
 
     def _point(self, name: str, clock: Clock, completion: Completion | None) -> Handle:
-        handle = Handle(name, COMPUTE, self._lanes, clock)
-        handle.finish(completion)
+        handle = Handle(name, COMPUTE, self._lanes, clock, is_issued=True)
+        handle.completion = completion
         return handle
 
     def _refuse_in_child(self, what: str) -> None:
@@ -345,11 +345,12 @@ class Device(abc.ABC):
             )
 
 
-def _handles(dependency: Dependency) -> Iterator[Handle]:
+def _handles(dependency: Dependency) -> tuple[Handle, ...]:
+    if dependency is None:
+        return ()
     if isinstance(dependency, Handle):
-        yield dependency
-    elif dependency is not None:
-        yield from (handle for handle in dependency if handle is not None)
+        return (dependency,)
+    return tuple([handle for handle in dependency if handle is not None])
 
 
 def _close_lanes(lanes: Lanes, execution: Execution, pid: int) -> None:

@@ -7,8 +7,9 @@ until those events exist. Host lanes (disk, update) block their thread on events
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from typing import cast, final
+from typing import Self, cast, final
 
 import torch
 
@@ -91,22 +92,23 @@ class StreamMoment:
         self._anchor.event.synchronize()
         return self._anchor.seconds() + self._anchor.event.elapsed_time(self._event) / 1e3
 
+    def since(self, earlier: Self) -> float:
+        """Seconds on the device's clock."""
+        return earlier._event.elapsed_time(self._event) / 1e3
+
 
 @final
 class StreamStopwatch:
     """Timing events on the calling thread's current stream."""
 
     def __init__(self, torch_device: torch.device) -> None:
-        """Not started."""
+        """Waits for the device."""
         self._torch_device = torch_device
-        self._anchor: _Anchor | None = None
+        self._anchor = self._drop_anchor()
 
     def start(self) -> None:
         """Wait for the device, once, to know what its time is on the host's clock."""
-        torch.cuda.synchronize(self._torch_device)
-        event = self._event()
-        event.synchronize()
-        self._anchor = _Anchor(event, time.perf_counter(), None)
+        self._anchor = self._drop_anchor()
 
     def tick(self) -> None:
         """Drop another anchor."""
@@ -114,7 +116,13 @@ class StreamStopwatch:
 
     def now(self) -> StreamMoment:
         """The moment that the current stream has come to."""
-        return StreamMoment(self._event(), cast(_Anchor, self._anchor))
+        return StreamMoment(self._event(), self._anchor)
+
+    def _drop_anchor(self) -> _Anchor:
+        torch.cuda.synchronize(self._torch_device)
+        event = self._event()
+        event.synchronize()
+        return _Anchor(event, time.perf_counter(), None)
 
     def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -221,15 +229,7 @@ class CudaDevice(Device):
     def _order_compute(self, dependencies: tuple[Handle, ...]) -> None:
         stream = torch.cuda.current_stream(self.torch_device)
         for handle in dependencies:
-            # From when the stream runs dry, which may be while this thread still waits for the operation to be issued.
-            is_timed = self.recorder.is_on and handle.lane in self.exposed_s and not handle.done()
-            start = self.recorder.now() if is_timed else None
-            self._blocked_by(handle, handle.wait_issued, is_recorded=False)
-            if handle.failure is not None:
-                handle.failure.throw()
-            order_behind(stream, (handle,))
-            if start is not None:
-                self.recorder.add_wait(handle.lane, handle.name, start, self.recorder.now())
+            self._blocked_by(handle, functools.partial(_put_behind, stream, handle))
 
     def _compute_point(self, *, is_late: bool) -> Point:
         return Point(torch.cuda.current_stream(self.torch_device), is_late=is_late)
@@ -242,6 +242,14 @@ class CudaDevice(Device):
         """Take the refusal away that the runtime remembers: else the next kernel, whoever launches it, reports it."""
         with contextlib.suppress(RuntimeError):
             torch.empty(1, dtype=torch.uint8, device=self.torch_device).fill_(0)
+
+
+def _put_behind(stream: torch.cuda.Stream, handle: Handle) -> None:
+    """Let a stream wait for the device work of a handle; raise what it raised."""
+    handle.wait_issued()
+    if handle.failure is not None:
+        handle.failure.throw()
+    order_behind(stream, (handle,))
 
 
 def order_behind(stream: torch.cuda.Stream, dependencies: tuple[Handle, ...]) -> None:

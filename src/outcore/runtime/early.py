@@ -10,28 +10,37 @@ states or gradients, the attempt is forgotten and the unit is updated as ever. S
 Nobody needs to wait for the second homes: what was there was last used before the gradients that the next attempt waits
 for were made.
 
-With ``clipping=False`` every attempt is kept (the backward window); with clipping those of steps that do not clip
-(speculation). Then ``step()`` must know the clip factor, and on an accelerator waits for the end of backward.
+With ``clipping=False`` no attempt is lost to a factor (the backward window); with clipping those of steps that clip are
+(speculation).
+
+[Note: as many as there is time for] Backward may give gradients faster than updates take them. If all attempts were
+made in order, the units that forward needs first would be updated last, and forward would wait for everything. So an
+attempt whose turn comes when the gradients of a later one are home too is *overtaken*: it is not made. What remains is
+spread evenly over the model, as dense as backward has time for, whatever the rates are. ``step()`` waits for the end of
+backward, gives up the attempts whose turn has not come, and updates all these units in the order of their next use.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from outcore.core.errors import OutcoreError
 from outcore.memory.arena import Buffer
-from outcore.memory.disk import DiskStore
+from outcore.memory.disk import DiskStore, Extent
 from outcore.optim.rules import Hyper
 from outcore.runtime.device import Device
-from outcore.runtime.lanes import Handle, Lane, newest
+from outcore.runtime.lanes import SKIPPED, Handle, Lane, newest
+from outcore.runtime.pieces import Change, pieces_of
+from outcore.runtime.supply import Borrowed, Supply
 from outcore.runtime.traffic import Traffic
 from outcore.runtime.unit import Unit, expect_buffer, expect_extent
 from outcore.runtime.unit_gradients import UnitGradients
-from outcore.runtime.updates import Borrowed, Change, Updates
+from outcore.runtime.updates import Updates
 
 Hypers = Callable[[], Mapping[int, Hyper]]
 """Settings by parameter id, as the param groups have them now."""
@@ -43,9 +52,35 @@ class _Attempt:
 
     changes: Mapping[int, Change]
     versions: tuple[int, int, int]
+    gradients_ready: Handle | None
+    next: _Attempt | None = None
+    """The one that was started after it."""
     updated: Handle | None = None
     states_ready: Handle | None = None
-    is_dropped: bool = False
+    moved: Mapping[str, int] = field(default_factory=dict)
+    """Lane -> bytes that it moves if it is made."""
+    is_wanted: bool = True
+    """Not any more once ``step()`` asked for something else: what is under way comes to its end, but does nothing."""
+    _is_made: bool | None = None
+    """None until its turn comes, or ``step()`` does."""
+    _deciding: threading.Lock = field(default_factory=threading.Lock)
+
+    def is_made(self) -> bool:
+        """Asked by its operations, of which the first one decides. See [Note: as many as there is time for]."""
+        with self._deciding:
+            if self._is_made is None:
+                self._is_made = self.next is None or not self.next.has_gradients()
+            return self._is_made
+
+    def settle(self) -> bool:
+        """Give it up if its turn has not come. Returns whether it was made, or is under way."""
+        with self._deciding:
+            self._is_made = bool(self._is_made)
+            return self._is_made
+
+    def has_gradients(self) -> bool:
+        """Whether its gradients are home."""
+        return self.gradients_ready is None or self.gradients_ready.is_over()
 
     def is_what(self, changes: Mapping[int, Change], versions: object) -> bool:
         """Whether it did what ``step()`` asks for, factors apart."""
@@ -57,10 +92,12 @@ class _Attempt:
 class EarlyUpdates:
     """Attempts of the units that the plan updates early. See [Note: early updates]."""
 
-    def __init__(self, updates: Updates, device: Device, traffic: Traffic, hypers: Hypers) -> None:
-        """Args: updates: Shares its way of bringing bytes together. hypers: Asked during backward."""
-        self._updates, self._device, self._traffic, self._hypers = updates, device, traffic, hypers
+    def __init__(self, updates: Updates, supply: Supply, device: Device, traffic: Traffic, hypers: Hypers) -> None:
+        """Args: hypers: Asked during backward."""
+        self._updates, self._supply, self._device = updates, supply, device
+        self._traffic, self._hypers = traffic, hypers
         self._attempts: dict[str, _Attempt] = {}
+        self._last: _Attempt | None = None
 
     # In backward.
 
@@ -80,11 +117,18 @@ class EarlyUpdates:
             if id(unit.params[i]) in hypers
         }
         if changes:
-            self._attempts[unit.name] = self._start(gradients, _Attempt(changes, _versions(gradients)))
+            attempt = _Attempt(changes, _versions(gradients), unit.gradients_ready)
+            self._attempts[unit.name] = attempt
+            if self._last is not None:
+                self._last.next = attempt
+            self._last, before = attempt, self._traffic.totals()
+            self._start(gradients, attempt)
+            attempt.moved = self._traffic.since(before)
 
-    def _start(self, gradients: UnitGradients, attempt: _Attempt) -> _Attempt:
+    def _start(self, gradients: UnitGradients, attempt: _Attempt) -> None:
         unit = gradients.unit
-        grads, old = self._updates.gradients(unit), self._updates.states(unit)
+        grads = self._supply.gradients(unit, attempt.is_made)
+        old = self._supply.states(unit, attempt.is_made)
         new_weights = expect_buffer(unit.next_weights, unit.label).part(0, unit.spec.trainable_bytes)
         new_states = None
         if old is not None:
@@ -101,16 +145,21 @@ class EarlyUpdates:
         if old_weights is not None:
             after["weights updated"] = unit.weights_ready
         updated = self._device.submit(
-            Lane.UPDATE, f"update {unit.label} early", work, reads=reads, writes=writes, after=after
+            Lane.UPDATE,
+            f"update early {unit.label}",
+            work,
+            reads=reads,
+            writes=writes,
+            after=after,
+            is_due=attempt.is_made,
         )
-        self._updates.give_back_gradients(unit, grads, updated)
+        self._supply.give_back_gradients(unit, grads, updated)
         unit.states_readers = [updated]
         if old_weights is not None:
             unit.weights_readers = newest([*unit.weights_readers, updated])
         attempt.updated = attempt.states_ready = updated
         if old is not None and old.slot is not None:
-            attempt.states_ready = self._write_states(unit, old, attempt)
-        return attempt
+            attempt.states_ready = self._write_states(unit, old, attempt, updated)
 
     def _work(
         self,
@@ -118,11 +167,11 @@ class EarlyUpdates:
         attempt: _Attempt,
         new: tuple[Buffer, Buffer | None, Buffer],
         old: tuple[Borrowed | None, Buffer | None],
-    ) -> Callable[[], None]:
+    ) -> Callable[[], object]:
         """What the update lane does: old bytes to new ones."""
         unit, (grads, new_states, new_weights), (borrowed, old_weights) = gradients.unit, new, old
         old_states = borrowed.buffer if borrowed is not None and borrowed.buffer is not new_states else None
-        pieces = self._updates.pieces(
+        pieces = pieces_of(
             gradients, attempt.changes, grads, new_states, new_weights, old_states=old_states, old_weights=old_weights
         )
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -131,36 +180,37 @@ class EarlyUpdates:
                 copies += _carried(unit, i, (new_states, new_weights), (old_states, old_weights))
         run = self._updates.run
 
-        def work() -> None:
-            if attempt.is_dropped:  # its turn came too late: nobody will read what it makes
-                return
+        def work() -> object:
+            if not attempt.is_wanted:
+                return SKIPPED
             run(pieces)
             for to, origin in copies:
                 to.copy_(origin)
+            return None
 
         return work
 
-    def _write_states(self, unit: Unit, states: Borrowed, attempt: _Attempt) -> Handle:
+    def _write_states(self, unit: Unit, states: Borrowed, attempt: _Attempt, updated: Handle) -> Handle:
         extent, buffer = expect_extent(unit.next_states, unit.label), states.buffer
-        disk: DiskStore = self._updates.disk()
+        disk: DiskStore = self._supply.disk()
 
-        def work() -> None:
-            if not attempt.is_dropped:
-                disk.write(extent, buffer.bytes)
+        def work() -> object:
+            if not attempt.is_wanted:
+                return SKIPPED
+            disk.write(extent, buffer.bytes)
+            return None
 
-        written = self._device.submit(
-            Lane.DISK_WRITE,
-            f"write states of {unit.label}",
-            work,
-            reads=[buffer.region],
-            writes=[extent.region],
-            after={"states updated": attempt.updated},
-        )
-        self._traffic.add(Lane.DISK_WRITE, extent.nbytes)
-        self._updates.give(states, written, Lane.DISK_WRITE)
-        return written
+        return self._supply.write_states(unit, states, extent, updated, work, attempt.is_made)
 
     # In step().
+
+    def settle(self) -> None:
+        """Backward is over: give up the attempts whose turn has not come. Waits for the end of backward."""
+        if not self._attempts:
+            return
+        self._device.mark("backward is over").wait()  # orders nothing: only so that attempts have their chance
+        for attempt in self._attempts.values():
+            attempt.settle()
 
     def keep(self, gradients: UnitGradients, changes: Mapping[int, Change], copied: Sequence[Handle]) -> bool:
         """Let the unit's attempt be its update, if it is the one that is asked for.
@@ -177,7 +227,8 @@ class EarlyUpdates:
         attempt = self._attempts.get(unit.name)
         if attempt is None:
             return False
-        if not attempt.is_what(changes, _versions(gradients)) or not self._are_ones(changes, copied):
+        is_wanted = attempt.is_what(changes, _versions(gradients)) and self._are_ones(changes, copied)
+        if not is_wanted or not attempt.is_made():
             self._drop(unit)
             return False
         del self._attempts[unit.name]
@@ -212,7 +263,11 @@ class EarlyUpdates:
     def _drop(self, unit: Unit) -> None:
         attempt = self._attempts.pop(unit.name, None)
         if attempt is not None:
-            attempt.is_dropped = True
+            if not attempt.settle():
+                self._traffic.take_back(attempt.moved)
+            attempt.is_wanted = False
+            if isinstance(unit.next_states, Extent):
+                self._supply.forget(unit.next_states)
 
 
 def _versions(gradients: UnitGradients) -> tuple[int, int, int]:

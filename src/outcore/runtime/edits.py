@@ -14,7 +14,7 @@ from outcore.core.errors import UnsupportedError
 from outcore.runtime.absent import requires_grad_refusal
 from outcore.runtime.access import Access
 from outcore.runtime.device import Device
-from outcore.runtime.unit import Unit
+from outcore.runtime.unit import Unit, torch_dtype
 from outcore.spec.model import ParamSpec
 
 
@@ -49,7 +49,7 @@ def take_edits(unit: Unit, access: Access, device: Device) -> None:
 
 def refuse_other_form(spec: ParamSpec, tensor: torch.Tensor) -> None:
     """Raise if a parameter's data was replaced by something of another shape or dtype, as resizing embeddings does."""
-    if tuple(tensor.shape) != spec.shape or str(tensor.dtype) != f"torch.{spec.dtype}":
+    if tensor.shape != spec.shape or tensor.dtype != torch_dtype(spec.dtype):
         raise UnsupportedError(
             f"expected '{spec.name}' to keep shape {spec.shape} and dtype {spec.dtype}, but its data was replaced by "
             f"{tuple(tensor.shape)} "

@@ -14,6 +14,7 @@ import torch
 
 from outcore.core.errors import ConfigError, LaneError, OutcoreError, UnsupportedError
 from outcore.optim.rules import Hyper, UpdateRule
+from outcore.optim.sums import run_here
 from outcore.planning.partition import Partition
 from outcore.runtime.access import Access
 from outcore.runtime.call import UnitCall
@@ -27,10 +28,12 @@ from outcore.runtime.gradients import Gradients
 from outcore.runtime.homes import Homes
 from outcore.runtime.lanes import Handle
 from outcore.runtime.module_guard import ModuleGuard
+from outcore.runtime.pieces import Change
 from outcore.runtime.staged_updates import StagedUpdates
+from outcore.runtime.supply import Supply
 from outcore.runtime.traffic import Traffic
 from outcore.runtime.unit import Unit
-from outcore.runtime.updates import Change, Updates
+from outcore.runtime.updates import Updates
 from outcore.runtime.weights import Weights
 from outcore.runtime.workers import UpdateWorkers
 from outcore.spec.plan import Plan
@@ -84,17 +87,19 @@ class Engine:
             self._workers = UpdateWorkers(spare_cores=spare) if rule is not None and on_host else None
             if self._workers is not None:
                 self._closing.callback(self._workers.close)
-            self._closing.callback(_stop_lanes, device, self.homes)
+            self._closing.callback(_stop_lanes, device, self.homes, self._workers)
         spec, has_steps = partition.spec, rule is not None
         self.weights = Weights(self.units, self.homes, device, self.traffic, spec, plan, has_steps=has_steps)
-        resting = GradientHomes(self.homes, device, self.traffic)
+        run_all = run_here if self._workers is None else self._workers.run_all
+        resting = GradientHomes(self.homes, device, self.traffic, run_all)
         steps, clipping = promises.accumulation_steps, promises.clipping
         self.gradients = Gradients(self.units, self.homes, device, resting, steps, clipping=clipping)
-        self._updates = Updates(self.homes, device, self.traffic, self.weights, resting, self._workers)
+        self._supply = Supply(self.homes, device, self.traffic, resting)
+        self._updates = Updates(self.homes, device, self.traffic, self.weights, self._supply, self._workers)
         self.groups: Sequence[Mapping[str, Any]] = ()
         """The param groups as they are now, for updates that do not wait for ``step``."""
         self._staged = StagedUpdates(self._updates, self.homes, device, self.traffic, partition.spec)
-        self._early = EarlyUpdates(self._updates, device, self.traffic, lambda: self._hypers(self.groups))
+        self._early = EarlyUpdates(self._updates, self._supply, device, self.traffic, lambda: self._hypers(self.groups))
         self.gradients.on_last = self._early.attempt
         self.access = Access(self.homes, device, self.weights)
         self.places = {id(p): (u, i) for u in self.units for i, p in enumerate(u.params)}
@@ -141,8 +146,13 @@ class Engine:
         held = {u.name: self.gradients.of[u.name].held_handles() for u in self.units}  # refuses before anything is done
         for unit in self.units:
             take_edits(unit, self.access, self.device)
+        with self._refusing_what_follows():
+            self._submit_updates(held, hypers)
+
+    def _submit_updates(self, held: Mapping[str, Mapping[int, GradHandle]], hypers: Mapping[int, Hyper]) -> None:
         cache: dict[int, tuple[torch.Tensor, Handle | None]] = {}
-        for unit in self.weights.units_by_next_use():
+        self._early.settle()
+        for unit in self._supply.kept_first(self.weights.units_by_next_use()):
             changes, copied = self._changes(unit, held[unit.name], hypers, cache)
             gradients = self.gradients.of[unit.name]
             if self._early.keep(gradients, changes, copied) or not changes:
@@ -153,6 +163,18 @@ class Engine:
                 self._updates.submit(unit, gradients, changes, copied)
         self.gradients.after_step()
         self.weights.prefetch_after_update()
+
+    @contextmanager
+    def _refusing_what_follows(self) -> Iterator[None]:
+        """A step that is cut short leaves some units updated and some not, and slots that nobody gave back."""
+        try:
+            yield
+        except BaseException as error:
+            self.weights.refusal = OutcoreError(
+                "expected whole optimizer steps, but the last one was cut short, with some units updated and some not, "
+                f"by {type(error).__name__}: {error}; close the model, and go on from what was saved before"
+            )
+            raise
 
     def _hypers(self, groups: Sequence[Mapping[str, Any]]) -> dict[int, Hyper]:
         if self._rule is None:
@@ -231,7 +253,9 @@ class Engine:
         self._guard.refuse_if_changed()
 
     def refuse_if_closed(self) -> None:
-        """Raise if ``close`` was called."""
+        """Raise if ``close`` was called, or nothing else is left."""
+        if self.weights.refusal is not None and not self.is_closed:
+            raise self.weights.refusal
         if self.is_closed:
             raise OutcoreError(
                 "expected a prepared model, but it was closed; its weights are gone with it. Save before close()"
@@ -240,25 +264,29 @@ class Engine:
     def close(self) -> None:
         """Let running work end, give memory, files and threads back, and the module its own forward. Idempotent.
 
-        What is queued is dropped. If a Ctrl-C ends the waiting, everything is given back all the same.
+        What is queued is dropped, and updates end with the blocks that they have begun. If a Ctrl-C ends the waiting,
+        everything is given back all the same.
         """
         if self.is_closed:
             return
         self.is_closed = True
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
-        for unit in self.units:
-            unit.mark_absent(device=self.device.torch_device)
-            for param in unit.params:
-                if param.grad is not None:
-                    param.grad = None
-        try:
-            self._closing.close()
-        finally:
+        with ExitStack() as rest:  # done whatever interrupts what comes before
+            rest.callback(self._forget)
+            rest.callback(self._closing.close)
+            with ExitStack() as undoing:
+                for undo in self._undo:  # the last is undone first
+                    undoing.callback(undo)
+            self._undo.clear()
             for unit in self.units:
-                unit.forget()
-            self.weights.forget()
+                unit.mark_absent(device=self.device.torch_device)
+                for param in unit.params:
+                    if param.grad is not None:
+                        param.grad = None
+
+    def _forget(self) -> None:
+        for unit in self.units:
+            unit.forget()
+        self.weights.forget()
 
     @contextmanager
     def _closing_on_error(self) -> Iterator[None]:
@@ -298,8 +326,10 @@ class _Absence:
         return f"in {'host memory' if self.unit.plan.weights == 'host' else 'the disk tier'} between calls of its unit"
 
 
-def _stop_lanes(device: Device, homes: Homes) -> None:
+def _stop_lanes(device: Device, homes: Homes, workers: UpdateWorkers | None) -> None:
     """Nothing may be in flight to or from memory and files that are given back."""
+    if workers is not None:
+        workers.stop()
     if homes.disk is not None:
         homes.disk.stop()
     try:

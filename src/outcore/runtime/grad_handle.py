@@ -15,6 +15,7 @@ import torch
 from outcore.core.errors import UnsupportedError
 
 aten = torch.ops.aten
+_make = cast("Any", torch.Tensor)._make_wrapper_subclass
 
 
 class GradientOwner(Protocol):
@@ -54,13 +55,20 @@ class GradHandle(torch.Tensor):
     owner: GradientOwner
 
     @staticmethod
-    def __new__(cls: type[Self], owner: GradientOwner, index: int, like: torch.Tensor, dtype: torch.dtype) -> Self:
-        """Make a wrapper with the parameter's metadata."""
-        make = cast("Any", torch.Tensor)._make_wrapper_subclass
-        return cast("Self", make(cls, like.shape, dtype=dtype, device=like.device))
+    def __new__(
+        cls: type[Self],
+        owner: GradientOwner,
+        index: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Self:
+        """Make a wrapper. Args: shape, device: Of the parameter. dtype: Of the accumulated gradient."""
+        handle: Self = _make(cls, shape, dtype=dtype, device=device)
+        return handle
 
-    def __init__(self, owner: GradientOwner, index: int, like: torch.Tensor, dtype: torch.dtype) -> None:
-        """Args: owner: Keeps the gradient. index: Of the parameter. like: It. dtype: Of the accumulated gradient."""
+    def __init__(self, owner: GradientOwner, index: int, *_: object) -> None:
+        """Args: owner: Keeps the gradient. index: Of the parameter."""
         self.owner, self.index, self.factors, self.is_zero = owner, index, [], False
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

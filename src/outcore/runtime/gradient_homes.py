@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from outcore.memory.arena import TEMPORARY, Buffer, Region
-from outcore.memory.disk import DiskStore
+from outcore.memory.disk import DiskStore, Extent
+from outcore.optim.sums import RunAll, Sum, add_works, run_here, widen_rounds
 from outcore.runtime.device import Device
 from outcore.runtime.grad_handle import GradHandle
 from outcore.runtime.homes import Homes, Slot, SlotPool
@@ -20,16 +21,18 @@ from outcore.runtime.lanes import After, Handle, Lane, newest
 from outcore.runtime.traffic import Traffic
 from outcore.runtime.unit import Unit, expect_buffer, expect_extent, torch_dtype
 from outcore.runtime.unit_gradients import Pass, UnitGradients
-
-_PROMOTE_NUMEL = 2**18
+from outcore.spec.plan import PoolKind
 
 
 class GradientHomes:
     """Moves gradients between device and home, and accumulates them at home."""
 
-    def __init__(self, homes: Homes, device: Device, traffic: Traffic) -> None:
-        """Nothing is allocated: homes and slots exist."""
-        self._homes, self._device, self._traffic = homes, device, traffic
+    def __init__(self, homes: Homes, device: Device, traffic: Traffic, run_all: RunAll = run_here) -> None:
+        """Nothing is allocated: homes and slots exist.
+
+        Args: run_all: Who accumulates in host memory.
+        """
+        self._homes, self._device, self._traffic, self._run_all = homes, device, traffic, run_all
 
     def send(self, gradients: UnitGradients, current: Pass, held: Mapping[int, GradHandle]) -> Handle | None:
         """Send the sums of a pass home.
@@ -56,10 +59,11 @@ class GradientHomes:
         after: After = {"gradients read": unit.gradients_readers, "gradients stored": unit.gradients_ready}
         self._device.compute(f"accumulate {unit.label}", writes=[home.region], after=after)
         views = unit.update_views(home)
-        for i, grad in current.loose.items():
-            _accumulate(views[i], grad.reshape(-1), held.get(i), factors=held[i].factors if i in held else [])
-            if i in held:
-                held[i].factors.clear()
+        first = [i for i in current.loose if i not in held]
+        if first:
+            torch._foreach_copy_([views[i] for i in first], [current.loose[i].reshape(-1) for i in first])
+        for i in current.loose.keys() & held.keys():
+            _add(current.loose[i].reshape(-1), views[i], held[i].factors)
         gradients.is_native = False
         unit.gradients_ready, unit.gradients_readers = self._device.mark(f"accumulated {unit.label}"), []
 
@@ -79,12 +83,13 @@ class GradientHomes:
         landing = slot.buffer.part(0, unit.spec.trainable_bytes)
         landed = self._copy_out(unit, current, landing, {"landing free": slot.free_after})
         if unit.plan.gradients == "disk" and not held:
-            last = self._write_to_disk(unit, landing, {"gradients landed": landed})
+            extent, written = self._write_to_disk(unit, landing, {"gradients landed": landed})
+            self._homes.give_kept(pool, slot, extent, landed, written)
             gradients.is_native = True
         else:
-            last = self._accumulate_on_host(gradients, current.present, held, landing, landed)
-        poison = self._device.poison(landing, lane=last[1])
-        pool.give(slot, [h for h in (last[0], poison) if h is not None])
+            added = self._accumulate_on_host(gradients, current.present, held, landing, landed)
+            poison = self._device.poison(landing, lane=Lane.UPDATE)
+            pool.give(slot, [h for h in (added, poison) if h is not None])
         return landed
 
     def _accumulate_on_host(
@@ -94,7 +99,7 @@ class GradientHomes:
         held: Mapping[int, GradHandle],
         landing: Buffer,
         landed: Handle,
-    ) -> tuple[Handle, Lane]:
+    ) -> Handle:
         """Add what landed to what is at home, on the update lane; on disk by reading and writing back."""
         unit = gradients.unit
         slot: tuple[SlotPool, Slot] | None = None
@@ -111,11 +116,13 @@ class GradientHomes:
 
         def work() -> None:
             if was_native:
-                promote(unit, target, list(held))
-            sources = unit.native_views(landing)
-            targets = unit.update_views(target)
-            for i, handle in indices.items():
-                _accumulate(targets[i], sources[i].view(-1), handle, factors=factors.get(i, []))
+                promote(unit, target, list(held), self._run_all)
+            sources, targets = unit.native_views(landing), unit.update_views(target)
+            sums = [
+                Sum(targets[i], sources[i].view(-1), tuple(factors.get(i, ())), is_first=handle is None)
+                for i, handle in indices.items()
+            ]
+            self._run_all(add_works(sums))
 
         added = self._device.submit(
             Lane.UPDATE,
@@ -128,10 +135,9 @@ class GradientHomes:
         if slot is None:
             unit.gradients_ready, unit.gradients_readers = added, []
         else:
-            written, _ = self._write_to_disk(unit, target, {"gradients accumulated": added})
-            poison = self._device.poison(target, lane=Lane.DISK_WRITE)
-            slot[0].give(slot[1], [h for h in (written, poison) if h is not None])
-        return added, Lane.UPDATE
+            extent, written = self._write_to_disk(unit, target, {"gradients accumulated": added})
+            self._homes.give_kept(*slot, extent, added, written)
+        return added
 
     def _copy_out(self, unit: Unit, current: Pass, target: Buffer, after: After) -> Handle:
         """Copy a pass's sums to host memory in native form."""
@@ -163,7 +169,7 @@ class GradientHomes:
             after={"gradients made": written, **after},
         )
 
-    def _write_to_disk(self, unit: Unit, source: Buffer, after: After) -> tuple[Handle, Lane]:
+    def _write_to_disk(self, unit: Unit, source: Buffer, after: After) -> tuple[Extent, Handle]:
         extent, disk = expect_extent(unit.gradients, unit.label).part(0, source.nbytes), self._disk()
         done = self._device.submit(
             Lane.DISK_WRITE,
@@ -175,9 +181,27 @@ class GradientHomes:
         )
         self._traffic.add(Lane.DISK_WRITE, source.nbytes)
         unit.gradients_ready, unit.gradients_readers = done, []
-        return done, Lane.DISK_WRITE
+        return extent, done
 
-    def fetch_from_disk(self, unit: Unit) -> tuple[Buffer, tuple[SlotPool, Slot], After]:
+    def take_kept(self, unit: Unit) -> tuple[Buffer, tuple[SlotPool, Slot], After] | None:
+        """Gradients whose home is disk, if they are still in the slot that they were written from.
+
+        In native form where they passed through a landing slot, in update form after accumulation.
+        """
+        home = expect_extent(unit.gradients, unit.label)
+        kinds: list[tuple[PoolKind, Extent]] = [
+            ("landing", home.part(0, unit.spec.trainable_bytes)),
+            ("gradients", home),
+        ]
+        for kind, extent in kinds:
+            kept = self._homes.take_kept(kind, extent)
+            if kept is not None:
+                return kept[1].buffer.part(0, extent.nbytes), kept, {"gradients kept": kept[1].kept_after}
+        return None
+
+    def fetch_from_disk(
+        self, unit: Unit, is_due: Callable[[], bool] | None = None
+    ) -> tuple[Buffer, tuple[SlotPool, Slot], After]:
         """Start reading gradients from disk into a host slot, which the caller gives back."""
         extent, disk = expect_extent(unit.gradients, unit.label), self._disk()
         pool, slot = self._homes.take("host", "gradients", extent.nbytes)
@@ -189,6 +213,7 @@ class GradientHomes:
             reads=[extent.region],
             writes=[buffer.region],
             after={"gradient slot free": slot.free_after, "gradients stored": unit.gradients_ready},
+            is_due=is_due,
         )
         self._traffic.add(Lane.STATES_READ, extent.nbytes)
         unit.gradients_readers = newest([*unit.gradients_readers, read])
@@ -225,11 +250,16 @@ class GradientHomes:
                 stored = self._read_one(gradients, i)
             else:
                 with self._at_hand(unit, is_write=False) as home:
-                    stored = gradients.stored_view(home, i)
+                    stored = gradients.stored_views(home)[i]
             value = stored.to(self._device.torch_device, dtype)
         for factor in handle.factors:
             value = value * factor
         return value
+
+    def stored_on_device(self, gradients: UnitGradients) -> list[torch.Tensor]:
+        """All gradients of a unit whose home is the device, as they are stored (1D), in one look."""
+        with self._at_hand(gradients.unit, is_write=False) as home:
+            return gradients.stored_views(home)
 
     def _read_one(self, gradients: UnitGradients, index: int) -> torch.Tensor:
         """One gradient as it is stored, straight from disk. Memory: host, that gradient."""
@@ -288,6 +318,7 @@ class GradientHomes:
         yield copy
         if is_write:
             disk.write(extent, copy.bytes)
+            self._homes.forget(extent)
 
     def _disk(self) -> DiskStore:
         if self._homes.disk is None:
@@ -295,19 +326,15 @@ class GradientHomes:
         return self._homes.disk
 
 
-def _accumulate(
-    target: torch.Tensor, source: torch.Tensor, held: GradHandle | None, factors: Sequence[torch.Tensor]
-) -> None:
-    """First gradient: copy. Later ones: scale what is there as it was meant to be, then add in the update dtype."""
-    if held is None:
-        target.copy_(source)
-        return
+def _add(source: torch.Tensor, target: torch.Tensor, factors: list[torch.Tensor]) -> None:
+    """Scale what is there as it was meant to be, then add in the update dtype."""
     for factor in factors:
         target.mul_(factor)
+    factors.clear()
     target.add_(source)
 
 
-def promote(unit: Unit, buffer: Buffer, indices: Sequence[int]) -> None:
+def promote(unit: Unit, buffer: Buffer, indices: Sequence[int], run_all: RunAll = run_here) -> None:
     """Change gradients from native to update form in place.
 
     Backwards, so that nothing is overwritten before it is read: a parameter's place in the update layout never begins
@@ -317,7 +344,5 @@ def promote(unit: Unit, buffer: Buffer, indices: Sequence[int]) -> None:
         return
     sources, targets = unit.native_views(buffer), unit.update_views(buffer)
     for i in sorted(indices, reverse=True):
-        source, target = sources[i].view(-1), targets[i]
-        for start in reversed(range(0, source.numel(), _PROMOTE_NUMEL)):
-            stop = min(start + _PROMOTE_NUMEL, source.numel())
-            target[start:stop].copy_(source[start:stop].clone())
+        for works in widen_rounds(targets[i], sources[i].view(-1)):
+            run_all(works)

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, cast
 
 import torch
 
@@ -26,7 +26,7 @@ from outcore.runtime.grad_handle import GradHandle
 from outcore.runtime.gradient_homes import GradientHomes
 from outcore.runtime.homes import Homes
 from outcore.runtime.lanes import After, Handle, Lane
-from outcore.runtime.unit import Unit
+from outcore.runtime.unit import Unit, torch_dtype
 from outcore.runtime.unit_gradients import Pass, UnitGradients
 
 _autograd = cast("Any", torch._C)
@@ -65,11 +65,12 @@ class Gradients:
 
     # What handles ask for.
 
-    def refuse_norm_if_promised(self, name: str) -> None:
+    def refuse_norm_if_promised(self, handle: GradHandle) -> None:
         """Raise if ``clipping=False`` was promised."""
         if not self._clipping:
             raise ConfigError(
-                f"expected no gradient norm after outcore.prepare(..., clipping=False), but that of '{name}' was "
+                "expected no gradient norm after outcore.prepare(..., clipping=False), but that of "
+                f"'{handle.owner.gradient_name(handle)}' was "
                 "asked for; prepare with "
                 "clipping=True"
             )
@@ -84,6 +85,10 @@ class Gradients:
     def value(self, gradients: UnitGradients, handle: GradHandle) -> torch.Tensor:
         """See ``GradientHomes.value``."""
         return self._resting.value(gradients, handle)
+
+    def stored_on_device(self, gradients: UnitGradients) -> list[torch.Tensor]:
+        """See ``GradientHomes.stored_on_device``."""
+        return self._resting.stored_on_device(gradients)
 
     def change(self, gradients: UnitGradients, handle: GradHandle, change: Callable[[torch.Tensor], Any]) -> None:
         """See ``GradientHomes.change``."""
@@ -112,11 +117,14 @@ class Gradients:
 
         ``p.grad`` is a tensor there if autograd itself made it: of the root, or read outside of its unit.
         """
-        gradients = self.of[unit.name]
+        gradients, spec = self.of[unit.name], unit.spec.params[index]
+        dtype = torch_dtype(spec.dtype)
 
         def reached(param: torch.Tensor) -> None:
-            self._refuse_other_hooks(param, unit.spec.params[index].name)
-            refuse_other_form(unit.spec.params[index], param)
+            if torch.is_grad_enabled() or len(param._post_accumulate_grad_hooks or ()) > 1:
+                self._refuse_other_hooks(spec.name)
+            if type(param) is not unit.absent_class and (param.dtype != dtype or param.shape != spec.shape):
+                refuse_other_form(spec, param)
             grad = param.grad
             if grad is not None and not isinstance(grad, GradHandle):
                 param.grad = None
@@ -129,19 +137,17 @@ class Gradients:
 
         return reached
 
-    def _refuse_other_hooks(self, param: torch.Tensor, name: str) -> None:
+    def _refuse_other_hooks(self, name: str) -> NoReturn:
         if torch.is_grad_enabled():
             raise UnsupportedError(
                 f"expected a backward without create_graph=True, but the gradient of '{name}' was asked for with it; "
                 "double backward "
                 "through streamed weights is not supported"
             )
-        if len(param._post_accumulate_grad_hooks or ()) > 1:
-            raise UnsupportedError(
-                f"expected no post-accumulate-grad hooks, but '{name}' has one, and its gradient leaves the device as "
-                "soon as it is "
-                "there; use register_hook, or act on p.grad between backward() and step()"
-            )
+        raise UnsupportedError(
+            f"expected no post-accumulate-grad hooks, but '{name}' has one, and its gradient leaves the device as soon "
+            "as it is there; use register_hook, or act on p.grad between backward() and step()"
+        )
 
     def after_step(self) -> None:
         """A new accumulation window begins."""
@@ -197,11 +203,11 @@ class Gradients:
         region = buffer.part(0, unit.spec.trainable_bytes).region
         self._device.compute(f"gradients of {unit.label}", writes=[region], after=after)
         views = unit.native_views(buffer)
-        for i, grad in grads.items():
-            if i in current.present:
-                views[i].add_(grad)
-            else:
-                views[i].copy_(grad)
+        first = [i for i in grads if i not in current.present]
+        if first:
+            torch._foreach_copy_([views[i] for i in first], [grads[i] for i in first])
+        for i in current.present & grads.keys():
+            views[i].add_(grads[i])
 
     @torch.no_grad()
     def _close(self, gradients: UnitGradients) -> None:
@@ -224,9 +230,10 @@ class Gradients:
             poison = self._device.poison(slot.buffer, lane=Lane.D2H)
             handles: list[Handle | None] = [done, poison]
             pool.give(slot, [h for h in handles if h is not None])
+        device = self._device.torch_device
         for i in current.present - added:
-            gradients.handles[i] = GradHandle(gradients, i, unit.params[i], unit.grad_dtypes[i])
-            unit.params[i].grad = gradients.handles[i]
+            handle = GradHandle(gradients, i, unit.spec.params[i].shape, unit.grad_dtypes[i], device)
+            unit.params[i].grad = gradients.handles[i] = handle
         if unit.plan.early and gradients.num_passes == self._accumulation_steps:
             self.on_last(gradients)
 
@@ -248,10 +255,30 @@ class Gradients:
             gradients.norms.pop(i, None)
         if not self._clipping or gradients.unit.plan.gradients == "device":
             return  # on the device a norm is taken when it is asked for, as in the plain loop
-        views = gradients.unit.native_views(current.bucket[1].buffer) if current.bucket is not None else []
-        for i in current.present - added:
-            native = current.loose[i] if i in current.loose else views[i]
-            gradients.norms[i] = kernels.norms([native.to(gradients.unit.update_dtypes[i]).contiguous()])[0]
+        unit = gradients.unit
+        views = unit.native_views(current.bucket[1].buffer) if current.bucket is not None else []
+        natives = {i: current.loose[i] if i in current.loose else views[i] for i in current.present - added}
+        for batch in _batches(natives, unit.update_dtypes):
+            values = [native.to(unit.update_dtypes[i]).contiguous() for i, native in batch.items()]
+            gradients.norms.update(zip(batch, kernels.norms(values), strict=True))
+
+
+def _batches(natives: Mapping[int, torch.Tensor], dtypes: Sequence[torch.dtype]) -> Iterator[dict[int, torch.Tensor]]:
+    """Gradients whose norms are taken together: casts of them take no more memory than that of the largest alone."""
+    cast_numels = {
+        i: 0 if native.dtype == dtypes[i] and native.is_contiguous() else native.numel()
+        for i, native in natives.items()
+    }
+    largest = max(cast_numels.values(), default=0)
+    batch, room = dict[int, torch.Tensor](), largest
+    for i, native in natives.items():
+        if cast_numels[i] > room:
+            yield batch
+            batch, room = {}, largest
+        batch[i] = native
+        room -= cast_numels[i]
+    if batch:
+        yield batch
 
 
 def _nothing(_: UnitGradients) -> None:

@@ -15,7 +15,7 @@ from outcore.memory.disk import DiskStore, Extent
 from outcore.memory.host import HostMemory
 from outcore.planning.reservations import reservations
 from outcore.runtime.device import Device
-from outcore.runtime.lanes import Handle
+from outcore.runtime.lanes import Handle, Lane
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, PoolKind, Tier
 
@@ -25,11 +25,16 @@ HomeKind = Literal["weights", "gradients", "states", "next_weights", "next_state
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """A buffer that units take turns in. ``free_after``: what must be done before its bytes may be overwritten."""
+    """A buffer that units take turns in."""
 
     buffer: Buffer
     tier: Tier
     free_after: list[Handle] = field(default_factory=list)
+    """What must be done before its bytes may be overwritten."""
+    kept: Extent | None = None
+    """Which bytes of the disk it still has a copy of, while it is idle."""
+    kept_after: Handle | None = None
+    """What made the copy."""
 
 
 class SlotPool:
@@ -50,6 +55,17 @@ class SlotPool:
     def take(self) -> Slot | None:
         """The slot that was given back longest ago, or None if all are taken."""
         return self._idle.popleft() if self._idle else None
+
+    def take_kept(self, extent: Extent) -> Slot | None:
+        """The idle slot with a copy of an extent, if there is one."""
+        slot = next((s for s in self._idle if s.kept == extent), None)
+        if slot is not None:
+            self._idle.remove(slot)
+        return slot
+
+    def idle(self) -> list[Slot]:
+        """Slots that can be taken, in the order in which they will be."""
+        return list(self._idle)
 
     def give(self, slot: Slot, free_after: Sequence[Handle]) -> None:
         """Give a slot back; whoever takes it next must wait for ``free_after``."""
@@ -142,7 +158,45 @@ class Homes:
         slot = pool.take()
         if slot is None:
             raise AssertionError(f"no idle {kind} slot on {tier}: one was not given back")
+        if slot.kept is not None:
+            slot.kept = slot.kept_after = None
+            poison = self._device.poison(slot.buffer, Lane.UPDATE, {"slot free": slot.free_after})
+            slot.free_after += [] if poison is None else [poison]
         return pool, slot
+
+    def take_kept(self, kind: PoolKind, extent: Extent) -> tuple[SlotPool, Slot] | None:
+        """Take the idle slot in host memory with a copy of an extent, if there is one."""
+        for pool in self._pools.get(("host", kind), []):
+            slot = pool.take_kept(extent)
+            if slot is not None:
+                return pool, slot
+        return None
+
+    def pools(self, tier: Tier, kind: PoolKind) -> list[SlotPool]:
+        """All pools of a kind, smallest slots first."""
+        return self._pools.get((tier, kind), [])
+
+    def give_kept(self, pool: SlotPool, slot: Slot, extent: Extent, made: Handle, written: Handle) -> None:
+        """Give a slot back that keeps a copy of what it brought to disk. Other copies are worth nothing now.
+
+        Args:
+            pool: Its pool.
+            slot: In host memory.
+            extent: Where its first bytes were written.
+            made: What made them.
+            written: What wrote them.
+        """
+        self.forget(extent)
+        slot.kept, slot.kept_after = extent, made
+        pool.give(slot, [written])
+
+    def forget(self, extent: Extent) -> None:
+        """Bytes on disk change: copies of them in slots are worth nothing."""
+        for pools in self._pools.values():
+            for pool in pools:
+                for slot in pool.slots:
+                    if slot.kept is not None and slot.kept.overlaps(extent):
+                        slot.kept = slot.kept_after = None
 
     def slots(self, tier: Tier, kind: PoolKind) -> list[Slot]:
         """All slots of a kind, smallest first."""

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.nn import Parameter
 
 from outcore.core.errors import UnsupportedError
-from outcore.runtime.structure import storage_of
 from outcore.runtime.unit import Unit
 
 
@@ -37,15 +35,15 @@ def foreign_leaves(
     """
     known = {id(t) for t in inner} | {id(p) for p in params}
     found: dict[int, torch.Tensor] = {}
-    seen: set[Any] = set()
+    seen: set[Any] = {None}
     stack: list[Any] = [t.grad_fn for t in outputs]
     while stack:
         node = stack.pop()
-        if node is None or node in seen:
+        if node in seen:
             continue
         seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
+        edges = node.next_functions
+        if not edges and (leaf := getattr(node, "variable", None)) is not None:
             if id(leaf) not in known:
                 found[id(leaf)] = leaf
         elif node._sequence_nr() < start:
@@ -55,7 +53,9 @@ def foreign_leaves(
                 "block as an argument"
             )
         else:
-            stack.extend(edge for edge, _ in node.next_functions)
+            for edge, _ in edges:
+                if edge not in seen:
+                    stack.append(edge)
     return list(found.values())
 
 
@@ -84,19 +84,23 @@ def save_weights_by_place(unit: Unit, where: str) -> Any:
     buffer = unit.device_buffer()
     if unit.is_resident or buffer is None:
         return nullcontext()
-    base, first = buffer.bytes.untyped_storage().data_ptr(), buffer.bytes.storage_offset()
+    first = buffer.bytes.data_ptr()
     stop = first + unit.spec.weight_bytes
 
     def pack(tensor: torch.Tensor) -> _Kept | _Placed:
-        if storage_of(tensor) == base:
-            start = tensor.storage_offset() * tensor.element_size()
-            if first <= start < stop:  # else in the same arena, but of another unit: the root
-                return _Placed(int(start - first), tensor.dtype, tensor.size(), tensor.stride())
+        try:
+            address = tensor.data_ptr()
+        except (NotImplementedError, RuntimeError):  # it has no memory of its own, such as a sparse one
+            address = 0
+        if first <= address < stop:
+            return _Placed(address - first, tensor.dtype, tensor.size(), tensor.stride())
         return _Kept(tensor.detach(), tensor._version)  # detached: a result would keep its own node alive
 
     def unpack(saved: _Kept | _Placed) -> torch.Tensor:
         if isinstance(saved, _Kept):
-            return saved.unchanged(where)
+            if saved.tensor._version != saved.version:
+                raise UnsupportedError(_changed(saved.tensor, where))
+            return saved.tensor
         now = unit.device_buffer()
         if not unit.num_bound:
             raise UnsupportedError(_escaped(where))
@@ -111,25 +115,14 @@ def save_weights_by_place(unit: Unit, where: str) -> Any:
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
+class _Kept(NamedTuple):
     """A saved tensor that is no weight. Autograd itself checks versions only where nobody packs."""
 
     tensor: torch.Tensor
     version: int
 
-    def unchanged(self, where: str) -> torch.Tensor:
-        if self.tensor._version != self.version:
-            raise UnsupportedError(
-                f"{where}: a tensor of shape {tuple(self.tensor.shape)} that its backward needs was changed in place "
-                "after it was used; "
-                "change a copy instead"
-            )
-        return self.tensor
 
-
-@dataclass(frozen=True, slots=True)
-class _Placed:
+class _Placed(NamedTuple):
     """A saved weight, or a view of one: where it is in the unit."""
 
     offset: int
@@ -142,6 +135,13 @@ class _Placed:
         return torch.empty(0, dtype=self.dtype, device=memory.device).set_(
             memory.untyped_storage(), start, self.size, self.stride
         )
+
+
+def _changed(tensor: torch.Tensor, where: str) -> str:
+    return (
+        f"{where}: a tensor of shape {tuple(tensor.shape)} that its backward needs was changed in place after it was "
+        "used; change a copy instead"
+    )
 
 
 def _escaped(where: str) -> str:

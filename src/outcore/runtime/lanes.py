@@ -20,6 +20,8 @@ from outcore.core.errors import LaneError, OutcoreError
 from outcore.runtime.recorder import HostStopwatch, Recorder, Stopwatch
 
 Clock = tuple[int, ...]
+SKIPPED = object()
+"""What the work of a host lane returns if it found nothing to do: it is not recorded, and no fault slows it down."""
 
 
 class Lane(enum.Enum):
@@ -117,6 +119,10 @@ class Lanes(Protocol):
         """Let running operations finish, fail the queued ones, join the threads."""
 
 
+_ISSUED = threading.Event()  # shared by all points of compute, at which nobody ever waits for a lane
+_ISSUED.set()
+
+
 @final
 class Handle:
     """One submitted operation, or a point in what compute was given.
@@ -127,7 +133,7 @@ class Handle:
 
     __slots__ = ("_failure", "_issued", "_lanes", "_pid", "began_s", "clock", "completion", "lane", "name")
 
-    def __init__(self, name: str, lane: str, lanes: Lanes, clock: Clock = ()) -> None:
+    def __init__(self, name: str, lane: str, lanes: Lanes, clock: Clock = (), *, is_issued: bool = False) -> None:
         """Args: lane: A lane's value or ``compute``. clock: What the race checker knows of it."""
         self.name = name
         self.lane = lane
@@ -137,8 +143,8 @@ class Handle:
         """When its work began, on ``time.perf_counter``; None before, and for work of a device."""
         self._lanes = lanes
         self._failure: Failure | None = None
-        self._issued = threading.Event()
-        self._pid = os.getpid()
+        self._issued = _ISSUED if is_issued else threading.Event()
+        self._pid = 0 if is_issued else os.getpid()
 
     def __repr__(self) -> str:
         state = "queued" if not self._issued.is_set() else "failed" if self._failure is not None else "issued"
@@ -158,6 +164,10 @@ class Handle:
         """Whether ``wait`` would return (or raise) at once. A hint: the race checker does not count it as an order."""
         if not self._issued.is_set():
             self._lanes.poll(self)
+        return self.is_over()
+
+    def is_over(self) -> bool:
+        """``done`` for operations: looks and does nothing else."""
         return self._issued.is_set() and (self.completion is None or self.completion.query())
 
     def wait(self) -> None:
@@ -229,6 +239,8 @@ class Operation:
     dependencies: tuple[Handle, ...]
     nbytes: int
     """What it declares to write: the bytes that a copy moves, or an update changes."""
+    is_due: Callable[[], bool] | None = None
+    """Asked when its turn comes; if not, it is over at once, without waiting for anything."""
 
 
 class Pace(NamedTuple):
@@ -286,7 +298,8 @@ def run_on_host(operation: Operation, pace: Pace, recorder: Recorder) -> None:
     start_s = time.perf_counter()
     pause(pace.before_s)
     begun_s = operation.handle.began_s = time.perf_counter()
-    operation.work()
+    if operation.work() is SKIPPED:
+        return
     rest_s = begun_s + pace.least_s - time.perf_counter()
     pause(max(rest_s, 0.0) + pace.after_s)
     if recorder.is_on:
@@ -308,6 +321,9 @@ def run_operation(operation: Operation, service: Service) -> None:
     """Run one operation and settle its handle, whatever happens."""
     handle = operation.handle
     try:
+        if operation.is_due is not None and not operation.is_due():
+            handle.finish()
+            return
         for dependency in operation.dependencies:
             dependency.block()
             if dependency.failure is not None:

@@ -188,14 +188,15 @@ class _OwnParameters:
 
     def _materialise(self, *, may_change: bool) -> None:
         self._engine.refuse_if_closed()
+        self._dematerialise()  # what an interrupted call left
         for param in self._owned.values():
             unit, index = self._engine.places[id(param)]
             if unit.is_gathered or id(param) in self._before:
                 continue
             if not unit.num_lent:
                 take_edits(unit, self._engine.access, self._engine.device)
-            unit.num_lent += 1
             value = self._engine.access.read_weight(unit, index)
+            unit.num_lent += 1
             self._before[id(param)] = value
             param.__class__ = Parameter
             param.data = value.clone() if may_change else value

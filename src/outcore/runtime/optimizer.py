@@ -54,6 +54,13 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """Bytes given to each lane since the run began."""
         return self.engine.traffic.totals()
 
+    def exposed_s(self) -> dict[str, float]:
+        """Seconds that compute waited for each lane since the run began.
+
+        Does not block: on an accelerator they lag behind by what it was given and has not done.
+        """
+        return self.engine.device.recorder.exposed_s()
+
     def recording(self, *, num_steps: int = 16) -> AbstractContextManager[Recorder]:
         """Record what every lane does, and what compute waits for, while the block runs.
 

@@ -1,7 +1,7 @@
-"""The recorder: measures when every operation began and ended, and what compute waited for. Off unless asked for.
+"""The recorder: what compute waited for, always; and when every operation began and ended, if asked for.
 
-Operations on the host are timed by the host's clock around their work. Work of a device is timed by events beside it
-on its stream, which are turned into seconds later, when they are over.
+Operations on the host are timed by the host's clock around their work. Work of a device, and waits of its compute, are
+timed by events on the stream, which are turned into seconds later, when they are over.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import Any, NamedTuple, Protocol, cast, final
+from typing import Any, NamedTuple, Protocol, Self, cast, final
 
 import torch
 from torch import nn
 
 from outcore.core.errors import UnsupportedError
 from outcore.runtime.structure import take_apart
-from outcore.spec.timeline import COMPUTE, Span, Timeline
+from outcore.spec.timeline import COMPUTE, LANES, Span, Timeline
 
 MAX_SPANS = 2**16  # some 20 MB; 40 steps of 100 units
 _autograd = cast("Any", torch._C)
@@ -32,6 +32,9 @@ class Moment(Protocol):
 
     def seconds(self) -> float:
         """When, on the host's clock. Blocks until it is over."""
+
+    def since(self, earlier: Self) -> float:
+        """Seconds from another moment to this one. Both are over."""
 
 
 class Stopwatch(Protocol):
@@ -95,9 +98,35 @@ class _Log:
         return tuple(sorted(found, key=lambda span: (span.start_s, -span.end_s)))
 
 
+class _Sums:
+    """Seconds by name, added up as they are over. Of the thread that computes alone."""
+
+    def __init__(self) -> None:
+        self._seconds = dict.fromkeys(LANES, 0.0)
+        self._unsettled: deque[tuple[str, Moment, Moment]] = deque()
+
+    def add(self, name: str, start: float | Moment, end: float | Moment) -> None:
+        if isinstance(start, float) or isinstance(end, float):
+            self._seconds[name] += _seconds(end) - _seconds(start)
+        else:
+            self._unsettled.append((name, start, end))
+            self._settle()
+
+    def seconds(self) -> dict[str, float]:
+        self._settle()
+        return dict(self._seconds)
+
+    def _settle(self) -> None:
+        while self._unsettled and self._unsettled[0][-1].is_over():
+            name, start, end = self._unsettled.popleft()
+            self._seconds[name] += end.since(start)
+
+
 @final
 class Recorder:
-    """Keeps what happened in the last steps. Entries may be added from any thread.
+    """Adds up what compute waits for and, while it is on, keeps what happened in the last steps.
+
+    Entries may be added from any thread; waits and phases come from the one that computes.
 
     Memory: host, a few hundred bytes per operation of the last steps, 2**16 operations at most.
     """
@@ -105,7 +134,9 @@ class Recorder:
     def __init__(self, stopwatch: Stopwatch) -> None:
         """Be off."""
         self.is_on = False
+        """Whether operations are kept."""
         self._stopwatch = stopwatch
+        self._sums = _Sums()
         self._spans, self._waits = _Log(), _Log()
         self._steps: deque[float] = deque()
         self._num_steps = 0
@@ -137,12 +168,29 @@ class Recorder:
 
     def add_wait(self, lane: str, name: str, start: float | Moment, end: float | Moment) -> None:
         """Compute waited for an operation."""
+        self._sums.add(lane, start, end)
         if self.is_on:
             self._waits.add(_Entry(lane, name, start, end, 0))
 
+    def add_phase(self, name: str, start: float | Moment, end: float | Moment) -> None:
+        """Compute went through a forward or a backward of the model, or a ``step()``."""
+        self._sums.add(COMPUTE, start, end)
+        self.add(COMPUTE, name, start, end)
+
+    def exposed_s(self) -> dict[str, float]:
+        """Lane -> seconds that compute has waited for it since the device was opened, as far as they are over.
+
+        Does not block: on an accelerator they lag behind by what it was given and has not done.
+        """
+        return {lane: seconds for lane, seconds in self._sums.seconds().items() if lane != COMPUTE}
+
+    def phases_s(self) -> float:
+        """Seconds of all phases since the device was opened, as ``exposed_s``. What they waited is among them."""
+        return self._sums.seconds()[COMPUTE]
+
     @contextmanager
     def compute(self, name: str) -> Iterator[None]:
-        """Time what compute is given inside."""
+        """Time what compute is given inside, if operations are kept."""
         if not self.is_on:
             yield
             return
@@ -155,9 +203,15 @@ class Recorder:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around ``step()``: with it one step ends and the next one begins."""
-        if not self.is_on:
+        if self.is_on:
+            self._forget()
+        start = self._stopwatch.now()
+        try:
             yield
-            return
+        finally:
+            self.add_phase("step", start, self._stopwatch.now())
+
+    def _forget(self) -> None:
         self._stopwatch.tick()
         self._steps.append(time.perf_counter())
         oldest_s = 0.0
@@ -165,8 +219,6 @@ class Recorder:
             oldest_s = self._steps.popleft()
         for log in (self._spans, self._waits):
             log.settle(oldest_s)
-        with self.compute("step"):
-            yield
 
     def timeline(self) -> Timeline:
         """What was recorded. Blocks until recorded work of the device is over."""
@@ -182,6 +234,17 @@ def recording(model: nn.Module, recorder: Recorder, *, num_steps: int) -> Iterat
         recorder: Of its device.
         num_steps: See ``Recorder.start``.
     """
+    recorder.start(num_steps=num_steps)
+    try:
+        with timing(model, recorder):
+            yield recorder
+    finally:
+        recorder.stop()
+
+
+@contextmanager
+def timing(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """Tell the recorder of every forward and backward of ``model`` while the block runs."""
     began: list[float | Moment] = []
     timer = _BackwardTimer(recorder)
 
@@ -189,19 +252,18 @@ def recording(model: nn.Module, recorder: Recorder, *, num_steps: int) -> Iterat
         began.append(recorder.now())
 
     def leave(_: nn.Module, __: object, result: object) -> None:
-        if began:  # else it began before the recording
-            recorder.add(COMPUTE, "forward", began.pop(), recorder.now())
+        if began:  # else it began before the block
+            recorder.add_phase("forward", began.pop(), recorder.now())
         with suppress(UnsupportedError):  # then its backward is timed by units alone
             for tensor in take_apart(result, "the model")[0]:
                 if tensor.grad_fn is not None:
                     tensor.grad_fn.register_prehook(timer.begin)
 
-    recorder.start(num_steps=num_steps)
     with ExitStack() as undo:
-        undo.callback(recorder.stop)
+        undo.callback(timer.stop)
         undo.callback(model.register_forward_pre_hook(enter).remove)
         undo.callback(model.register_forward_hook(leave).remove)
-        yield recorder
+        yield
 
 
 class _BackwardTimer:
@@ -210,16 +272,22 @@ class _BackwardTimer:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._task = -1
+        self._is_on = True
+
+    def stop(self) -> None:
+        """Time no more, not even what was run before."""
+        self._is_on = False
 
     def begin(self, *_: object) -> None:
         """Autograd has come to a result of the model."""
-        task, start = _autograd._current_graph_task_id(), self._recorder.now()
-        if self._recorder.is_on and task != self._task:
+        task = _autograd._current_graph_task_id()
+        if self._is_on and task != self._task:
             self._task = task
-            cast("Any", torch.autograd.Variable)._execution_engine.queue_callback(partial(self._end, start))
+            end = partial(self._end, self._recorder.now())
+            cast("Any", torch.autograd.Variable)._execution_engine.queue_callback(end)
 
     def _end(self, start: float | Moment) -> None:
-        self._recorder.add(COMPUTE, "backward", start, self._recorder.now())
+        self._recorder.add_phase("backward", start, self._recorder.now())
 
 
 def _span(entry: _Entry) -> Span:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,15 +13,15 @@ from torch.nn.modules.batchnorm import _NormBase
 from outcore.runtime.device import Device
 
 
-@contextmanager
-def autocast_cache_off() -> Iterator[None]:
+class AutocastCacheOff:
     """Keep autocast from caching casts of weights: its cache is keyed by the parameter, whose bytes change under it."""
-    was = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(was)
+
+    def __enter__(self) -> None:
+        self._was = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_autocast_cache_enabled(self._was)
 
 
 class ForwardState:
@@ -32,8 +32,8 @@ class ForwardState:
         self._modules, self._device = modules, device
         self._rng = device.rng_state()
         self._training = [m.training for m in modules]
-        kinds = dict.fromkeys(("cpu", device.torch_device.type))
-        self._autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+        self._kinds = dict.fromkeys(("cpu", device.torch_device.type))
+        self._autocast = _autocast_modes(self._kinds)
         self._tensors = [(m, dict(m._parameters), dict(m._buffers)) for m in modules if m._parameters or m._buffers]
         self._buffers = [_SavedBuffer(m, name, b) for m in modules for name, b in m._buffers.items() if b is not None]
 
@@ -56,7 +56,7 @@ class ForwardState:
             _set_training(self._modules, self._training)
             for saved in self._buffers:
                 saved.put_back()
-            with _autocast(self._autocast):
+            with _autocast([] if self._autocast == _autocast_modes(self._kinds) else self._autocast):
                 yield
         finally:
             self._device.set_rng_state(rng)
@@ -108,11 +108,17 @@ def _set_training(modules: Sequence[nn.Module], flags: Sequence[bool]) -> None:
             module.training = flag
 
 
+_AutocastMode = tuple[str, bool, torch.dtype]
+
+
+def _autocast_modes(kinds: Iterable[str]) -> list[_AutocastMode]:
+    return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+
+
 @contextmanager
-def _autocast(modes: Sequence[tuple[str, bool, torch.dtype]]) -> Iterator[None]:
+def _autocast(modes: Sequence[_AutocastMode]) -> Iterator[None]:
     if not modes:
-        with autocast_cache_off():
-            yield
+        yield
         return
     (kind, is_on, dtype), *rest = modes
     with torch.autocast(kind, dtype=dtype, enabled=is_on, cache_enabled=False), _autocast(rest):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 Recorded = dict[str, list[Any]]
@@ -22,18 +22,19 @@ def active_recording() -> Mapping[str, Any] | None:
     return None if variable is None else variable.get()
 
 
-@contextmanager
-def recording_apart(template: Mapping[str, Any] | None) -> Iterator[Recorded]:
+def recording_apart(template: Mapping[str, Any] | None) -> AbstractContextManager[Recorded]:
     """Record into lists of our own, which the yielded dict has at the end without what ``template`` had at the start.
 
     Args:
         template: What was being recorded when the unit was called first; None: nothing.
     """
-    added: Recorded = {}
     variable = _variable()
-    if template is None or variable is None:
-        yield added
-        return
+    return nullcontext({}) if template is None or variable is None else _recording_apart(variable, template)
+
+
+@contextmanager
+def _recording_apart(variable: Any, template: Mapping[str, Any]) -> Iterator[Recorded]:
+    added: Recorded = {}
     apart = {name: list(value) if isinstance(value, list) else value for name, value in template.items()}
     lengths = {name: len(value) for name, value in apart.items() if isinstance(value, list)}
     token = variable.set(apart)

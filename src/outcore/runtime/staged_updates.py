@@ -20,10 +20,11 @@ from outcore.planning.reservations import staging
 from outcore.runtime.device import Device
 from outcore.runtime.homes import Homes
 from outcore.runtime.lanes import Handle, Lane, newest
+from outcore.runtime.pieces import Change, pieces_of
 from outcore.runtime.traffic import Traffic
 from outcore.runtime.unit import Unit, expect_buffer
 from outcore.runtime.unit_gradients import UnitGradients
-from outcore.runtime.updates import Change, Updates
+from outcore.runtime.updates import Updates
 from outcore.spec.model import ModelSpec
 
 
@@ -91,7 +92,7 @@ class StagedUpdates:
     ) -> Handle:
         unit, (states, grads, weights, scratch) = gradients.unit, parts
         held = states if states.nbytes else None
-        pieces = self._updates.pieces(gradients, changes, grads, held, weights)
+        pieces = pieces_of(gradients, changes, grads, held, weights)
         others = [i for i in range(unit.num_trainable) if i not in changes and unit.has_master]
         room = scratch.bytes[: min(scratch.nbytes, self._device.update_block_bytes)]
         masters = unit.state_views(states, "master") if others else []

@@ -4,65 +4,76 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
 from outcore.core.errors import UnsupportedError
 
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
+"""Most arguments that are no tensors; nothing is hidden in them."""
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Place:
+
+class _Place(NamedTuple):
     """Where a tensor stood."""
 
-    index: int
+    number: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Fields:
+class _Container(NamedTuple):
+    """What a tuple, list or dict held, by name in a dict, or what was in an instance of a registered class."""
+
+    kind: type
+    parts: list[Any]
+    names: tuple[Any, ...] | None = None
+    spec: pytree.TreeSpec | None = None
+
+    def fill(self, tensors: Sequence[torch.Tensor]) -> Any:
+        parts = [_filled(part, tensors) for part in self.parts]
+        if self.kind is tuple:
+            return tuple(parts)
+        if self.names is not None:
+            return dict(zip(self.names, parts, strict=True))
+        return parts if self.spec is None else pytree.tree_unflatten(parts, self.spec)
+
+
+class _Fields(NamedTuple):
     """Where a dataclass stood: a copy of it without its tensors, and what its fields held."""
 
     shell: Any
-    values: dict[str, Structure]
+    values: dict[str, Any]
+
+    def fill(self, tensors: Sequence[torch.Tensor]) -> Any:
+        filled = copy.copy(self.shell)
+        for name, value in self.values.items():
+            object.__setattr__(filled, name, _filled(value, tensors))
+        return filled
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Structure:
-    """A nest of containers with places for tensors. ``leaves`` are places, dataclasses or plain values."""
+class Structure(NamedTuple):
+    """A nest of containers with places for tensors."""
 
-    leaves: tuple[Any, ...]
-    spec: pytree.TreeSpec
+    content: Any
+    """A place, container or dataclass, of such, or a plain value."""
+    is_fixed: bool
+    """Tuples hold everything, so nobody can change what is where."""
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Put tensors back, in the order in which ``take_apart`` returned them."""
-        leaves = []
-        for leaf in self.leaves:
-            if isinstance(leaf, _Place):
-                leaves.append(tensors[leaf.index])
-            elif isinstance(leaf, _Fields):
-                filled = copy.copy(leaf.shell)
-                for name, value in leaf.values.items():
-                    object.__setattr__(filled, name, value.fill(tensors))
-                leaves.append(filled)
-            else:
-                leaves.append(leaf)
-        return pytree.tree_unflatten(leaves, self.spec)
+        return _filled(self.content, tensors)
 
     def still_holds(self, nest: Any, tensors: Sequence[torch.Tensor], where: str) -> bool:
         """Whether a nest that ``fill`` made is still as it was made: nobody added, took out or replaced anything."""
+        if self.is_fixed:
+            return True
         found, now = take_apart(nest, where)
         return (
             len(found) == len(tensors)
             and all(a is b for a, b in zip(found, tensors, strict=True))
-            and self._equals(now)
+            and _same(self.content, now.content)
         )
-
-    def _equals(self, other: Structure) -> bool:
-        if self.spec != other.spec:
-            return False
-        return all(_same_leaf(a, b) for a, b in zip(self.leaves, other.leaves, strict=True))
 
 
 def take_apart(nest: Any, where: str) -> tuple[list[torch.Tensor], Structure]:
@@ -74,45 +85,56 @@ def take_apart(nest: Any, where: str) -> tuple[list[torch.Tensor], Structure]:
     Raises:
         UnsupportedError: A tensor that needs a gradient is hidden in an object that cannot be looked into.
     """
-    tensors: list[torch.Tensor] = []
-    index_of: dict[int, int] = {}
-
-    def place(tensor: torch.Tensor) -> _Place:
-        index = index_of.setdefault(id(tensor), len(tensors))
-        if index == len(tensors):
-            tensors.append(tensor)
-        return _Place(index)
-
-    return tensors, _skeleton(nest, place, where)
+    taking = _Taking(where)
+    content = taking.apart(nest)
+    return taking.tensors, Structure(content, taking.is_fixed)
 
 
-def _skeleton(nest: Any, place: Callable[[torch.Tensor], _Place], where: str) -> Structure:
-    leaves, spec = pytree.tree_flatten(nest)
-    kept: list[Any] = []
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            kept.append(place(leaf))
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            values = {
-                f.name: _skeleton(getattr(leaf, f.name), place, where)
-                for f in dataclasses.fields(leaf)
-                if hasattr(leaf, f.name)
-            }
-            shell = copy.copy(leaf)
-            for name in values:  # the shell lives as long as the graph and must hold no tensors
+class _Taking:
+    def __init__(self, where: str) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.is_fixed = True
+        self._where = where
+        self._place_of: dict[int, _Place] = {}
+
+    def apart(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if isinstance(value, torch.Tensor):
+            place = self._place_of.get(id(value))
+            if place is None:
+                place = self._place_of[id(value)] = _Place(len(self.tensors))
+                self.tensors.append(value)
+            return place
+        if kind is tuple:
+            return _Container(tuple, [self.apart(part) for part in value])
+        if kind is list or kind is dict:
+            self.is_fixed = False
+            parts = value if kind is list else value.values()
+            return _Container(kind, [self.apart(part) for part in parts], tuple(value) if kind is dict else None)
+        return self._object_apart(value)
+
+    def _object_apart(self, value: Any) -> Any:
+        parts, spec = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
+        if not (len(parts) == 1 and parts[0] is value):  # its class is registered
+            self.is_fixed = False
+            return _Container(type(value), [self.apart(part) for part in parts], None, spec)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            self.is_fixed = False
+            names = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
+            shell = copy.copy(value)
+            for name in names:  # the shell lives as long as the graph and must hold no tensors
                 object.__setattr__(shell, name, None)
-            kept.append(_Fields(shell, values))
-        else:
-            for hidden in _hidden(leaf):
-                if hidden.requires_grad:
-                    raise UnsupportedError(
-                        f"{where}: expected tensors in tuples, lists, dicts or dataclasses, but a tensor that needs a "
-                        "gradient is "
-                        f"inside a {type(leaf).__name__}, where it cannot be followed; register the class with "
-                        "torch.utils._pytree.register_pytree_node or make it a dataclass"
-                    )
-            kept.append(leaf)
-    return Structure(tuple(kept), spec)
+            return _Fields(shell, {name: self.apart(getattr(value, name)) for name in names})
+        for hidden in _hidden(value):
+            if hidden.requires_grad:
+                raise UnsupportedError(
+                    f"{self._where}: expected tensors in tuples, lists, dicts or dataclasses, but a tensor that needs "
+                    f"a gradient is inside a {type(value).__name__}, where it cannot be followed; register the class "
+                    "with torch.utils._pytree.register_pytree_node or make it a dataclass"
+                )
+        return value
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -125,11 +147,23 @@ def storage_of(tensor: torch.Tensor) -> int:
         return 0
 
 
-def _same_leaf(a: Any, b: Any) -> bool:
+def _filled(content: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    kind = type(content)
+    if kind is _Place:
+        return tensors[content.number]
+    if kind is _Container or kind is _Fields:
+        return content.fill(tensors)
+    return content
+
+
+def _same(a: Any, b: Any) -> bool:
     if isinstance(a, _Place) and isinstance(b, _Place):
-        return a.index == b.index
+        return a.number == b.number
+    if isinstance(a, _Container) and isinstance(b, _Container):
+        is_alike = a.kind is b.kind and a.names == b.names and a.spec == b.spec and len(a.parts) == len(b.parts)
+        return is_alike and all(map(_same, a.parts, b.parts))
     if isinstance(a, _Fields) and isinstance(b, _Fields):
-        return a.values.keys() == b.values.keys() and all(a.values[k]._equals(b.values[k]) for k in a.values)
+        return a.values.keys() == b.values.keys() and all(_same(a.values[k], b.values[k]) for k in a.values)
     return a is b
 
 

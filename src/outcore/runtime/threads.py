@@ -10,12 +10,15 @@ default again.
 from __future__ import annotations
 
 import threading
+import time
+import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 _LOCK = threading.Lock()  # two callers at once would take each other's one for the default
+_STARTED: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def start_single_threaded(bodies: Mapping[str, Callable[[], None]]) -> tuple[threading.Thread, ...]:
@@ -31,6 +34,7 @@ def start_single_threaded(bodies: Mapping[str, Callable[[], None]]) -> tuple[thr
         threads = tuple(
             threading.Thread(target=_begin, args=(body, ready), name=name, daemon=True) for name, body in bodies.items()
         )
+        _STARTED.update(threads)
         try:
             for thread in threads:
                 thread.start()
@@ -41,6 +45,18 @@ def start_single_threaded(bodies: Mapping[str, Callable[[], None]]) -> tuple[thr
         finally:
             other.submit(torch.set_num_threads, default).result()
     return threads
+
+
+def join_started(timeout_s: float) -> None:
+    """Wait for all threads that were ever started here to end; they were told to.
+
+    Args:
+        timeout_s: For all of them together.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    for thread in tuple(_STARTED):
+        if thread.is_alive():
+            thread.join(max(0.0, deadline_s - time.monotonic()))
 
 
 def _begin(body: Callable[[], None], ready: threading.Barrier) -> None:

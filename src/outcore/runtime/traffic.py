@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from outcore.runtime.lanes import Lane
 
 
@@ -15,6 +17,15 @@ class Traffic:
     def add(self, lane: Lane, nbytes: int) -> None:
         """Count bytes."""
         self._bytes[lane] += nbytes
+
+    def since(self, totals: Mapping[str, int]) -> dict[str, int]:
+        """Lane name -> bytes that were counted after these ``totals``."""
+        return {lane: nbytes - totals[lane] for lane, nbytes in self.totals().items()}
+
+    def take_back(self, nbytes: Mapping[str, int]) -> None:
+        """Bytes that were counted did not move after all."""
+        for lane, moved in nbytes.items():
+            self._bytes[Lane(lane)] -= moved
 
     def totals(self) -> dict[str, int]:
         """Lane name -> bytes."""

@@ -53,6 +53,10 @@ class Unit:
     ) -> None:
         """Args: params: In the spec's order. homes: Of all units. owner: Answers for absent parameters."""
         self.spec, self.plan, self.module, self.params = spec, plan, module, params
+        self.name = spec.name  # of the module, fully qualified; "" for the root
+        self.label = spec.name or "root"  # for people
+        self.is_resident = plan.weights == "device"
+        self.num_trainable = len(spec.trainable)  # they come first in ``params``
         self.weights = homes.get((spec.name, "weights"))
         self.gradients = homes.get((spec.name, "gradients"))
         self.states = homes.get((spec.name, "states"))
@@ -84,7 +88,7 @@ class Unit:
         self.touched: set[int] = set()
         self._present_class = watched_class(self.touched) if self.is_resident and self.has_master else Parameter
         # Views are made once per buffer; buffers live as long as the unit.
-        self._absent_views: dict[tuple[str, torch.device], torch.Tensor] = {}
+        self._absent_views: dict[torch.device, list[torch.Tensor]] = {}
         self._views: dict[tuple[str, Region], list[torch.Tensor]] = {}
         self.update_dtypes = [torch_dtype(p.update_dtype) for p in spec.trainable]
         # What p.grad says: the accumulated gradient's dtype, so that clipping takes the norms of a mixed model
@@ -95,29 +99,9 @@ class Unit:
         self.has_one_layout = all(p.dtype == p.update_dtype for p in spec.trainable)
 
     @property
-    def name(self) -> str:
-        """Fully qualified name of the module; "" for the root."""
-        return self.spec.name
-
-    @property
-    def label(self) -> str:
-        """Name for people."""
-        return self.spec.name or "root"
-
-    @property
-    def is_resident(self) -> bool:
-        """Whether its weights live on the device."""
-        return self.plan.weights == "device"
-
-    @property
     def is_updated_on_host(self) -> bool:
         """Whether worker threads update it."""
         return self.plan.states != "device" and self.plan.update == "host"
-
-    @property
-    def num_trainable(self) -> int:
-        """Number of trainable parameters; they come first in ``params``."""
-        return len(self.spec.trainable)
 
     def device_buffer(self) -> Buffer | None:
         """Where the weights are on the device now, if they are."""
@@ -133,6 +117,10 @@ class Unit:
         """Gradients of the trainable parameters over a bucket, or another buffer in native form."""
         return self._cached("native", buffer, lambda: weight_views(self.spec, buffer, self.num_trainable))
 
+    def flat_views(self, buffer: Buffer) -> list[torch.Tensor]:
+        """``native_views`` as flat tensors (1D)."""
+        return self._cached("flat", buffer, lambda: [view.view(-1) for view in self.native_views(buffer)])
+
     def update_views(self, buffer: Buffer) -> list[torch.Tensor]:
         """Trainable parameters as flat tensors (1D) over a buffer in the update layout."""
         return self._cached("update", buffer, lambda: update_views(self.spec, buffer))
@@ -140,7 +128,7 @@ class Unit:
     def state_views(self, buffer: Buffer, name: str) -> list[torch.Tensor]:
         """One state of the trainable parameters (1D each) over the states home or a copy of it."""
         start, stop = self.state_span(name)
-        return self.update_views(buffer.part(start, stop))
+        return self._cached(name, buffer, lambda: update_views(self.spec, buffer.part(start, stop)))
 
     def _cached(self, kind: str, buffer: Buffer, make: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
         if buffer.region.arena == TEMPORARY:
@@ -158,10 +146,11 @@ class Unit:
             views = [torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in self.params]
         else:
             views = self.weight_views(buffer)
-        for i, (param, view) in enumerate(zip(self.params, views, strict=True)):
+        for param, view in zip(self.params, views, strict=True):
             param.__class__ = Parameter
             param.data = view
-            if self._present_class is not Parameter:
+        if self._present_class is not Parameter:
+            for i, param in enumerate(self.params):
                 param.__class__ = self._present_class
                 param.place = i  # type: ignore[attr-defined]
         self.is_present = True
@@ -175,17 +164,14 @@ class Unit:
     def mark_absent(self, *, device: torch.device | None = None) -> None:
         """Make the parameters absent. With ``device`` their bytes are replaced by a NaN there, else left in place."""
         self.is_present = False
-        for param, spec in zip(self.params, self.spec.params, strict=True):
-            if device is not None:
+        if device is not None:
+            if device not in self._absent_views:
+                self._absent_views[device] = [absent_view(spec, device) for spec in self.spec.params]
+            for param, view in zip(self.params, self._absent_views[device], strict=True):
                 param.__class__ = Parameter
-                param.data = self._absent_view(spec, device)
+                param.data = view
+        for param in self.params:
             param.__class__ = self.absent_class
-
-    def _absent_view(self, spec: ParamSpec, device: torch.device) -> torch.Tensor:
-        key = (spec.name, device)
-        if key not in self._absent_views:
-            self._absent_views[key] = absent_view(spec, device)
-        return self._absent_views[key]
 
     def forget(self) -> None:
         """Let go of all memory, so that it can be given back."""

@@ -19,7 +19,7 @@ from outcore.runtime.unit import Unit
 class GradientStore(Protocol):
     """What a unit's gradients need of the store that all units share."""
 
-    def refuse_norm_if_promised(self, name: str) -> None:
+    def refuse_norm_if_promised(self, handle: GradHandle) -> None:
         """Raise if it was promised that no norm is asked for."""
 
     def snapshot(self, factor: torch.Tensor) -> torch.Tensor:
@@ -27,6 +27,9 @@ class GradientStore(Protocol):
 
     def value(self, gradients: UnitGradients, handle: GradHandle) -> torch.Tensor:
         """The gradient as the user sees it, on the device (1D, update dtype)."""
+
+    def stored_on_device(self, gradients: UnitGradients) -> list[torch.Tensor]:
+        """All gradients of a unit whose home is the device, as they are stored (1D)."""
 
     def change(self, gradients: UnitGradients, handle: GradHandle, change: Callable[[torch.Tensor], Any]) -> None:
         """Apply an in-place change to the stored gradient."""
@@ -70,34 +73,30 @@ class UnitGradients:
         self.open: Pass | None = None
         self.version = 0
 
-    def held(self, index: int) -> GradHandle | None:
-        """The handle on a parameter's ``p.grad``, if its gradient is held.
+    def held_handles(self) -> dict[int, GradHandle]:
+        """The handles on ``p.grad`` of the parameters whose gradients are held, zeroed ones included.
 
         Raises:
             UnsupportedError: Somebody put a tensor of their own there.
         """
-        grad = self.unit.params[index].grad
-        if grad is None:
-            self.handles.pop(index, None)  # put back later it would stand for bytes that may be overwritten by then
-            return None
-        if grad is not self.handles.get(index):
-            raise UnsupportedError(
-                f"expected p.grad of '{self.unit.spec.params[index].name}' to be what backward left there, or None, "
-                "but it was set "
-                f"to a {type(grad).__name__}; gradients can be clipped, scaled and zeroed, not replaced"
-            )
-        return self.handles[index]
+        held: dict[int, GradHandle] = {}
+        for i, param in enumerate(self.unit.params[: self.unit.num_trainable]):
+            grad, handle = param.grad, self.handles.get(i)
+            if grad is None:
+                self.handles.pop(i, None)  # put back later it would stand for bytes that may be overwritten by then
+            elif handle is None or grad is not handle:
+                raise UnsupportedError(
+                    f"expected p.grad of '{self.unit.spec.params[i].name}' to be what backward left there, or None, "
+                    f"but it was set to a {type(grad).__name__}; gradients can be clipped, scaled and zeroed, not "
+                    "replaced"
+                )
+            else:
+                held[i] = handle
+        return held
 
-    def held_handles(self) -> dict[int, GradHandle]:
-        """All handles that are held, zeroed ones included."""
-        held = ((i, self.held(i)) for i in range(self.unit.num_trainable))
-        return {i: handle for i, handle in held if handle is not None}
-
-    def stored_view(self, buffer: Buffer, index: int) -> torch.Tensor:
-        """A gradient as it is stored now (1D), in ``buffer``: the home or a copy of it."""
-        if self.is_native:
-            return self.unit.native_views(buffer)[index].view(-1)
-        return self.unit.update_views(buffer)[index]
+    def stored_views(self, buffer: Buffer) -> list[torch.Tensor]:
+        """All gradients as they are stored now (1D), in ``buffer``: the home or a copy of it."""
+        return self.unit.flat_views(buffer) if self.is_native else self.unit.update_views(buffer)
 
     def gradient_name(self, handle: GradHandle) -> str:
         """Name of the parameter."""
@@ -105,8 +104,10 @@ class UnitGradients:
 
     def gradient_norm(self, handle: GradHandle, order: float) -> torch.Tensor:
         """Norm as the plain loop takes it: by the device's kernel, over the accumulated and scaled gradient."""
-        self._store.refuse_norm_if_promised(self.gradient_name(handle))
+        self._store.refuse_norm_if_promised(handle)
         is_stored_norm = order == 2 and not handle.is_zero and not handle.factors
+        if is_stored_norm and self.unit.plan.gradients == "device" and handle.index not in self.norms:
+            self._take_norms_on_device()
         if is_stored_norm and handle.index in self.norms:
             return self.norms[handle.index]
         value = self._store.value(self, handle)
@@ -114,6 +115,12 @@ class UnitGradients:
         if is_stored_norm:
             self.norms[handle.index] = norm
         return norm
+
+    def _take_norms_on_device(self) -> None:
+        """Those that are not known: whoever asks for one will ask for the others."""
+        stored = self._store.stored_on_device(self)
+        wanted = [i for i, h in self.handles.items() if i not in self.norms and not h.is_zero and not h.factors]
+        self.norms.update(zip(wanted, kernels.norms([stored[i] for i in wanted]), strict=True))
 
     def gradient_is_finite(self, handle: GradHandle) -> torch.Tensor:
         """Whether every element is. A finite norm proves it; a norm may overflow where no element does."""

@@ -8,45 +8,23 @@ Units whose states live on the device are updated on compute at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from outcore.memory.arena import Buffer, Region
-from outcore.memory.disk import DiskStore
 from outcore.optim.blocks import Piece, update_blocks
-from outcore.optim.rules import Hyper
 from outcore.planning.reservations import SCRATCH_BYTES
 from outcore.runtime.device import Device
 from outcore.runtime.grad_handle import GradHandle
-from outcore.runtime.gradient_homes import GradientHomes
-from outcore.runtime.homes import Homes, Slot, SlotPool
-from outcore.runtime.lanes import After, Handle, Lane, newest
+from outcore.runtime.homes import Homes
+from outcore.runtime.lanes import After, Handle, Lane
+from outcore.runtime.pieces import Change, pieces_of
+from outcore.runtime.supply import Borrowed, Supply
 from outcore.runtime.traffic import Traffic
 from outcore.runtime.unit import Unit, expect_buffer, expect_extent
 from outcore.runtime.unit_gradients import UnitGradients
 from outcore.runtime.weights import Weights
 from outcore.runtime.workers import UpdateWorkers
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """What one step does to one parameter, all of it known when ``step()`` is called."""
-
-    step: int
-    hyper: Hyper
-    factors: tuple[torch.Tensor, ...]
-    """On the device of the update."""
-    is_zero: bool
-
-
-@dataclass(slots=True)
-class Borrowed:
-    """Bytes that an update needs in memory: a buffer, what must have happened before, and its slot if any."""
-
-    buffer: Buffer
-    after: After
-    slot: tuple[SlotPool, Slot] | None = None
 
 
 class Updates:
@@ -58,12 +36,12 @@ class Updates:
         device: Device,
         traffic: Traffic,
         weights: Weights,
-        resting: GradientHomes,
+        supply: Supply,
         workers: UpdateWorkers | None,
     ) -> None:
         """Args: workers: None if every unit is updated on the device."""
         self._homes, self._device, self._traffic = homes, device, traffic
-        self._weights, self._resting, self._workers = weights, resting, workers
+        self._weights, self._supply, self._workers = weights, supply, workers
 
     def submit(
         self, unit: Unit, gradients: UnitGradients, changes: Mapping[int, Change], copied: Sequence[Handle]
@@ -137,7 +115,7 @@ class Updates:
         self._device.compute(
             f"update {unit.label}", reads=[grads.region], writes=[*writes, scratch.region], after=after
         )
-        update_blocks(self.pieces(gradients, changes, grads, states, weights), scratch.bytes)
+        update_blocks(pieces_of(gradients, changes, grads, states, weights), scratch.bytes)
         unit.weights_ready = unit.states_ready = self._device.mark(f"updated {unit.label}")
 
     # On the host: fetch what is missing, update, write back.
@@ -145,10 +123,10 @@ class Updates:
     def _on_host(
         self, unit: Unit, gradients: UnitGradients, changes: Mapping[int, Change], copied: Sequence[Handle]
     ) -> None:
-        grads = self.gradients(unit)
-        states = self.states(unit)
-        target = self._weights_target(unit)
-        pieces = self.pieces(gradients, changes, grads.buffer, None if states is None else states.buffer, target.buffer)
+        grads = self._supply.gradients(unit)
+        states = self._supply.states(unit)
+        target = self._supply.new_weights(unit)
+        pieces = pieces_of(gradients, changes, grads.buffer, None if states is None else states.buffer, target.buffer)
         unchanged = self._unchanged(unit, changes, states, target)
 
         def work() -> None:
@@ -168,7 +146,7 @@ class Updates:
             writes=regions,
             after=after,  # type: ignore[arg-type]
         )
-        self.give_back_gradients(unit, grads, done)
+        self._supply.give_back_gradients(unit, grads, done)
         self._write_back_states(unit, states, done)
         self._write_back_weights(unit, target, done)
 
@@ -177,77 +155,6 @@ class Updates:
         if self._workers is None:
             raise AssertionError("an update on the host without workers")
         self._workers.run(pieces)
-
-    def gradients(self, unit: Unit) -> Borrowed:
-        """Gradients at rest, in host memory; to be given back."""
-        if unit.plan.gradients == "host":
-            return Borrowed(expect_buffer(unit.gradients, unit.label), {"gradients stored": unit.gradients_ready})
-        fetch = self._resting.fetch_from_disk if unit.plan.gradients == "disk" else self._resting.fetch_from_device
-        buffer, slot, after = fetch(unit)
-        return Borrowed(buffer, after, slot)
-
-    def states(self, unit: Unit) -> Borrowed | None:
-        """States in host memory: their home, or a slot that is being filled from disk. None where there are none."""
-        if unit.states is None:
-            return None
-        if isinstance(unit.states, Buffer):
-            return Borrowed(unit.states, {"states written": unit.states_ready, "states read": unit.states_readers})
-        extent, disk = unit.states, self.disk()
-        pool, slot = self._homes.take("host", "states", extent.nbytes)
-        buffer = slot.buffer.part(0, extent.nbytes)
-        read = self._device.submit(
-            Lane.STATES_READ,
-            f"read states of {unit.label}",
-            lambda: disk.read(extent, buffer.bytes),
-            reads=[extent.region],
-            writes=[buffer.region],
-            after={"state slot free": slot.free_after, "states written": unit.states_ready},
-        )
-        self._traffic.add(Lane.STATES_READ, extent.nbytes)
-        return Borrowed(buffer, {"states read": read}, (pool, slot))
-
-    def _weights_target(self, unit: Unit) -> Borrowed:
-        """Where the new trainable weights are written: their home, or a slot on the way there."""
-        nbytes = unit.spec.trainable_bytes
-        if unit.plan.weights == "host":
-            home = expect_buffer(unit.weights, unit.label).part(0, nbytes)
-            return Borrowed(home, {"weights fetched": unit.weights_readers, "weights updated": unit.weights_ready})
-        pool, slot = self._homes.take("host", "new_weights", nbytes)
-        return Borrowed(slot.buffer.part(0, nbytes), {"new weights slot free": slot.free_after}, (pool, slot))
-
-    def pieces(
-        self,
-        gradients: UnitGradients,
-        changes: Mapping[int, Change],
-        grads: Buffer,
-        states: Buffer | None,
-        weights: Buffer,
-        *,
-        old_states: Buffer | None = None,
-        old_weights: Buffer | None = None,
-    ) -> list[Piece]:
-        """The update of a unit, by parameter; out of place where old buffers are given."""
-        unit = gradients.unit
-        views, weight_views = _views(unit, states), [v.view(-1) for v in unit.native_views(weights)]
-        old_views = _views(unit, old_states)
-        old_targets = old_views.get("master") if old_weights is None else unit.native_views(old_weights)
-        pieces = []
-        for i, change in changes.items():
-            pieces.append(
-                Piece(
-                    target=views["master"][i] if unit.has_master else weight_views[i],
-                    grad=None if change.is_zero else gradients.stored_view(grads, i),
-                    states={name: view[i] for name, view in views.items() if name != "master"},
-                    weights=weight_views[i] if unit.has_master else None,
-                    step=change.step,
-                    hyper=change.hyper,
-                    factors=change.factors,
-                    zero=change.is_zero,
-                    old_target=None if old_targets is None else old_targets[i].view(-1),
-                    old_states={name: view[i] for name, view in old_views.items() if name != "master"},
-                )
-            )
-        return pieces
 
     def _unchanged(
         self, unit: Unit, changes: Mapping[int, Change], states: Borrowed | None, target: Borrowed
@@ -258,36 +165,23 @@ class Updates:
         masters, weights = unit.state_views(states.buffer, "master"), unit.native_views(target.buffer)
         return [(weights[i].view(-1), masters[i]) for i in range(unit.num_trainable) if i not in changes]
 
-    def give_back_gradients(self, unit: Unit, grads: Borrowed, done: Handle) -> None:
-        """They were last used by an update."""
-        if grads.slot is None:
-            unit.gradients_readers = newest([*unit.gradients_readers, done])
-        else:
-            self.give(grads, done, Lane.UPDATE)
-
     def _write_back_states(self, unit: Unit, states: Borrowed | None, done: Handle) -> None:
         if states is None:
             return
         if states.slot is None:
             unit.states_ready, unit.states_readers = done, []
             return
-        extent, disk, buffer = expect_extent(unit.states, unit.label), self.disk(), states.buffer
-        unit.states_ready = self._device.submit(
-            Lane.DISK_WRITE,
-            f"write states of {unit.label}",
-            lambda: disk.write(extent, buffer.bytes),
-            reads=[buffer.region],
-            writes=[extent.region],
-            after={"states updated": done},
+        extent, disk = expect_extent(unit.states, unit.label), self._supply.disk()
+        unit.states_ready = self._supply.write_states(
+            unit, states, extent, done, lambda: disk.write(extent, states.buffer.bytes)
         )
-        self._traffic.add(Lane.DISK_WRITE, extent.nbytes)
-        self.give(states, unit.states_ready, Lane.DISK_WRITE)
+        unit.states_readers = []
 
     def _write_back_weights(self, unit: Unit, target: Borrowed, done: Handle) -> None:
         if target.slot is None:
             unit.weights_ready, unit.weights_readers = done, []
             return
-        self.give(target, self.send_weights(unit, target.buffer, done), self._way_lane(unit))
+        self._supply.give(target, self.send_weights(unit, target.buffer, done), self._way_lane(unit))
 
     def send_weights(self, unit: Unit, buffer: Buffer, done: Handle) -> Handle:
         """Send new trained weights from host memory to their home on the device or on disk.
@@ -324,26 +218,8 @@ class Updates:
         if unit.plan.weights == "device":
             home = expect_buffer(unit.weights, unit.label).part(0, buffer.nbytes)
             return lambda: _copy(home.bytes, buffer.bytes), home.region, "weights used"
-        extent, disk = expect_extent(unit.weights, unit.label).part(0, buffer.nbytes), self.disk()
+        extent, disk = expect_extent(unit.weights, unit.label).part(0, buffer.nbytes), self._supply.disk()
         return lambda: disk.write(extent, buffer.bytes), extent.region, "weights read from disk"
-
-    def give(self, borrowed: Borrowed, last_use: Handle, lane: Lane) -> None:
-        """Give a slot back after its last use."""
-        if borrowed.slot is None:
-            raise AssertionError("bytes at home cannot be given back")
-        pool, slot = borrowed.slot
-        poison = self._device.poison(slot.buffer, lane=lane)
-        pool.give(slot, [h for h in (last_use, poison) if h is not None])
-
-    def disk(self) -> DiskStore:
-        """The disk tier."""
-        if self._homes.disk is None:
-            raise AssertionError("bytes on disk without a disk tier")
-        return self._homes.disk
-
-
-def _views(unit: Unit, states: Buffer | None) -> dict[str, list[torch.Tensor]]:
-    return {name: unit.state_views(states, name) for name in unit.state_names} if states is not None else {}
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 
-from outcore.core.errors import MemoryBudgetError
+from outcore.core.errors import MemoryBudgetError, OutcoreError
 from outcore.core.quantities import format_bytes
 from outcore.memory.arena import Buffer
 from outcore.planning.schedule import update_order, usual_visits
@@ -51,6 +51,8 @@ class Weights:
         self._units, self._homes, self._device, self._traffic = units, homes, device, traffic
         self._index = {unit: i for i, unit in enumerate(units)}
         self._has_steps = has_steps
+        self.refusal: OutcoreError | None = None
+        """Why no unit may run any more."""
         self._on_device = SlotCache(homes.slots("device", "weights"), device, "slot free")
         self._on_host = SlotCache(homes.slots("host", "weights"), device, "staging free")
         decide = partial(weight_moves, model, plan)
@@ -69,6 +71,8 @@ class Weights:
 
         Order: compute waits for the fetch, and the fetch for the unit's last update.
         """
+        if self.refusal is not None:
+            raise self.refusal
         unit = self._units[index]
         self._follow(Visit(phase, index))
         unit.num_bound += 1

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
@@ -15,13 +17,14 @@ import torch
 from outcore.core.errors import UnsupportedError
 from outcore.memory.topology import Topology, read_topology
 from outcore.optim.blocks import Piece, split, update_blocks
+from outcore.optim.sums import Work
 from outcore.runtime.threads import start_single_threaded
 
 SCRATCH_BYTES = 2 * 2**20  # 512 Ki fp32 elements: a block stays in a core's share of the last-level cache
 LEAST_SHARE_NUMEL = 2**15  # updated in the time that it takes to wake a thread
 CLOSE_TIMEOUT_S = 2.0
 
-_Share = tuple[list[Piece], "SimpleQueue[BaseException | None]"]  # what to update, and where to say how it ended
+_Share = tuple[Work, "SimpleQueue[BaseException | None]"]  # what to do, and where to say how it ended
 
 
 @final
@@ -44,11 +47,25 @@ class UpdateWorkers:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._queues: list[SimpleQueue[_Share | None]] = [SimpleQueue() for _ in cpus]
+        self._is_stopped = threading.Event()
         bodies = [partial(_serve, queue, allowed) for queue, allowed in zip(self._queues, cpus, strict=True)]
         self._threads = start_single_threaded({f"outcore-update-{i}": body for i, body in enumerate(bodies)})
+        self._end = weakref.finalize(self, _end, self._queues, self._is_stopped, self._pid)
 
     def run(self, pieces: Sequence[Piece]) -> None:
         """Update all pieces and wait for them. See ``update_blocks``.
+
+        Raises:
+            UnsupportedError: Called in a forked child or after ``close``.
+            StoppedError: ``stop`` came first.
+        """
+        numel = sum(piece.target.numel() for piece in pieces)
+        shares = split(pieces, max(1, min(self.num_workers, numel // LEAST_SHARE_NUMEL)))
+        stopped = self._is_stopped.is_set
+        self.run_all([partial(_update, share, stopped) for share in shares])
+
+    def run_all(self, works: Sequence[Work]) -> None:
+        """Deal works out to the workers and wait for them; each gets the scratch of its worker.
 
         Raises:
             UnsupportedError: Called in a forked child or after ``close``.
@@ -59,22 +76,24 @@ class UpdateWorkers:
             if not self._threads:
                 raise UnsupportedError("update: expected open workers, but they were closed; update before close()")
             ends: SimpleQueue[BaseException | None] = SimpleQueue()
-            numel = sum(piece.target.numel() for piece in pieces)
-            shares = split(pieces, max(1, min(self.num_workers, numel // LEAST_SHARE_NUMEL)))
-            for queue, share in zip(self._queues, shares, strict=False):
-                queue.put((share, ends))
-            errors = [error for error in [ends.get() for _ in shares] if error is not None]
+            for queue, work in zip(itertools.cycle(self._queues), works, strict=False):
+                queue.put((work, ends))
+            errors = [error for error in [ends.get() for _ in works] if error is not None]
         if errors:
             raise errors[0]
 
+    def stop(self) -> None:
+        """Let an update that runs end with the blocks that it has begun, without waiting for it."""
+        self._is_stopped.set()
+
     def close(self) -> None:
-        """End the threads, and wait for them a moment; may be called again."""
+        """``stop``, end the threads, and wait for them a moment; may be called again."""
         if os.getpid() != self._pid:
             return
+        self.stop()
         is_idle = self._lock.acquire(timeout=CLOSE_TIMEOUT_S)  # else a worker hangs, and its update holds the lock
         threads, self._threads = self._threads, ()
-        for queue in self._queues:
-            queue.put(None)
+        self._end()
         for thread in threads if is_idle else ():
             thread.join()
         if is_idle:
@@ -92,8 +111,8 @@ def worker_cpus(topology: Topology, *, spare_cores: int) -> list[frozenset[int] 
 
     There is one worker per core that this process may keep busy. With several NUMA nodes each worker is bound to one of
     them, in proportion to their cores: so all memory controllers work, and a worker's scratch stays near. Within a node
-    the system moves it as it likes. Workers do not look for the parts of an update that are near to them: where the
-    pages of an arena lie is not known without asking the system for every one.
+    the system moves it as it likes. Workers do not look for the parts of an update that are near to them: the pages of
+    an arena are dealt out to the nodes in turn, so no part is.
 
     Args:
         topology: Of this machine.
@@ -108,6 +127,17 @@ def worker_cpus(topology: Topology, *, spare_cores: int) -> list[frozenset[int] 
     return [node.cpus for node, count in counts.items() for _ in range(count)]
 
 
+def _end(queues: Sequence[SimpleQueue[_Share | None]], is_stopped: threading.Event, pid: int) -> None:
+    if os.getpid() == pid:
+        is_stopped.set()
+        for queue in queues:
+            queue.put(None)
+
+
+def _update(share: Sequence[Piece], is_stopped: Callable[[], bool], scratch: torch.Tensor) -> None:
+    update_blocks(share, scratch, is_stopped)
+
+
 def _serve(queue: SimpleQueue[_Share | None], cpus: frozenset[int] | None) -> None:
     """Body of a worker."""
     if cpus is not None:
@@ -115,11 +145,11 @@ def _serve(queue: SimpleQueue[_Share | None], cpus: frozenset[int] | None) -> No
             os.sched_setaffinity(0, cpus)  # of this thread alone
     scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8)  # first touched here, so on this core's memory
     while (item := queue.get()) is not None:
-        share, ends = item
+        work, ends = item
         try:
-            update_blocks(share, scratch)
+            work(scratch)
         except BaseException as error:  # the worker survives whatever a kernel raises; `run` re-raises it
             ends.put(error)
         else:
             ends.put(None)
-        del item, share, ends  # an idle worker must not keep the last update's tensors alive
+        del item, work, ends  # an idle worker must not keep the last update's tensors alive

@@ -16,12 +16,16 @@ class Phase(enum.Enum):
     BACKWARD = "backward"
 
 
+ROOT = 0
+"""Index of the root in a plan's order."""
+
+
 class Visit(NamedTuple):
     """Compute reaches a unit: its weights must be on the device."""
 
     phase: Phase
     unit: int
-    """Index in the plan's order; 0 is the root."""
+    """Index in the plan's order."""
 
 
 Kind = Literal[
@@ -38,10 +42,15 @@ Kind = Literal[
     "read states of",
     "write states of",
     "update",
+    "update early",
+    "stage",
+    "states of",
+    "new weights of",
 ]
 """What the names of operations begin with; those of lanes are named so at run time, too.
 
-``gradients of`` on compute puts them into the unit's bucket; on d2h it is their way to the host.
+``gradients of`` on compute puts them into the unit's bucket; on d2h it is their way to the host. ``update early`` runs
+inside backward. ``stage``, ``states of`` and ``new weights of`` go to an update on the device and come from there.
 """
 
 
@@ -71,7 +80,10 @@ class Operation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """One training step among equal ones: it begins when the updates of the step before have been submitted."""
+    """One training step among equal ones: it begins when the updates of the step before have been submitted.
+
+    Where slots keep states from disk, the units that need not be read change from step to step; the rest does not.
+    """
 
     operations: tuple[Operation, ...]
     """In the order of submission. Compute and every lane are queues; between them only ``after`` orders."""

@@ -25,6 +25,8 @@ LANES = (
 """Names of lanes, and the order of their rows."""
 _WAITS = "waits"
 TIMELINE_VERSION = 1
+TRACE_BEGINNING = '{"displayTimeUnit": "ms", "traceEvents": ['
+"""How the text of every ``to_trace`` begins."""
 
 
 @dataclass(frozen=True, slots=True)

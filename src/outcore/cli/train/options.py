@@ -46,8 +46,9 @@ under outcore: the options for memory. Options and --set go over the file.
                  with tokenizer and chat template
   plan.json      where every byte lives
   metrics.jsonl  a line per step: step, epoch, loss, lr, grad_norm,
-                 tokens_per_s, step_s, bytes moved and seconds waited for per
-                 lane, peak bytes per tier; and a line per evaluation
+                 tokens_per_s, step_s, compute_s, bytes moved and seconds
+                 waited for per lane, peak bytes per tier; and a line per
+                 evaluation
   checkpoint-N/  with --save-every: all that --resume needs
 
 [bold]Exit status[/bold]: 0 done; 2 a mistake in what was asked for, said before anything
@@ -164,6 +165,15 @@ Resume = Annotated[
 ]
 ReportTo = Annotated[
     list[str] | None, _option(_OUTPUT, "NAME", "A tracker that is installed, such as tensorboard; repeat it for more.")
+]
+Trace = Annotated[
+    str | None,
+    _option(
+        _OUTPUT,
+        "FILE",
+        "Record what every lane does, and what the run waits for, in three steps after the first two (of a short run "
+        "the last ones), for ui.perfetto.dev or chrome://tracing. An older trace is replaced, no other file.",
+    ),
 ]
 DryRun = Annotated[
     bool | None, _option(_OUTPUT, None, "Check everything, print settings and plan, and stop.", "--dry-run")

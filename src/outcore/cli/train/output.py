@@ -1,15 +1,20 @@
-"""The folder that a run writes to: judged before anything is written, and left as it was if the run cannot begin."""
+"""The folder that a run writes to: judged before anything is written, and left as it was if the run cannot begin.
+
+[Note: one run per folder] A run holds a lock on the folder itself (``flock``): no file marks it, and it goes with the
+process, however that ends. Whoever holds it alone writes, and removes what killed runs left.
+"""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -43,23 +48,32 @@ class OutputFolder:
             resume: Whether to go on with what is there; else it must be empty.
 
         Raises:
-            ConfigError: It cannot be written to; it holds something; or nothing to resume from.
+            ConfigError: It cannot be written to; another run writes to it; it holds something; or nothing to resume
+                from.
         """
-        self.path = path
+        self.path, self._resume = path, resume
         self.checkpoint: Checkpoint | None = None
         """The newest complete one, where there is one and the run resumes."""
         self.incomplete: list[Path] = []
         """Newer ones that a run was interrupted in."""
-        self._stale = [p for p in path.glob(f"{_CACHE}*") if p.is_dir() and not p.is_symlink()]
         self.has_begun = False
         """Whether the run has; what is written stays then."""
         _refuse_unusable(path)
-        if resume:
-            self.checkpoint, self.incomplete = _newest(path)
-        elif path.is_dir() and any(path.iterdir()):
+        if path.is_dir():
+            with _locked(path, fcntl.LOCK_SH):
+                self._look()
+        else:
+            self._look()
+
+    def _look(self) -> None:
+        self._stale = [p for p in self.path.glob(f"{_CACHE}*") if p.is_dir() and not p.is_symlink()]
+        if self._resume:
+            self.checkpoint, self.incomplete = _newest(self.path)
+        elif self.path.is_dir() and any(self.path.iterdir()):
             raise ConfigError(
-                f"--out: expected an empty or a new folder, but '{path}' holds "
-                f"'{min(p.name for p in path.iterdir())}'; pass --resume to go on with the run in it, or name another"
+                f"--out: expected an empty or a new folder, but '{self.path}' holds "
+                f"'{min(p.name for p in self.path.iterdir())}'; pass --resume to go on with the run in it, or name "
+                "another"
             )
 
     def refuse_full(self, needed_bytes: int) -> None:
@@ -78,27 +92,33 @@ class OutputFolder:
 
     @contextmanager
     def opened(self) -> Iterator[Path]:
-        """Make the folder.
+        """Make the folder, and keep others from writing to it. See [Note: one run per folder].
 
         Yields:
             A folder in it for what the run needs only while it runs; removed at the end.
 
         Raises:
-            ConfigError: It cannot be made or written to.
+            ConfigError: It cannot be made or written to; another run writes to it, or has meanwhile.
         """
         made = [p for p in (self.path, *self.path.parents) if not os.path.exists(p)]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            cache = Path(tempfile.mkdtemp(prefix=_CACHE, dir=self.path))
         except OSError as error:
             _remove(made)
             raise _unwritable(self.path, error) from error
-        try:
-            yield cache
-        finally:
-            shutil.rmtree(cache, ignore_errors=True)
-            if not self.has_begun:
+        with _locked(self.path, fcntl.LOCK_EX):
+            try:
+                self._look()
+                cache = Path(tempfile.mkdtemp(prefix=_CACHE, dir=self.path))
+            except OSError as error:
                 _remove(made)
+                raise _unwritable(self.path, error) from error
+            try:
+                yield cache
+            finally:
+                shutil.rmtree(cache, ignore_errors=True)
+                if not self.has_begun:
+                    _remove(made)
 
     def begin(self) -> None:
         """From now on what is written stays: the run has begun. What a killed one left half-done is removed."""
@@ -144,6 +164,36 @@ def _refuse_unusable(path: Path) -> None:
         )
     if not os.access(existing, os.R_OK | os.W_OK | os.X_OK):
         raise _unwritable(existing, None)
+
+
+@contextmanager
+def _locked(path: Path, kind: int) -> Iterator[None]:
+    """Hold a lock on a folder. Drives that know none, such as NFS, are used without."""
+    try:
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    try:
+        is_free = _lock(folder, kind)
+        # Another run that could not begin may just have removed it.
+        if not is_free or not (path.exists() and os.path.samestat(path.stat(), os.fstat(folder))):
+            raise ConfigError(
+                f"--out: expected a folder that no other run writes to, but one that still runs has '{path}'; wait for "
+                "its end or stop it, or name another"
+            )
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(folder, fcntl.LOCK_UN)  # closing is not enough: workers of the data loader inherit it
+        os.close(folder)
+
+
+def _lock(folder: int, kind: int) -> bool:
+    try:
+        fcntl.flock(folder, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)
+    return True
 
 
 def _unwritable(path: Path, error: OSError | None) -> ConfigError:

@@ -15,8 +15,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from outcore.cli.progress import Show, StepReport, progress
 from outcore.cli.train.output import METRICS, PLAN, OutputFolder
+from outcore.cli.train.trace import StepTracer, TraceFile
 from outcore.planning.reservations import tier_bytes
 from outcore.runtime.optimizer import StreamedOptimizer
+from outcore.runtime.recorder import timing
 from outcore.spec.plan import Tier
 
 # Of what a Trainer logs: renamed, counted over the whole run, or there per lane.
@@ -25,22 +27,25 @@ _ELSEWHERE = ("learning_rate", "num_tokens", "moved_bytes", "exposed_s", "epoch"
 
 @final
 class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no types here
-    """Follows a run as a callback of its Trainer. As a context manager it ends the bar and closes the file."""
+    """Follows a run as a callback of its Trainer. As a context manager it ends the bar and closes the files."""
 
-    def __init__(self, console: Console, output: OutputFolder) -> None:
+    def __init__(self, console: Console, output: OutputFolder, trace: TraceFile | None) -> None:
         """Remember where to.
 
         Args:
             console: A terminal gets a bar, anything else plain lines.
             output: Begun when training begins; gets ``plan.json`` and ``metrics.jsonl``.
+            trace: Gets a timeline of a few steps.
         """
-        self._console, self._output = console, output
+        self._console, self._output, self._trace = console, output, trace
         self._closing = ExitStack()
         self._show: Show
         self._file: TextIO
         self._optimizer: StreamedOptimizer
         self._peak_bytes: Mapping[Tier, int]
-        self._before: _Counts
+        self._meter: _Meter
+        self._reported = (0, 0)  # steps and tokens
+        self._tracer: StepTracer | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -62,7 +67,34 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
         self._file = self._closing.enter_context(path.open("a"))
         shown = progress(self._console, state.max_steps, done=state.global_step)
         self._show = self._closing.enter_context(shown)
-        self._before = _Counts(self._optimizer, tokens=0, step=state.global_step)
+        recorder = self._optimizer.engine.device.recorder
+        self._closing.enter_context(timing(self._optimizer.engine.model, recorder))
+        if self._trace is not None:
+            self._tracer = StepTracer(self._trace, recorder, done=state.global_step, steps=state.max_steps)
+            self._closing.callback(self._tracer.close)
+        self._reported = (state.global_step, 0)
+        self._meter = _Meter(self._optimizer)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """It may be one to record."""
+        if self._tracer is not None:
+            self._tracer.begin_step(state.global_step + 1)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """It may be recorded; evaluation and saving may follow."""
+        self._pause_before(control)
+        if self._tracer is not None and self._tracer.is_last(state.global_step):
+            self._meter.stop()
+            self._tracer.close()
+            self._meter.go_on()
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Evaluation and saving may follow."""
+        self._pause_before(control)
 
     def on_log(
         self,
@@ -75,10 +107,13 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
         """Training logs what a step did, then perhaps an evaluation; at the end a summary, which we leave out."""
         line = {"step": state.global_step, "epoch": state.epoch}
         if "loss" in logs:
-            now = _Counts(self._optimizer, tokens=logs["num_tokens"], step=state.global_step)
-            self._write(line | _training(logs) | now.since(self._before) | {"peak_bytes": self._peak_bytes})
-            self._show(now.report(self._before, logs["loss"]))
-            self._before = now
+            now = (state.global_step, int(logs["num_tokens"]))
+            steps, tokens = now[0] - self._reported[0], now[1] - self._reported[1]
+            self._reported = now
+            lap = self._meter.lap(steps=steps, tokens=tokens)
+            self._write(line | _training(logs) | lap | {"peak_bytes": self._peak_bytes})
+            moved_bytes, exposed_s = sum(self._optimizer.traffic().values()), self._optimizer.exposed_s()
+            self._show(StepReport(loss=logs["loss"], tokens=tokens, moved_bytes=moved_bytes, exposed_s=exposed_s))
         elif any(name.startswith("eval_") for name in logs):
             values = {name: value for name, value in logs.items() if name not in _ELSEWHERE}
             self._write(line | values)
@@ -86,12 +121,16 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
             self._console.print(f"step {state.global_step}: {said}", soft_wrap=True)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """The next step begins only now."""
-        self._before.restart()
+        """That was no training."""
+        self._meter.go_on()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """The next step begins only now."""
-        self._before.restart()
+        """That was no training."""
+        self._meter.go_on()
+
+    def _pause_before(self, control: TrainerControl) -> None:
+        if control.should_evaluate or control.should_save:
+            self._meter.stop()
 
     def _write(self, line: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")
@@ -119,34 +158,46 @@ def _step_of(line: str) -> float:
 
 
 @final
-class _Counts:
-    """Where all counters of a run stood after a step."""
+class _Meter:
+    """What the steps since the last line took, without what ran between them."""
 
-    def __init__(self, optimizer: StreamedOptimizer, *, tokens: float, step: int) -> None:
-        self.step, self.tokens = step, int(tokens)
-        self.moved_bytes = optimizer.traffic()
-        self.exposed_s = dict(optimizer.engine.device.exposed_s)
-        self.time_s = time.perf_counter()
+    def __init__(self, optimizer: StreamedOptimizer) -> None:
+        self._optimizer, self._device = optimizer, optimizer.engine.device
+        self._begun = self._stopped = self._read()
 
-    def restart(self) -> None:
-        """Let the next step begin now; what lay between was no training."""
-        self.time_s = time.perf_counter()
+    def stop(self) -> None:
+        """Training pauses. Waits for what the device was given: it belongs to the steps before."""
+        self._device.wait("steps over", self._device.mark("steps are over"))
+        self._stopped = self._read()
 
-    def since(self, before: _Counts) -> dict[str, Any]:
-        """What happened between two counts, per step where there were several."""
-        steps, seconds = self.step - before.step, self.time_s - before.time_s
+    def go_on(self) -> None:
+        """What happened since ``stop`` was no training."""
+        now = self._read()
+        self._begun = {key: count + now[key] - self._stopped[key] for key, count in self._begun.items()}
+        self._stopped = now
+
+    def lap(self, *, steps: int, tokens: int) -> dict[str, Any]:
+        """What happened since the last lap, per step."""
+        now = self._read()
+        per_step = {key: (count - self._begun[key]) / steps for key, count in now.items()}
+        self._begun = self._stopped = now
+        lanes = self._optimizer.traffic()
+        exposed_s = {lane: per_step["exposed_s", lane] for lane in lanes}
         return {
-            "tokens_per_s": (self.tokens - before.tokens) / seconds,
-            "step_s": seconds / steps,
+            "tokens_per_s": tokens / steps / per_step["step_s", ""],
+            "step_s": per_step["step_s", ""],
             "predicted_step_s": None,  # nothing predicts it yet
-            "moved_bytes": {lane: (n - before.moved_bytes[lane]) // steps for lane, n in self.moved_bytes.items()},
-            "exposed_s": {lane: (s - before.exposed_s[lane]) / steps for lane, s in self.exposed_s.items()},
+            "compute_s": per_step["phases_s", ""] - sum(exposed_s.values()),
+            "moved_bytes": {lane: int(per_step["moved_bytes", lane]) for lane in lanes},
+            "exposed_s": exposed_s,
         }
 
-    def report(self, before: _Counts, loss: float) -> StepReport:
-        moved_bytes = sum(self.moved_bytes.values())
-        tokens = self.tokens - before.tokens
-        return StepReport(loss=loss, tokens=tokens, moved_bytes=moved_bytes, exposed_s=self.exposed_s)
+    def _read(self) -> dict[tuple[str, str], float]:
+        """All counters: (what, lane) -> how far it has come."""
+        found: dict[tuple[str, str], float] = {("step_s", ""): time.perf_counter()}
+        found["phases_s", ""] = self._device.recorder.phases_s()
+        found |= {("moved_bytes", lane): count for lane, count in self._optimizer.traffic().items()}
+        return found | {("exposed_s", lane): count for lane, count in self._optimizer.exposed_s().items()}
 
 
 def _training(logs: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,11 @@ LENGTHS = ("max_steps", "num_train_epochs")
 
 _FEW = 3  # so many settings may be named together where a library does not say which one it means
 _EVALUATION = ("per_device_eval_batch_size", "load_best_model_at_end", "metric_for_best_model", "greater_is_better")
+METRICS = (
+    *("eval_loss", "eval_entropy", "eval_mean_token_accuracy", "eval_num_tokens", "eval_aux_loss"),
+    *("eval_runtime", "eval_samples_per_second", "eval_steps_per_second"),
+)
+"""What an evaluation of SFTTrainer measures; the auxiliary loss is that of mixtures of experts."""
 # What constructors of settings raise: they look for packages and files, too.
 _REFUSALS = (ValueError, TypeError, LookupError, AttributeError, NotImplementedError, ImportError, OSError)
 
@@ -33,6 +38,7 @@ def refuse_contradictions(settings: Mapping[str, Setting]) -> None:
     _refuse_unused_intervals(settings)
     _refuse_keeping_what_is_not_saved(settings)
     _refuse_evaluation_without_data(settings)
+    _refuse_unknown_metric(settings.get("metric_for_best_model"))
     _refuse_other_adapters(settings)
 
 
@@ -135,6 +141,17 @@ def _refuse_evaluation_without_data(settings: Mapping[str, Setting]) -> None:
                 f"{setting.where}: expected --eval-data beside a setting of evaluation, but got none; name the data, "
                 "or leave this out"
             )
+
+
+def _refuse_unknown_metric(metric: Setting | None) -> None:
+    """The run itself would find out at its first evaluation."""
+    if metric is None or metric.value is None or f"eval_{metric.value.removeprefix('eval_')}" in METRICS:
+        return
+    short = [name.removeprefix("eval_") for name in METRICS]
+    near = difflib.get_close_matches(metric.value, [*short, *METRICS], n=1, cutoff=0)
+    raise ConfigError(
+        f"{metric.where}: expected one of {', '.join(short)}, but got {shown(metric.value)}; did you mean '{near[0]}'?"
+    )
 
 
 def _refuse_other_adapters(settings: Mapping[str, Setting]) -> None:

@@ -17,6 +17,7 @@ from outcore.cli.train.job import Job, RunData
 from outcore.cli.train.output import MODEL, OutputFolder
 from outcore.cli.train.report import RunReport
 from outcore.cli.train.settings import Settings, describe
+from outcore.cli.train.trace import TraceFile
 from outcore.core.errors import ConfigError, OutcoreError, PlanInfeasibleError
 from outcore.planning.reservations import tier_bytes
 from outcore.planning.table import plan_table
@@ -37,6 +38,7 @@ def run_train(settings: Settings) -> None:
     """
     console = Console(highlight=False)
     output = OutputFolder(settings.out, resume=settings.resume)
+    trace = None if settings.trace is None else TraceFile(settings.trace, out=settings.out)
     _say(console, "Settings", _aligned(describe(settings)))
     with _explained(output):
         job = Job.of(settings)
@@ -54,7 +56,7 @@ def run_train(settings: Settings) -> None:
             if output.incomplete:
                 names = ", ".join(path.name for path in output.incomplete)
                 _say(console, "Incomplete", f"{names}: the run was stopped while writing it, so it is removed")
-            with RunReport(console, output) as report:
+            with RunReport(console, output, trace) as report:
                 _train(console, job, data, output, report)
 
 

@@ -83,6 +83,7 @@ class Own:
     plan: str | None = None
     device: str | None = None
     resume: bool = False
+    trace: str | None = None
     dry_run: bool = False
 
 
@@ -135,6 +136,7 @@ LIMITS: Mapping[str, Limit] = {
     "outcore.out": _NAME,
     "outcore.eval_data": _NAME,
     "outcore.plan": _NAME,
+    "outcore.trace": _NAME,
     "lora.r": _ONE_OR_MORE,
     "lora.lora_alpha": _ONE_OR_MORE,
     "lora.lora_dropout": _BELOW_ONE,

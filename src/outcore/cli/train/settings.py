@@ -46,6 +46,8 @@ class Settings:
     device: str | None
     """``cpu`` or an accelerator; None: the accelerator if there is one."""
     resume: bool
+    trace: Path | None
+    """File for a timeline of a few steps."""
     dry_run: bool
 
 
@@ -74,7 +76,7 @@ def resolve(config: Path | None, flags: Mapping[str, Any], assignments: Sequence
     training = _training(settled, device)
     out = _path(_own(settled, "out"))
     check_training(training, out, settled)
-    plan, eval_data = _own(settled, "plan"), _own(settled, "eval_data")
+    plan, eval_data, trace = (_own(settled, name) for name in ("plan", "eval_data", "trace"))
     return Settings(
         model=_path(_own(settled, "model")),
         data=_path(_own(settled, "data")),
@@ -87,6 +89,7 @@ def resolve(config: Path | None, flags: Mapping[str, Any], assignments: Sequence
         plan=None if plan is None else Path(_path(plan)),
         device=device,
         resume=_own(settled, "resume"),
+        trace=None if trace is None else Path(_path(trace)),
         dry_run=_own(settled, "dry_run"),
     )
 
@@ -199,6 +202,8 @@ def describe(settings: Settings) -> dict[str, str]:
         for name, value in settings.training.items()
         if name not in _SAID and DEFAULTS.get(name, dataclasses.MISSING) != value
     }
+    if settings.trace is not None:
+        rest["trace"] = str(settings.trace)
     return said | rest
 
 

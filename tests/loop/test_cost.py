@@ -1,0 +1,155 @@
+"""What a step costs and leaves behind: calls of functions per unit, and things that only the collector would find."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+import outcore
+from outcore.runtime.gradients import _batches
+
+from .rig import Tower, adamw, batch, make, prepared, train
+
+MOST_CALLS = {"device": 600, "host": 750}  # per unit and step: some 15% more than there are
+KIND = pytest.mark.parametrize("kind", ["device", "host"])
+POLICY = pytest.mark.parametrize("policy", ["keep", "recompute"])
+SHORT, LONG = 3, 8  # blocks
+
+
+def step(model: Any, optimizer: Any) -> None:
+    model.loss(batch()).backward()
+    clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def calls(run: Callable[[], None]) -> int:
+    """Calls of functions of outcore, and of what turns dynamo off around some, on this thread."""
+    count = 0
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        nonlocal count
+        file = frame.f_code.co_filename
+        count += event == "call" and ("/outcore/" in file or "/torch/_dynamo/" in file)
+
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+@KIND
+@POLICY
+def test_calls_per_unit(kind, policy, tmp_path):
+    """Each call takes a microsecond or less of the thread that drives the device, whatever the size of the unit."""
+    counts = []
+    for num_blocks in (SHORT, LONG):
+        model = make(lambda n=num_blocks: Tower(num_blocks=n))
+        with prepared(model, adamw(model), kind, tmp_path, policy=policy, depth=1) as (model, optimizer):
+            for _ in range(3):
+                step(model, optimizer)
+            counts.append(min(calls(lambda: step(model, optimizer)) for _ in range(3)))
+    assert (counts[1] - counts[0]) / (LONG - SHORT) <= MOST_CALLS[kind]
+
+
+@KIND
+@POLICY
+def test_a_step_leaves_nothing_to_the_collector(kind, policy, tmp_path):
+    model = make()
+    with prepared(model, adamw(model), kind, tmp_path, policy=policy) as (model, optimizer):
+        for _ in range(2):
+            step(model, optimizer)
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                step(model, optimizer)
+            assert gc.collect() == 0
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize("kind", ["device", "host", "disk"])
+def test_views_are_made_once_and_go_with_the_model(kind, tmp_path):
+    model = make()
+    with prepared(model, adamw(model), kind, tmp_path, depth=1) as (model, optimizer):
+        engine = optimizer.engine
+
+        def drive() -> None:
+            train(model, optimizer, 2)
+            with torch.no_grad():
+                model(batch())
+            with outcore.gathered(model, write=True), torch.no_grad():
+                model.head.weight.mul_(0.5)
+            model.load_state_dict(model.state_dict())
+            optimizer.load_state_dict(optimizer.state_dict())
+            train(model, optimizer, 2)
+
+        drive()
+        known = [dict(unit._views) for unit in engine.units]
+        drive()
+        for unit, before in zip(engine.units, known, strict=True):
+            assert all(a is b for key, views in before.items() for a, b in zip(views, unit._views[key], strict=True))
+            slots = len(engine.homes.slots("device", "weights")) + 12  # and homes, states by name, buckets
+            assert len(unit._views) <= 4 * slots
+        engine.device.synchronize()  # else what is dropped at close may be held by the lane that was to do it
+        views = [weakref.ref(v) for unit in engine.units for views in unit._views.values() for v in views]
+        known.clear()
+        del before
+    assert all(not unit._views and not unit._absent_views for unit in engine.units)
+    gc.collect()
+    assert all(view() is None for view in views)
+
+
+def test_norms_on_the_device_are_taken_together(tmp_path):
+    model, plain = make(), make()
+    plain.loss(batch()).backward()
+    with prepared(model, adamw(model), "device", tmp_path) as (model, optimizer):
+        torch.manual_seed(0)
+        plain = make()
+        torch.manual_seed(1)
+        plain.loss(batch()).backward()
+        torch.manual_seed(1)
+        model.loss(batch()).backward()
+        block, twin = model.blocks[1], plain.blocks[1]
+        block.down.weight.grad = None  # nobody asks for it any more
+        block.down.bias.grad = torch.zeros_like(twin.down.bias)  # a step would refuse it; the norms of others do not
+        known = optimizer.engine.gradients.of["blocks.1"].norms
+        assert not known
+        assert torch.equal(torch.linalg.vector_norm(block.up.weight.grad), twin.up.weight.grad.norm())
+        assert len(known) == 6
+        block.up.bias.grad.mul_(0.5)
+        assert torch.equal(torch.linalg.vector_norm(block.up.bias.grad), (twin.up.bias.grad * 0.5).norm())
+        assert torch.equal(torch.linalg.vector_norm(block.norm.bias.grad), twin.norm.bias.grad.norm())
+        for p in model.parameters():
+            p.grad = None
+        torch.manual_seed(2)
+        plain.zero_grad()
+        plain.loss(batch(1)).backward()
+        torch.manual_seed(2)
+        model.loss(batch(1)).backward()
+        for p, q in zip(block.parameters(), twin.parameters(), strict=True):
+            if p.requires_grad:
+                assert torch.equal(torch.linalg.vector_norm(p.grad), q.grad.norm())
+
+
+def test_casts_for_norms_take_no_more_than_the_largest():
+    sizes = [5, 40, 3, 30, 10, 40, 0, 1]
+    natives = {i: torch.zeros(n, dtype=torch.bfloat16) for i, n in enumerate(sizes)}
+    batches = list(_batches(natives, [torch.float32] * len(sizes)))
+    assert [i for part in batches for i in part] == list(natives)
+    assert all(sum(sizes[i] for i in part) <= 40 for part in batches)
+    assert len(batches) < len(sizes)
+    assert len(list(_batches(natives, [torch.bfloat16] * len(sizes)))) == 1  # nothing is cast
+    assert not list(_batches({}, []))

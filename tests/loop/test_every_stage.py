@@ -1,0 +1,218 @@
+"""One error, or a Ctrl-C, at any stage of a step: said, and never trained past; or nothing but gradients are lost."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+import outcore
+from outcore.memory.disk_file import OsDiskIO
+from outcore.planning.partition import partition
+from outcore.planning.pools import Comfort, pools_for
+from outcore.planning.reservations import can_be_early
+from outcore.planning.share import share_updates
+
+from .rig import adamw, assert_same, batch, make, plan_for, prepared, train
+
+STEPS = 2  # micro-batches of a step
+SETTINGS = {
+    "host": {},
+    "disk": {},
+    "host early": {"early": True},
+    "disk early": {"early": True},
+    "host staged": {"share": 1.0},
+}
+STAGES = [
+    *(("host", name) for name in ("gradients of", "accumulate", "update", "fetch")),
+    *(("disk", name) for name in ("write gradients of", "read gradients of", "read states of", "write states of")),
+    *(("disk", name) for name in ("accumulate", "update", "write weights of", "read weights of", "fetch")),
+    *(("host early", name) for name in ("update early", "accumulate")),
+    *(("disk early", name) for name in ("update early", "read states of", "write states of", "write weights of")),
+    *(("host staged", name) for name in ("stage", "update", "states of", "new weights of")),
+]
+
+
+@contextmanager
+def special(setting, folder):
+    """A model whose steps have two micro-batches, after one good step."""
+    model = make().requires_grad_()  # what is frozen has no second home
+    optimizer = adamw(model)
+    early, share = SETTINGS[setting].get("early", False), SETTINGS[setting].get("share", 0.0)
+    given = plan_for(model, optimizer, setting.split()[0], steps=STEPS, depth=1)
+    spec = partition(model, state_names=("exp_avg", "exp_avg_sq")).spec
+    homes = [replace(u, early=early and can_be_early(s, u)) for s, u in zip(spec.units, given.units, strict=True)]
+    units = share_updates(homes, share)
+    pools = pools_for(spec, units, Comfort(prefetch_depth=1, num_buckets=2, max_slots_host=2))
+    plan = replace(given, units=tuple(units), pools=pools, tier_bytes={})
+    options = {"plan": plan, "accumulation_steps": STEPS, "clipping": not early}
+    with outcore.prepare(model, optimizer, budget=outcore.Budget(disk=str(folder)), **options) as (model, optimizer):
+        step(model, optimizer, 0)
+        optimizer.engine.device.synchronize()
+        yield model, optimizer
+
+
+def step(model, optimizer, seed):
+    torch.manual_seed(seed)
+    for i in range(STEPS):
+        model.loss(batch(seed + i)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def fail_once(monkeypatch, optimizer, name, error):
+    """Let the first operation of that name raise, as a drive does that comes back; returns what was hit."""
+    submit, hit = optimizer.engine.device.submit, []
+
+    def submit_and_count(lane, what, given, **options):
+        def work():
+            if not hit and what == name:
+                hit.append(what)
+                raise error
+            return given()
+
+        return submit(lane, what, work, **options)
+
+    monkeypatch.setattr(optimizer.engine.device, "submit", submit_and_count)
+    return hit
+
+
+@pytest.mark.parametrize(("setting", "name"), STAGES)
+def test_one_error_at_any_stage_is_said_and_training_never_goes_on(setting, name, tmp_path, monkeypatch):
+    name = f"{name} blocks.1"
+    with special(setting, tmp_path) as (model, optimizer):
+        if setting.endswith("early"):  # every attempt is made, whatever the rates
+            monkeypatch.setattr("outcore.runtime.early._Attempt.is_made", lambda _: True)
+            monkeypatch.setattr("outcore.runtime.early._Attempt.settle", lambda _: True)
+        hit = fail_once(monkeypatch, optimizer, name, ZeroDivisionError("injected"))
+
+        def go_on():
+            for seed in range(1, 5):
+                step(model, optimizer, seed)
+                optimizer.engine.device.synchronize()
+
+        with pytest.raises(outcore.OutcoreError, match=rf"'{name}' on lane \w+ \(.+\) .* ZeroDivisionError: injected"):
+            go_on()
+        assert hit
+        for _ in range(2):
+            optimizer.zero_grad()
+            with pytest.raises(outcore.OutcoreError):
+                go_on()
+
+
+READS = {
+    "evaluation": lambda model, _: model.eval().loss(batch()),
+    "gathered": lambda model, _: outcore.gathered(model).__enter__(),
+    "state_dict": lambda model, _: model.state_dict(),
+    "optimizer.state_dict": lambda _, optimizer: optimizer.state_dict(),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), MemoryError("injected")])
+def test_a_drive_that_fails_while_somebody_looks(name, error, tmp_path, monkeypatch):
+    def fail(*_):
+        raise error
+
+    model = make()
+    with prepared(model, adamw(model), "disk", tmp_path) as (model, optimizer):
+        train(model, optimizer, 1)
+        with monkeypatch.context() as patch, torch.no_grad():
+            patch.setattr(OsDiskIO, "pread", fail)
+            match = r"(blocks\.\d|root) (weights|states)|injected"
+            with pytest.raises((outcore.OutcoreError, MemoryError), match=match):
+                READS[name](model, optimizer)
+    assert list(tmp_path.iterdir()) == []
+
+
+# Ctrl-C in the calling thread.
+
+
+def looks(model, optimizer):
+    return {name: value.clone() for name, value in model.state_dict().items()}, optimizer.state_dict()["state"]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_an_interrupt_anywhere_in_forward_and_backward_costs_only_the_gradients(setting, tmp_path, monkeypatch):
+    with special(setting, tmp_path) as (model, optimizer):
+        for seed in (1, 2):
+            step(model, optimizer, seed)
+        want = looks(model, optimizer)
+    points = ("submit", "compute", "mark")
+    number = 0
+    while number >= 0:
+        with special(setting, tmp_path) as (model, optimizer):
+            with monkeypatch.context() as patch:
+                calls = interrupt(patch, optimizer.engine.device, points, number)
+                try:
+                    for i in range(STEPS):
+                        model.loss(batch(7 + i)).backward()
+                except KeyboardInterrupt:
+                    number += 7
+                else:
+                    assert len(calls) <= number
+                    number = -1
+            optimizer.zero_grad()
+            for seed in (1, 2):
+                step(model, optimizer, seed)
+            assert_same(want, looks(model, optimizer))
+
+
+def interrupt(patch, owner, names, number):
+    """Raise at the n-th call of any of these methods: every other time before it, else after it."""
+    calls = []
+
+    def wrapped(real):
+        def call(*args, **options):
+            calls.append(args)
+            if len(calls) == number + 1 and number % 2:
+                raise KeyboardInterrupt
+            result = real(*args, **options)
+            if len(calls) == number + 1:
+                raise KeyboardInterrupt
+            return result
+
+        return call
+
+    for name in names:
+        patch.setattr(owner, name, wrapped(getattr(owner, name)))
+    return calls
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_after_an_interrupt_in_step_only_closing_is_left(setting, tmp_path, monkeypatch):
+    with special(setting, tmp_path) as (model, optimizer):
+        with monkeypatch.context() as patch:
+            for i in range(STEPS):
+                model.loss(batch(i)).backward()
+            calls = interrupt(patch, optimizer.engine.device, ("submit", "mark"), 2)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+            assert calls
+        for call in (
+            lambda: model.loss(batch()),
+            lambda: model.eval().loss(batch()),
+            optimizer.step,
+            model.state_dict,
+            optimizer.state_dict,
+            lambda: outcore.save_pretrained(model, tmp_path / "saved"),
+            lambda: outcore.gathered(model).__enter__(),
+        ):
+            with pytest.raises(outcore.OutcoreError, match=r"the last one was cut short.* by KeyboardInterrupt"):
+                call()
+
+
+@pytest.mark.parametrize("number", [0, 1, 4, 9])
+def test_after_an_interrupt_in_a_state_dict_everything_goes_on(number, tmp_path, monkeypatch):
+    with special("disk", tmp_path) as (model, optimizer):
+        step(model, optimizer, 1)
+        want = looks(model, optimizer)
+    with special("disk", tmp_path) as (model, optimizer):
+        with monkeypatch.context() as patch:
+            interrupt(patch, optimizer.engine.access, ("read_weight",), number)
+            with pytest.raises(KeyboardInterrupt):
+                model.state_dict()
+        step(model, optimizer, 1)
+        assert_same(want, looks(model, optimizer))

@@ -1,0 +1,139 @@
+"""Ctrl-C and SIGTERM while something slow is under way: the process ends as it should, and leaves nothing on disk."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background ignores it
+if sys.argv[3] == "exits":
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+import torch
+from torch import nn
+import outcore
+import outcore.memory.disk_file as disk_file
+import outcore.runtime.workers as workers
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3)])
+optimizer = torch.optim.AdamW(model.parameters())
+prepared = outcore.prepare(model, optimizer, budget=outcore.Budget(device="64KiB", host="160KiB", disk=sys.argv[1]))
+model, optimizer = prepared
+
+def busy(seconds):
+    # Inside torch nearly all of the time, as an update is.
+    a = torch.ones(500, 500)
+    end_s = time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        a @ a
+
+def slowly(work, seconds):
+    def run(*args):
+        print("begun", flush=True)
+        busy(seconds)
+        return work(*args)
+    return run
+
+stage = sys.argv[2]
+if stage == "update":  # many short blocks
+    real = workers.update_blocks
+    def update(share, scratch, is_stopped):
+        print("begun", flush=True)
+        while True:
+            real(share, scratch, is_stopped)
+    workers.update_blocks = update
+elif stage == "copy":  # cannot be stopped
+    submit = optimizer.engine.device.submit
+    def slow_submit(lane, name, work, **options):
+        return submit(lane, name, slowly(work, 2.0) if name.startswith("gradients of 1") else work, **options)
+    optimizer.engine.device.submit = slow_submit
+else:
+    disk_file.OsDiskIO.pwrite = slowly(disk_file.OsDiskIO.pwrite, 0.5)
+
+def loop():
+    while True:
+        model(torch.randn(2, 64)).sum().backward()
+        optimizer.step()
+
+if sys.argv[3] == "leaves":
+    loop()
+with prepared:
+    loop()
+"""
+
+
+def start(stack, code, *arguments):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+    )
+    stack.enter_context(process)
+    stack.callback(process.kill)  # comes first
+    guard = threading.Timer(90, process.kill)
+    guard.start()
+    stack.callback(guard.cancel)
+    return process
+
+
+def end(process, number, times):
+    """Send the signal so often, a moment apart; returns what the process said on stderr."""
+    assert process.stdout.readline() == "begun\n", process.communicate()
+    for i in range(times):
+        time.sleep(0.3 if i else 0.1)
+        process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    return err
+
+
+CASES = [
+    ("update", "closes", 2),
+    ("update", "leaves", 2),
+    ("copy", "closes", 2),
+    ("copy", "leaves", 3),
+    ("write", "closes", 2),
+    ("write", "leaves", 1),
+]
+
+
+def test_ctrl_c_while_something_is_slow(tmp_path):
+    with ExitStack() as stack:
+        running = [start(stack, SCRIPT, tmp_path / f"{s}-{ending}", s, ending) for s, ending, _ in CASES]
+        for process, (stage, ending, times) in zip(running, CASES, strict=True):
+            err = end(process, signal.SIGINT, times)
+            assert process.returncode == -signal.SIGINT, (stage, ending, err)  # 130, as a shell says it
+            assert err.count("Traceback") <= times, err
+            assert "Exception ignored" not in err, err
+        assert files(tmp_path) == []
+
+
+@pytest.mark.leaves_files
+def test_sigterm(tmp_path):
+    with ExitStack() as stack:
+        running = {ending: start(stack, SCRIPT, tmp_path / ending, "update", ending) for ending in ("exits", "leaves")}
+        errs = {ending: end(process, signal.SIGTERM, 1) for ending, process in running.items()}
+        assert {ending: process.returncode for ending, process in running.items()} == {
+            "exits": 128 + signal.SIGTERM,  # with a handler of the program's own
+            "leaves": -signal.SIGTERM,
+        }, errs
+        assert errs["exits"] == ""
+        assert files(tmp_path / "exits") == []
+        assert [path.name for path in files(tmp_path / "leaves")] == ["owner.json"]  # the next run removes it
+
+
+def files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
