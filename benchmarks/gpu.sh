@@ -1,38 +1,92 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one command of less than 9 minutes: no network, builds nothing, resumable by section.
 #
-#   bash benchmarks/gpu.sh [section ...]          sections: tests sanitizer update disk step large
+#   bash benchmarks/gpu.sh [section ...]
 #
-# Results go to $OUT (default: benchmarks/reports/gpu): one file per section. A section whose file is complete is skipped.
+# Sections, the most valuable first: tests large_3b large_7b_24 large_7b_80 early deepspeed step update disk sanitizer.
+# Each section writes to $OUT (default: benchmarks/reports/gpu): <section>.json or .txt, what it said meanwhile in
+# <section>.log, and pictures of steps as .svg. Sections that are done are listed in $OUT/done.txt and not run again.
+# One that might not end within $LIMIT_S (default: 540) is left for the next call; the first one always runs. TINY=1
+# runs the same commands at sizes for a CPU. The host tier's memory is touched and pinned before a large model can
+# train: up to 114 GiB for 7b under 24 GiB, which alone takes a minute or more.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${OUT:-benchmarks/reports/gpu}
 python=${PYTHON:-python3}
-mkdir -p "$out"
-export PYTHONPATH="src:benchmarks${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
-scratch=$(mktemp -d ./gpu-disk.XXXXXX)
-trap 'rm -rf "$scratch"' EXIT
+limit_s=${LIMIT_S:-540}
+export PYTHONPATH="$PWD/src:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# Of pytest's settings those of the project would refuse a machine that lacks a plugin, or whose libraries warn.
+pytest=("$python" -m pytest -c /dev/null --rootdir=. --import-mode=importlib -p no:cacheprovider -q -m gpu
+  -o "markers=gpu: needs a GPU" -o faulthandler_timeout=100)
 
-run() { # run SECTION SECONDS COMMAND...
-  local name=$1 limit=$2 file="$out/$1.txt"
-  shift 2
-  if [ -e "$out/$name.done" ]; then echo "== $name: done before"; return; fi
-  echo "== $name"
-  if timeout "$limit" "$@" 2>&1 | tee "$file"; then touch "$out/$name.done"; else echo "== $name failed" | tee -a "$file"; fi
+if [ -z "${TINY:-}" ] && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+  echo "expected a GPU, but torch of $python sees none; TINY=1 tries this script out on a CPU" >&2
+  exit 2
+fi
+mkdir -p "$out"
+out=$(realpath "$out")
+if [ -z "${TINY:-}" ]; then
+  cap24=24GiB cap80=80GiB
+  large=(--tokens 8192 16384 32768 --steps 3 --recorded-steps 1 --svg "$out")
+  few=(--tokens 8192 --steps 3 --recorded-steps 1 --svg "$out")
+  step=(--turns 5 --steps 4 --batch-size 8 --seq-len 1024)
+  update=(--repeats 5) disk=(--nbytes 4GiB)
+else
+  tiny=(--layers 2 --hidden 64 --intermediate 160 --heads 2 --kv-heads 1 --vocabulary 1000 --seq-len 32)
+  cap24=1MiB cap80=8MiB
+  large=("${tiny[@]}" --tokens 64 128 --steps 1 --recorded-steps 1 --svg "$out")
+  few=("${tiny[@]}" --tokens 64 --steps 1 --recorded-steps 1 --svg "$out")
+  step=(--turns 1 --steps 1 --layers 2 --hidden 64 --vocabulary 97 --batch-size 1 --seq-len 16)
+  update=(--repeats 2 --numel 300000) disk=(--nbytes 8MiB --extent 4MiB --repetitions 1)
+fi
+
+failed=0
+run() { # run SECTION SECONDS EXTENSION COMMAND...
+  local name=$1 limit=$2 file="$out/$1.$3"
+  shift 3
+  if grep -qsx "$name" "$out/done.txt"; then echo "== $name: done before"; return; fi
+  if ((SECONDS > 20 && SECONDS + limit > limit_s)); then echo "== $name: left for the next call"; return; fi
+  echo "== $name (at $SECONDS s, $limit s at most)"
+  if timeout -k 10 "$limit" "$@" 2>&1 >"$file" | tee "$out/$name.log"; then
+    echo "$name" >>"$out/done.txt"
+  else
+    failed=1
+    echo "== $name failed or was stopped after $limit s" | tee -a "$out/$name.log"
+  fi
+  case $file in *.txt) tail -n 12 "$file" ;; *) [ -s "$out/$name.log" ] || cut -c1-1500 "$file" | tail -n 30 ;; esac
 }
 
 wanted=("$@")
-[ ${#wanted[@]} -gt 0 ] || wanted=(tests sanitizer update disk step large)
+[ ${#wanted[@]} -gt 0 ] || wanted=(tests large_3b large_7b_24 large_7b_80 early deepspeed step update disk sanitizer)
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv 2>/dev/null | tee "$out/gpu.txt" || true
+scratch=$(mktemp -d "$PWD/gpu-disk.XXXXXX")
+trap 'rm -rf "$scratch"' EXIT
 for section in "${wanted[@]}"; do
   case $section in
-    tests) run tests 120 "$python" -m pytest -q -m gpu tests/gpu -p no:cacheprovider ;;
-    sanitizer) TORCH_CUDA_SANITIZER=1 run sanitizer 90 "$python" -m pytest -q -m gpu tests/gpu/test_engine_cuda.py -k "delays or plain_bits and gpt2" -p no:cacheprovider ;;
-    update) run update 40 "$python" benchmarks/cpu_update.py --repeats 5 ;;
-    disk) run disk 60 "$python" benchmarks/disk_io.py --nbytes 4GiB --folder "$scratch" ;;
-    step) run step 100 "$python" benchmarks/step.py --turns 5 --steps 4 --batch-size 8 --seq-len 1024 --disk "$scratch" ;;
-    # 1.3 billion parameters, every state in host memory: what a 24 GiB card could not hold
-    large) run large 120 "$python" benchmarks/step.py --turns 2 --steps 2 --layers 24 --hidden 2048 --batch-size 8 --seq-len 1024 --plans host --disk "$scratch" ;;
+    tests) run tests 200 txt "${pytest[@]}" tests/gpu ;;
+    large_3b)
+      run large_3b 320 json "$python" benchmarks/large.py --shape 3b "${large[@]}" --device-memory $cap24 $cap80 \
+        --against plain --disk "$scratch" ;;
+    large_7b_24)
+      run large_7b_24 340 json "$python" benchmarks/large.py --shape 7b "${large[@]}" --device-memory $cap24 --disk "$scratch" ;;
+    large_7b_80)
+      run large_7b_80 300 json "$python" benchmarks/large.py --shape 7b "${large[@]}" --device-memory $cap80 --disk "$scratch" ;;
+    # Apart, since it may compile its CPU Adam first; where it is not installed this says so.
+    deepspeed)
+      run deepspeed 300 json "$python" benchmarks/large.py --shape 3b "${large[@]}" --device-memory $cap80 \
+        --against deepspeed --only-against ;;
+    # Updates inside backward: gradients are clipped to a norm that they do not reach, so that no attempt is lost.
+    early)
+      run early 150 json "$python" benchmarks/large.py --shape 3b "${few[@]}" --device-memory $cap24 --disk "$scratch" \
+        --early --max-norm 1e9 ;;
+    step) run step 100 json "$python" benchmarks/step.py "${step[@]}" --disk "$scratch" ;;
+    update) run update 40 json "$python" benchmarks/cpu_update.py "${update[@]}" ;;
+    disk) run disk 60 json "$python" benchmarks/disk_io.py "${disk[@]}" --folder "$scratch" ;;
+    sanitizer)
+      TORCH_CUDA_SANITIZER=1 run sanitizer 90 txt "${pytest[@]}" tests/gpu/test_engine_cuda.py \
+        -k "delays and window or plain_bits and gpt2 and recompute" ;;
     *) echo "unknown section '$section'" >&2; exit 2 ;;
   esac
 done
+exit $failed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -28,10 +29,19 @@ def context(*packages: str) -> dict[str, object]:
     """Command, commit, versions and hardware of this run."""
     return {
         "command": " ".join(["python", *sys.argv]),
-        "commit": _output("git", "describe", "--always", "--dirty", "--exclude=*"),
+        "commit": _output("git", "describe", "--always", "--dirty", "--exclude=*") or source(),
         "versions": {"python": platform.python_version(), **{p: _version(p) for p in ("torch", "outcore", *packages)}},
         "hardware": hardware(),
     }
+
+
+def source() -> str:
+    """Which source this is where there is no repository: a hash over names and contents of the package's files."""
+    folder = Path(__file__).resolve().parent.parent / "src"
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return f"sha256 of src: {digest.hexdigest()[:16]}"
 
 
 def hardware() -> dict[str, object]:

@@ -3,8 +3,7 @@
 Prints one JSON object. The model is a row of equal blocks whose forward and backward sleep: compute takes known time
 and none of the machine's cores. Every lane is throttled to a known bandwidth, so the floor is known (docs/overlap.md),
 and each setting lets another resource bind. ``serial_s`` is the same step with overlap off: every operation is waited
-for at once. A step is from the return of one ``optimizer.step()`` to that of the next. In the backward window as many
-blocks are updated early as backward has time for; the others, behind the next forward, are spread evenly.
+for at once. A step is from the return of one ``optimizer.step()`` to that of the next.
 
     python benchmarks/overlap.py
     python benchmarks/overlap.py --settings h2d --windows forward --picture
@@ -31,12 +30,14 @@ from torch.nn.utils import clip_grad_norm_
 
 import outcore
 from outcore.api import prepare_for_test
+from outcore.planning.early import with_early_updates
 from outcore.planning.floor import Floor, Rates, floor_of
 from outcore.planning.partition import partition
 from outcore.planning.pools import Comfort, pools_for
 from outcore.planning.reservations import states_of
 from outcore.runtime.faults import Faults
 from outcore.runtime.optimizer import StreamedOptimizer
+from outcore.spec.budget import Limits
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, Tier, UnitPlan
 from outcore.spec.timeline import COMPUTE, Span, Timeline
@@ -119,7 +120,7 @@ class Case:
         self._args, self._clips = args, window != "backward"
         unit_s = args.milliseconds / 1e3
         spec = partition(self._model(), units=[Block], state_names=STATES).spec
-        self.plan = plan_for(spec, setting, args, set() if window == "forward" else early_blocks(setting, args.blocks))
+        self.plan = plan_for(spec, setting, args, is_early=window != "forward")
         self.throttle, rates = paces(spec, self.plan, setting, unit_s)
         self.floor: Floor = floor_of(spec, self.plan, rates)
 
@@ -167,29 +168,21 @@ class Case:
         optimizer.zero_grad()
 
 
-def early_blocks(setting: Setting, num_blocks: int) -> set[int]:
-    """As many as backward has time for. The others are spread: forward waits for few of them in a row."""
-    num_early = int(num_blocks * (BACKWARD + FORWARD) / max(setting.update, setting.disk))
-    num_late = max(num_blocks - num_early, 0)
-    late = {i * (num_blocks - 2) // max(num_late - 1, 1) for i in range(num_late)}
-    return set(range(num_blocks)) - late
-
-
-def plan_for(model: ModelSpec, setting: Setting, args: argparse.Namespace, early: set[int]) -> Plan:
+def plan_for(model: ModelSpec, setting: Setting, args: argparse.Namespace, *, is_early: bool) -> Plan:
     """Weights and gradients of all blocks on the host, the root on the device."""
     units = [UnitPlan(name="", weights="device", gradients="device", states="device", policy="keep")]
-    for i, unit in enumerate(model.units[1:]):
-        units.append(
-            UnitPlan(name=unit.name, weights="host", gradients="host", states=setting.states, early=i in early)
-        )
+    for unit in model.units[1:]:
+        units.append(UnitPlan(name=unit.name, weights="host", gradients="host", states=setting.states))
     comfort = Comfort(prefetch_depth=args.depth, num_buckets=args.buckets, max_slots_host=3)
-    return Plan(
+    plan = Plan(
         precision=model.precision,
         units=tuple(units),
-        pools=pools_for(model, units, 1, comfort),
+        pools=pools_for(model, units, comfort),
         prefetch_depth=args.depth,
         accumulation_steps=1,
     )
+    ample = Limits(device_bytes=2**40, host_bytes=2**40, disk_bytes=2**40)
+    return with_early_updates(model, plan, ample) if is_early else plan
 
 
 def paces(model: ModelSpec, plan: Plan, setting: Setting, unit_s: float) -> tuple[dict[str, float], Rates]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -104,7 +105,7 @@ def streamed(
         optimizer.zero_grad()
 
     engine_device = optimizer.engine.device
-    return Contestant(name, step, engine_device.synchronize, lambda: dict(engine_device.exposed_s))
+    return Contestant(name, step, engine_device.synchronize, optimizer.exposed_s)
 
 
 def plan_for(model: ModelSpec, tier: Tier) -> Plan:
@@ -114,7 +115,7 @@ def plan_for(model: ModelSpec, tier: Tier) -> Plan:
         UnitPlan(name=u.name, weights=tier if u.name else "device", gradients=gradients, states=tier)
         for u in model.units
     )
-    pools = pools_for(model, units, 1, COMFORT)
+    pools = pools_for(model, units, COMFORT)
     return Plan(
         precision=model.precision, units=units, pools=pools, prefetch_depth=COMFORT.prefetch_depth, accumulation_steps=1
     )
@@ -134,6 +135,8 @@ def deepspeed(model: LlamaForCausalLM, batch: dict[str, torch.Tensor]) -> Contes
         "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload},
         "optimizer": {"type": "AdamW", "params": HYPER},
     }
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29531"}
+    os.environ.update({name: os.environ.get(name, value) for name, value in alone.items()})  # it asks MPI otherwise
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     engine, *_ = engine_of.initialize(model=model, model_parameters=model.parameters(), config=config)
 

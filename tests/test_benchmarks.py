@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
+from outcore.spec.timeline import Span, Timeline
+
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+LARGE = "--layers 5 --hidden 64 --intermediate 160 --heads 2 --kv-heads 1 --vocabulary 101 --seq-len 16 --device cpu"
 TINY = {
     "cpu_update.py": "--numel 300000 --repeats 2",
     "disk_io.py": "--folder . --nbytes 8MiB --extent 4MiB --repetitions 1",
+    "large.py": f"{LARGE} --tokens 16 32 --device-memory 520KiB --steps 1 --against plain",
     "overlap.py": "--blocks 4 --milliseconds 2 --steps 1",
     "step.py": "--turns 1 --steps 1 --layers 2 --hidden 64 --vocabulary 97 --batch-size 1 --seq-len 16 --disk .",
 }
@@ -32,6 +41,8 @@ def test_tiny_run_prints_json_and_leaves_nothing(name: str, tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
     if name == "overlap.py":
         assert_no_step_beats_its_floor(json.loads(done.stdout)["results"])
+    if name == "large.py":
+        assert_every_case_has_its_numbers(json.loads(done.stdout))
 
 
 def assert_no_step_beats_its_floor(results: dict[str, dict[str, dict[str, float]]]):
@@ -41,3 +52,102 @@ def assert_no_step_beats_its_floor(results: dict[str, dict[str, dict[str, float]
     for line in found.values():
         assert line["over_floor"] > 0.97
         assert line["serial_over_floor"] > 1.0
+
+
+def assert_every_case_has_its_numbers(found: dict[str, Any]):
+    (cap,) = found["caps"]
+    assert [case["tokens"] for case in cap["cases"]] == [16, 32]
+    assert cap["plan"]["units"]["weights"] == {"device": 1, "host": 5}, "something must move"
+    for case in cap["cases"]:
+        assert case["floor_s"] > 0
+        assert case["binding"]
+        assert case["over_floor"] == pytest.approx(case["step_s"]["median"] / case["floor_s"], rel=0.01)
+        assert case["serial_s"]["repetitions"] == 1
+        assert case["explained"] == pytest.approx(1, abs=0.3)  # of steps of milliseconds
+        assert {"compute", "h2d", "d2h", "update"} <= case["busy_s_per_step"].keys()
+    assert found["rivals"]["plain"]["step_s"].keys() == {"16", "32"}
+
+
+def test_what_does_not_fit_is_said_with_a_table(tmp_path: Path):
+    command = f"{FOLDER / 'large.py'} {LARGE} --tokens 16 --device-memory 100KiB --disk-memory 0"
+    done = subprocess.run([sys.executable, *command.split()], cwd=tmp_path, capture_output=True, text=True, check=True)
+    (cap,) = json.loads(done.stdout)["caps"]
+    assert "no placement fits" in cap["refused"]
+    assert cap["cases"] == []
+
+
+def test_everything_for_a_gpu_runs_once_and_draws_a_step(tmp_path: Path):
+    """The script for a GPU at sizes for a CPU: nothing but the GPU may be missing when there is one."""
+    out = tmp_path / "out"
+    environment = {**os.environ, "TINY": "1", "OUT": str(out), "PYTHON": sys.executable}
+    command = ["bash", str(FOLDER / "gpu.sh"), "early", "tests"]
+    first = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert json.loads((out / "early.json").read_text())["caps"][0]["plan"]["early_units"] == 3
+    assert "skipped" in (out / "tests.txt").read_text()
+    assert (out / "done.txt").read_text().split() == ["early", "tests"]
+    (picture,) = out.glob("*.svg")
+    assert ElementTree.parse(picture).getroot().tag.endswith("svg")
+    again = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    assert again.stdout.count("done before") == 2
+
+
+@pytest.fixture
+def picture(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("picture")
+
+
+class TestPicture:
+    """Of a timeline: 2 s long, so that a second is half as wide as a row."""
+
+    TIMELINE = Timeline(
+        spans=(
+            Span("compute", "forward", 10.0, 11.0),
+            Span("compute", "forward layers.0", 10.5, 11.0),
+            Span("h2d", "fetch layers.0 & <more>", 10.0, 10.5, 2_000_000_000),
+            Span("update", "update layers.0", 11.0, 12.0, 100),
+        ),
+        waits=(Span("h2d", "fetch layers.0 & <more>", 10.0, 10.5),),
+    )
+
+    def test_every_span_is_drawn_where_it_belongs(self, picture: ModuleType):
+        boxes = self.boxes(picture)
+        assert len(boxes) == 5
+        row = picture.WIDTH - picture.LEFT - picture.RIGHT
+        x, _, width, colour = boxes["compute: forward layers.0, 500 ms from 500 ms"]
+        assert (x, width) == pytest.approx((picture.LEFT + row / 4, row / 4), abs=0.01)
+        assert colour == picture.COLOURS["forward"]
+        assert boxes["update: update layers.0, 1 s from 1 s, 0.0001 MB"][2] == pytest.approx(row / 2, abs=0.01)
+
+    def test_lanes_have_rows_of_their_own_and_waits_are_hatched(self, picture: ModuleType):
+        boxes = self.boxes(picture)
+        assert len({y // (picture.ROW + picture.GAP) for _, y, _, _ in boxes.values()}) == 4
+        hatched = [about for about, (*_, colour) in boxes.items() if colour == "url(#wait)"]
+        assert hatched == ["h2d: fetch layers.0 & <more>, 500 ms from 0 ms"]
+
+    def test_words_say_what_ran_and_how_fast(self, picture: ModuleType):
+        root = ElementTree.fromstring(picture.svg(self.TIMELINE, "a < b"))
+        words = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
+        assert {"a < b", "compute", "waits", "h2d", "update", "0.0 s", "2.0 s"} <= set(words)
+        assert "25% busy, 4 GB/s" in words
+        assert "2 s; compute busy 500 ms; waits for h2d 500 ms" in words
+
+    def test_it_needs_nothing_else(self, picture: ModuleType):
+        text = picture.svg(self.TIMELINE, "a").replace("http://www.w3.org/2000/svg", "")
+        assert "http" not in text
+        assert "<script" not in text
+
+    def test_a_timeline_of_no_length(self, picture: ModuleType):
+        ElementTree.fromstring(picture.svg(Timeline((Span("compute", "step", 1.0, 1.0),)), "nothing"))
+
+    def boxes(self, picture: ModuleType) -> dict[str, tuple[float, float, float, str]]:
+        """What a box says -> x, y, width and colour."""
+        root = ElementTree.fromstring(picture.svg(self.TIMELINE, "a"))
+        found = {}
+        for box in root.iter("{http://www.w3.org/2000/svg}rect"):
+            about = box.find("{http://www.w3.org/2000/svg}title")
+            if about is not None:
+                x, y, width = (float(box.get(key)) for key in ("x", "y", "width"))
+                found[about.text] = x, y, width, box.get("fill")
+        return found

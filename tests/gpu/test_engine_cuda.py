@@ -80,12 +80,13 @@ def streamed(
     kind: str,
     micro_batches: int,
     *,
-    policy: str = "recompute",
     faults: Faults | None = None,
+    max_norm: float = 1.0,
+    **how: Any,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    plan = plan_for(model, kind, policy)
+    plan = plan_for(model, kind, accumulation_steps=micro_batches, **how)
     options = {"plan": plan, "budget": outcore.Budget(disk=folder), "device": "cuda"}
     data, seen = iter(batches(micro_batches)), []
     with prepare_for_test(model, optimizer, faults=faults, race_checker=RaceChecker(), **options) as (model, optimizer):
@@ -95,22 +96,34 @@ def streamed(
                 loss = model(**next(data)).loss
                 loss.backward()
                 seen.append(loss.detach())
-            seen.append(clip_grad_norm_(model.parameters(), 1.0))
+            seen.append(clip_grad_norm_(model.parameters(), max_norm))
             optimizer.step()
             optimizer.zero_grad()
         return seen, [t for _, t in outcore.named_tensors(model)][: len(list(model.parameters()))]
 
 
-def plan_for(model: torch.nn.Module, kind: str, policy: str) -> Plan:
+def plan_for(
+    model: torch.nn.Module, kind: str, *, accumulation_steps: int | None = None, policy: str = "recompute", **how: Any
+) -> Plan:
+    """Args: how: ``update`` and ``early`` of every unit that may have it so."""
     spec = partition(model, state_names=("exp_avg", "exp_avg_sq")).spec
     units = []
     for i, unit in enumerate(spec.units):
         weights, gradients, states = MIXED[i % len(MIXED)] if kind == "mixed" and i else (kind, kind, kind)
         if not i:
             weights, gradients, states = ("device", "host", "host") if kind == "mixed" else ("device", kind, kind)
-        units.append(UnitPlan(name=unit.name, weights=weights, gradients=gradients, states=states, policy=policy))
-    pools = pools_for(spec, units, None, Comfort(prefetch_depth=1, num_buckets=2, max_slots_host=2))
-    return Plan(precision=spec.precision, units=tuple(units), pools=pools, prefetch_depth=1)
+        chosen = {} if states == "device" else how
+        units.append(
+            UnitPlan(name=unit.name, weights=weights, gradients=gradients, states=states, policy=policy, **chosen)
+        )
+    pools = pools_for(spec, units, Comfort(prefetch_depth=1, num_buckets=2, max_slots_host=2))
+    return Plan(
+        precision=spec.precision,
+        units=tuple(units),
+        pools=pools,
+        prefetch_depth=1,
+        accumulation_steps=accumulation_steps,
+    )
 
 
 def assert_equal(
@@ -130,6 +143,23 @@ def test_states_on_the_device_give_the_plain_bits(name, dtype, micro_batches, po
     assert_equal(want, streamed(model, tmp_path, "device", micro_batches, policy=policy))
 
 
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_that_pass_through_the_device_give_the_plain_bits(dtype, micro_batches, tmp_path):
+    model = build("llama", dtype)
+    want = plain(copy.deepcopy(model), micro_batches)
+    assert_equal(want, streamed(model, tmp_path, "host", micro_batches, update="device"))
+
+
+@pytest.mark.parametrize("max_norm", [1e9, 1.0], ids=["kept", "lost to clipping"])
+@pytest.mark.parametrize("kind", ["host", "disk", "mixed"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_updates_inside_backward_give_the_bits_of_updates_behind_forward(kind, micro_batches, max_norm, tmp_path):
+    model = build("gpt2", torch.bfloat16)
+    want = streamed(copy.deepcopy(model), tmp_path, kind, micro_batches, max_norm=max_norm)
+    assert_equal(want, streamed(model, tmp_path, kind, micro_batches, max_norm=max_norm, early=True))
+
+
 @pytest.mark.parametrize("kind", ["host", "disk", "mixed"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_first_loss_and_norm_are_the_plain_ones_and_the_rest_agrees(kind, micro_batches, tmp_path):
@@ -144,18 +174,29 @@ def test_first_loss_and_norm_are_the_plain_ones_and_the_rest_agrees(kind, micro_
 
 
 @pytest.mark.parametrize("lane", [*Lane, None], ids=str)
-def test_delays_on_each_lane_change_nothing(lane, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [("mixed", {}), ("mixed", {"early": True, "max_norm": 1e9}), ("host", {"update": "device"})],
+    ids=["forward window", "early", "staged"],
+)
+def test_delays_on_each_lane_change_nothing(kind, how, lane, tmp_path):
+    model = build("gpt2", torch.bfloat16)
+    want = streamed(copy.deepcopy(model), tmp_path, kind, 2, **how)
+    delays = {"compute" if lane is None else lane.value: 0.02}
+    assert_equal(want, streamed(model, tmp_path, kind, 2, faults=Faults(delays=delays, poison=True), **how))
+
+
+def test_overlap_off_changes_nothing(tmp_path):
     model = build("gpt2", torch.bfloat16)
     want = streamed(copy.deepcopy(model), tmp_path, "mixed", 2)
-    delays = {"compute" if lane is None else lane.value: 0.02}
-    assert_equal(want, streamed(model, tmp_path, "mixed", 2, faults=Faults(delays=delays, poison=True)))
+    assert_equal(want, streamed(model, tmp_path, "mixed", 2, faults=Faults(serial=True)))
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_three_steps_synchronise_nothing(tmp_path):
     model = build("llama", torch.bfloat16).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    plan = plan_for(model, "host", "recompute")
+    plan = plan_for(model, "host")
     causal = (
         torch.ones(31, 31, dtype=torch.bool, device="cuda").tril().expand(3, 1, 31, 31)
     )  # else the model looks for one
@@ -177,7 +218,7 @@ def test_device_memory_is_what_the_plan_says(tmp_path):
     from outcore.planning.reservations import tier_bytes
 
     model = build("llama", torch.bfloat16)
-    plan, spec = plan_for(model, "host", "recompute"), partition(model, state_names=("exp_avg", "exp_avg_sq")).spec
+    plan, spec = plan_for(model, "host"), partition(model, state_names=("exp_avg", "exp_avg_sq")).spec
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()

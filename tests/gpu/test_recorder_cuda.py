@@ -35,6 +35,7 @@ def test_copies_compute_and_its_waits_are_timed_on_their_streams():
         assert time.perf_counter() - start_s < 0.1, "nothing blocked"
         timeline = device.recorder.timeline()
         end_s = time.perf_counter()
+        exposed_s = device.recorder.exposed_s()
     spans = {span.name: span for span in timeline.spans}
     fetch, forward, (wait,) = spans["fetch"], spans["forward"], timeline.waits
     assert (fetch.lane, fetch.nbytes, forward.lane) == ("h2d", 10, COMPUTE)
@@ -45,6 +46,7 @@ def test_copies_compute_and_its_waits_are_timed_on_their_streams():
     assert forward.start_s >= fetch.end_s - 1e-3
     assert start_s - 1e-3 <= fetch.start_s
     assert forward.end_s <= end_s + 1e-3
+    assert exposed_s["h2d"] == pytest.approx(wait.duration_s, rel=0.2), "also without a recording"
 
 
 def test_compute_that_need_not_wait_shows_no_wait():

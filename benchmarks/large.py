@@ -1,0 +1,314 @@
+"""Large models: a step over the floor of its plan, beside the same with overlap off, plain PyTorch and DeepSpeed.
+
+Prints one JSON object at the end, also if it is stopped, and each case on standard error as soon as it is measured. A
+case is a number of
+tokens per step under a cap on device memory, which the allocator enforces. The model is a Llama built in code (bf16
+weights with fp32 masters, clipping on, activations recomputed); its first values are made unit by unit. It is prepared
+once per cap; the plan leaves the device memory that the largest step was measured to need.
+
+The floor (docs/overlap.md) comes from rates that were measured alone, before the run and without the engine:
+benchmarks/rates.py. ``over_floor`` uses the rate of each direction of the bus alone, so no step can be below 1 but for
+noise; ``over_floor_together`` that of both at once. A step is from the end of one ``optimizer.step()`` on the device to
+that of the next. Steps are measured without the recorder, then some more are recorded: they tell what compute waited
+for, and are drawn with ``--svg``. ``serial`` is the same model and plan with every operation waited for at once.
+
+    python benchmarks/large.py --shape 3b --device-memory 24GiB 80GiB --tokens 8192 16384 32768 --svg pictures
+    python benchmarks/large.py --shape tiny --device cpu --seq-len 32 --tokens 64 128 --device-memory 2MiB
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+import signal
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from contestants import Layout, Streamed, batch_of, cap_device, device_memory, run_rival, say
+from llama import add_shape_arguments, config_of, on_meta
+from measuring import context, spread
+from picture import last_step, svg
+from rates import Machine, free_cached, measure_machine, time_passes
+from step import STATES
+
+import outcore
+from outcore.core.errors import PlanInfeasibleError
+from outcore.core.quantities import format_bytes, parse_bytes
+from outcore.memory.limits import disk_free_bytes, host_free_bytes
+from outcore.planning.early import with_early_updates
+from outcore.planning.floor import Floor, Rates, floor_of
+from outcore.planning.partition import partition
+from outcore.planning.placement import place
+from outcore.planning.table import plan_table
+from outcore.spec.budget import Limits
+from outcore.spec.model import ModelSpec, UnitSpec
+from outcore.spec.plan import Plan
+from outcore.spec.timeline import COMPUTE, Timeline
+
+HOST_SHARE, DISK_SHARE = 0.94, 0.9
+"""Of what is free; the rest is for the interpreter, the driver and first values on their way."""
+RESERVE_SHARE, RESERVE_BYTES = 1.1, 256 * 2**20
+"""Device memory beyond the activations that were measured: fragments, and kernels' workspace."""
+
+
+def lay_out(args: argparse.Namespace, spec: ModelSpec, limits: Limits) -> tuple[list[Layout], Plan]:
+    """Micro-batches as large as the cap allows under recompute, and the plan for what they leave.
+
+    Raises:
+        PlanInfeasibleError: Not even one sequence at a time will do.
+    """
+    most = max(args.tokens) // args.seq_len
+    while True:
+        try:
+            layouts = [_layout(args, tokens, most) for tokens in args.tokens]
+            reserve_bytes = max(_reserve_bytes(args, spec, layout) for layout in layouts)
+            return layouts, _plan(args, spec, limits, layouts, reserve_bytes)
+        except (torch.OutOfMemoryError, PlanInfeasibleError):
+            if most == 1:
+                raise
+            most //= 2
+            free_cached(args.device)
+
+
+def _layout(args: argparse.Namespace, tokens: int, most: int) -> Layout:
+    sequences = math.gcd(tokens // args.seq_len, most)
+    passes = time_passes(functools.partial(config_of, args), batch_of(args, sequences), args.device)
+    return Layout(tokens, sequences, tokens // (sequences * args.seq_len), passes)
+
+
+def _reserve_bytes(args: argparse.Namespace, spec: ModelSpec, layout: Layout) -> int:
+    """What one block and the loss take was measured; every other block keeps its input."""
+    if args.device == "cpu":
+        return 0
+    inputs = layout.sequences * args.seq_len * config_of(args).hidden_size * 2
+    return int(RESERVE_SHARE * (layout.passes.peak_bytes + inputs * (len(spec.units) - 1))) + RESERVE_BYTES
+
+
+def _plan(args: argparse.Namespace, spec: ModelSpec, limits: Limits, layouts: list[Layout], reserve_bytes: int) -> Plan:
+    steps = {layout.micro_batches for layout in layouts}
+    promised = steps.pop() if len(steps) == 1 else None
+    plan = place(spec, limits, accumulation_steps=promised, activation_reserve_bytes=reserve_bytes)
+    return with_early_updates(spec, plan, limits) if args.early and promised is not None else plan
+
+
+def rates_of(spec: ModelSpec, layout: Layout, machine: Machine, which: str) -> Rates:
+    """What the floor is worked out from. Embeddings, head and loss count as the root's."""
+    forward_s, backward_s = {"": layout.passes.rest_forward_s}, {"": layout.passes.rest_backward_s}
+    for unit in blocks(spec):
+        forward_s[unit.name], backward_s[unit.name] = layout.passes.block_forward_s, layout.passes.block_backward_s
+    updates = machine.parameters_per_s
+    return Rates(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        bytes_per_s={**machine.links[which], **machine.disk},
+        parameters_per_s={
+            "update": updates["update"],
+            "device_update": updates["device"],
+            "compute": updates["device"],
+        },
+    )
+
+
+def blocks(spec: ModelSpec) -> list[UnitSpec]:
+    """The units that are repeated; not a large embedding."""
+    return [unit for unit in spec.units if ".layers." in unit.name]
+
+
+def describe(
+    args: argparse.Namespace, layout: Layout, streamed: Streamed, machine: Machine
+) -> tuple[dict[str, Any], Timeline]:
+    """Measure one case."""
+    spec, plan = streamed.optimizer.model_spec, streamed.optimizer.plan
+    floors = {
+        which: floor_of(spec, plan, rates_of(spec, layout, machine, which), accumulation_steps=layout.micro_batches)
+        for which in ("alone", "together")
+    }
+    seconds, timeline = streamed.measure(layout)
+    memory = device_memory(args.device)
+    serial_s = streamed.measure_serial(layout) if args.serial_steps else None
+    step_s, floor_s = spread(seconds), floors["alone"].seconds
+    median_s = step_s["median"]
+    recorded = args.recorded_steps
+    busy_s, exposed_s, moved = timeline.busy_s(), timeline.exposed_s(), timeline.moved_bytes()
+    found = {
+        "tokens": layout.tokens,
+        "micro_batches": layout.micro_batches,
+        "sequences": layout.sequences,
+        "step_s": step_s,
+        "tokens_per_s": layout.tokens / median_s,
+        "floor_s": floor_s,
+        "binding": floors["alone"].binding,
+        "over_floor": round(median_s / floor_s, 3),
+        "over_floor_together": round(median_s / floors["together"].seconds, 3),
+        "floor_parts_s": parts_of(floors["alone"]),
+        "serial_s": None if serial_s is None else spread(serial_s),
+        "serial_over_step": None if serial_s is None else round(spread(serial_s)["median"] / median_s, 3),
+        "exposed_s_per_step": {lane: round(s / recorded, 4) for lane, s in exposed_s.items() if s},
+        "busy_s_per_step": {lane: round(s / recorded, 4) for lane, s in busy_s.items() if s},
+        "gb_per_s_when_busy": {
+            lane: round(moved[lane] / busy_s[lane] / 1e9, 3) for lane in moved if moved[lane] and busy_s[lane]
+        },
+        "recorded_over_step": round(timeline.wall_s / recorded / median_s, 3),
+        "explained": round((busy_s[COMPUTE] + sum(exposed_s.values())) / timeline.wall_s, 4),
+        "device_memory": memory,
+        "passes": dataclasses.asdict(layout.passes),
+    }
+    return found, timeline
+
+
+def rates_line(machine: Machine) -> str:
+    """All rates, for people."""
+    rates = {f"{link} {which}": rate for which, links in machine.links.items() for link, rate in links.items()}
+    found = [f"{name} {rate / 1e9:.3g} GB" for name, rate in (rates | dict(machine.disk)).items()]
+    return ", ".join([*found, *(f"{name} {rate / 1e9:.3g}e9" for name, rate in machine.parameters_per_s.items())])
+
+
+def parts_of(floor: Floor) -> dict[str, dict[str, float]]:
+    """Seconds of every resource, in each part and in all."""
+    parts = {"window": floor.window_s, "rest": floor.rest_s, "total": floor.total_s}
+    return {name: {r: float(f"{s:.4g}") for r, s in seconds.items() if s} for name, seconds in parts.items()}
+
+
+def limits_of(args: argparse.Namespace, cap_bytes: int) -> Limits:
+    """What is free, and the cap."""
+    host_bytes = int(HOST_SHARE * host_free_bytes()) if args.host_memory is None else args.host_memory
+    disk_bytes = int(DISK_SHARE * disk_free_bytes(args.disk)) if args.disk_memory is None else args.disk_memory
+    return Limits(device_bytes=cap_bytes, host_bytes=host_bytes, disk_bytes=disk_bytes)
+
+
+def run_cap(args: argparse.Namespace, spec: ModelSpec, cap_bytes: int, found: dict[str, Any]) -> None:
+    """Measure all numbers of tokens under one cap.
+
+    Args:
+        args: Of the command line.
+        spec: Of the model.
+        cap_bytes: Device memory.
+        found: Gets what is known, as soon as it is.
+    """
+    cap_device(args.device, cap_bytes)
+    limits = limits_of(args, cap_bytes)
+    found |= {"cap_bytes": cap_bytes, "limits": dataclasses.asdict(limits), "cases": []}
+    try:
+        layouts, plan = lay_out(args, spec, limits)
+    except (torch.OutOfMemoryError, PlanInfeasibleError) as error:
+        say(f"{format_bytes(cap_bytes)}: refused\n{error}")
+        found["refused"] = str(error)
+        return
+    say(plan_table(spec, plan, limits))
+    machine = measure_machine(args.device, blocks(spec)[0], args.disk if plan.tier_bytes.get("disk") else None)
+    say(f"rates per second: {rates_line(machine)}")
+    budget = outcore.Budget(
+        device=limits.device_bytes, host=limits.host_bytes, disk=args.disk, disk_bytes=limits.disk_bytes
+    )
+    streamed = Streamed(args, plan, budget)
+    found |= {
+        "plan": summary(plan),
+        "prepare_s": round(streamed.prepare_s, 2),
+        "host_is_pinned": streamed.engine.homes.host_is_pinned,
+        "rates": dataclasses.asdict(machine),
+    }
+    say(f"prepared in {streamed.prepare_s:.1f} s")
+    try:
+        for layout in layouts:
+            case, timeline = describe(args, layout, streamed, machine)
+            found["cases"].append(case)
+            say(line_of(case))
+            if args.svg is not None:
+                draw(args, cap_bytes, case, last_step(timeline))
+    except torch.OutOfMemoryError as error:
+        found["stopped"] = f"{error}".splitlines()[0]
+        say(found["stopped"])
+    finally:
+        streamed.close()
+        del streamed
+        free_cached(args.device)
+
+
+def summary(plan: Plan) -> dict[str, Any]:
+    """Where things live, in numbers."""
+    homes = {
+        kind: dict(Counter(getattr(unit, kind) for unit in plan.units)) for kind in ("weights", "gradients", "states")
+    }
+    slots = {f"{pool.tier} {pool.kind}": pool.num_slots for pool in plan.pools}
+    early = sum(unit.early for unit in plan.units)
+    return {"tier_bytes": dict(plan.tier_bytes), "units": homes, "slots": slots, "early_units": early}
+
+
+def draw(args: argparse.Namespace, cap_bytes: int, case: Mapping[str, Any], timeline: Timeline) -> None:
+    """Save the picture of a step."""
+    cap = format_bytes(cap_bytes)
+    about = f"Llama {args.shape}, {case['tokens']} tokens, device memory capped at {cap}"
+    about += f": {case['over_floor']:.2f} of the floor ({case['binding']} binds)"
+    args.svg.mkdir(parents=True, exist_ok=True)
+    about += ", updates inside backward" if args.early else ""
+    name = f"step_{args.shape}_{cap.replace('.00 ', '').replace(' ', '')}_{case['tokens']}{'_early' * args.early}.svg"
+    (args.svg / name).write_text(svg(timeline, about))
+
+
+def line_of(case: Mapping[str, Any]) -> str:
+    """What matters most of a case."""
+    waits = ", ".join(f"{lane} {s:.3f}" for lane, s in case["exposed_s_per_step"].items()) or "nothing"
+    line = f"{case['tokens']:>7} tokens in {case['micro_batches']}: {case['step_s']['median']:.3f} s"
+    line += f", floor {case['floor_s']:.3f} s ({case['binding']}): {case['over_floor']:.3f}"
+    line += f" (links together: {case['over_floor_together']:.3f}); waits for {waits}"
+    line += f"; serial {case['serial_over_step']} times as long" if case["serial_s"] else ""
+    memory = case["device_memory"]
+    return line + (f"; {format_bytes(memory['peak_reserved_bytes'])} of device memory" if memory else "")
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_shape_arguments(parser)
+    size = functools.partial(parse_bytes, what="a size")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384, 32768], help="per step")
+    parser.add_argument("--seq-len", type=int, default=4096)
+    parser.add_argument("--device-memory", type=size, nargs="+", default=[24 * 2**30], help="caps, one after the other")
+    parser.add_argument("--host-memory", type=size, help=f"default: {HOST_SHARE:.0%} of what is free")
+    parser.add_argument("--disk", type=Path, default=Path(), help="folder of the disk tier, for what host cannot hold")
+    parser.add_argument("--disk-memory", type=size, help=f"default: {DISK_SHARE:.0%} of what is free")
+    parser.add_argument("--steps", type=int, default=4, help="measured steps, after two for warming up")
+    parser.add_argument("--recorded-steps", type=int, default=2)
+    parser.add_argument("--serial-steps", type=int, default=1, help="with overlap off, after one; 0: none")
+    parser.add_argument("--max-norm", type=float, default=1.0, help="of gradients, clipped to")
+    parser.add_argument("--early", action="store_true", help="update inside backward, where memory has room for it")
+    parser.add_argument("--against", nargs="*", default=[], choices=["plain", "deepspeed"])
+    parser.add_argument("--only-against", action="store_true", help="measure the others alone, under the largest cap")
+    parser.add_argument("--svg", type=Path, help="folder for a picture of one step per case")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    if any(tokens % args.seq_len for tokens in args.tokens):
+        parser.error(f"--tokens: expected multiples of --seq-len ({args.seq_len}), but got {args.tokens}")
+    return args
+
+
+def main() -> None:
+    """Run the benchmark."""
+    args = arguments()
+    if args.device == "cpu":
+        torch.set_num_threads(1)  # for trying it out: shapes so small only wait for a second thread
+    model = on_meta(config_of(args))
+    spec = partition(model, state_names=STATES, precision="bf16").spec
+    shape = {"shape": args.shape, "parameters": sum(p.numel() for p in model.parameters()), "seq_len": args.seq_len}
+    del model
+    found: dict[str, Any] = {"benchmark": "large", **shape, "caps": [], "rivals": {}}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ``timeout`` sends it: what there is gets printed
+    try:
+        for cap_bytes in () if args.only_against else args.device_memory:
+            found["caps"].append({})
+            run_cap(args, spec, cap_bytes, found["caps"][-1])
+        for name in args.against:
+            found["rivals"][name] = run_rival(args, name)
+    finally:
+        print(json.dumps(found | context("transformers")), flush=True)
+
+
+if __name__ == "__main__":
+    main()
