@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -12,13 +13,15 @@ import pytest
 import torch
 from torch import nn
 
+from outcore.api import prepare_for_test
 from outcore.runtime.early import EarlyUpdates, _Attempt
+from outcore.runtime.faults import Faults
 from outcore.runtime.traffic import Traffic
 from outcore.runtime.unit_gradients import UnitGradients
 
 from . import zoo
 from .cases import Case, run, run_checked
-from .loops import Setting, assert_equal, plain_loop, streamed_loop
+from .loops import Record, Setting, assert_equal, plain_loop, streamed_loop
 
 STEPS = 5
 
@@ -254,11 +257,21 @@ class TestUserCameBetween:
         assert outcomes["kept"] == outcomes["started"] > 0
 
 
+def run_freely(c: Case, folder: Path, **faults: Any) -> Record:
+    """Without the race checker, which has every attempt made."""
+
+    def prepare(model: nn.Module, optimizer: Any, **options: Any) -> Any:
+        return prepare_for_test(model, optimizer, faults=Faults(**faults), **options)
+
+    return run(c, folder, prepare=prepare)
+
+
 class TestTooFewToMakeAll:
     """Which attempts are made hangs on timing, the result does not."""
 
-    @pytest.mark.parametrize("kind", [*KINDS, "mixed"])
-    @pytest.mark.parametrize("seed", range(3))
+    @pytest.mark.parametrize(
+        ("kind", "seed"), [*itertools.product(KINDS, range(2)), *(("mixed", i) for i in range(2, 9))]
+    )
     def test_any_of_them(self, kind: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         chance, made = random.Random(seed), Counter[bool]()
 
@@ -281,7 +294,14 @@ class TestTooFewToMakeAll:
     def test_updates_that_are_slower_than_backward(self, kind: str, tmp_path: Path) -> None:
         c = case("llama", kind, precision="bf16", clipping="off")
         delays = {"update": 0.02, "states_read": 0.01}
-        assert_equal(plain_loop(c.name, c.setting), run_checked(c, tmp_path, poison=True, delays=delays))
+        assert_equal(plain_loop(c.name, c.setting), run_freely(c, tmp_path, poison=True, delays=delays))
+
+    @pytest.mark.parametrize("offset", [2, 6, 11])
+    def test_gradients_on_every_tier_share_slots(self, offset: int, tmp_path: Path) -> None:
+        """A copy out of the device runs even if the update that it is for is not made."""
+        c = case("gpt2", "mixed", offset=offset, clipping="off", optimizer="nesterov")
+        delays = {"update": 0.004, "d2h": 0.004}
+        assert_equal(plain_loop(c.name, c.setting), run_freely(c, tmp_path, delays=delays))
 
     def test_the_overtaken_are_updated_by_step(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Where updates are slower than backward some attempts are made, and some are left to ``step()``."""
@@ -295,7 +315,7 @@ class TestTooFewToMakeAll:
             return is_kept
 
         monkeypatch.setattr(EarlyUpdates, "keep", counted)
-        run_checked(case("gpt2", "host", clipping="off"), tmp_path, delays={"update": 0.05, "compute": 0.005})
+        run_freely(case("gpt2", "host", clipping="off"), tmp_path, delays={"update": 0.05, "compute": 0.005})
         assert kept[True] > 0
         assert kept[False] > 0
 

@@ -174,11 +174,15 @@ class Operations:
         found = ((pool, pool.take_kept(kept)) for pool in self.pools(kind))
         return next(((pool, slot) for pool, slot in found if slot is not None), None)
 
+    def newest(self, indices: Iterable[int]) -> list[int]:
+        """The last operation of each lane: what comes after these comes after all of them."""
+        return sorted({self.row[i].lane: i for i in sorted(indices)}.values())
+
     def give_kept(self, pool: SlotPool, slot: Slot, kept: Kept, made: int, written: int) -> None:
         """Give a slot back that keeps a copy of what it brought to disk."""
         self.forget(kept)
         slot.kept, slot.made = kept, made
-        pool.give(slot, [written])
+        pool.give(slot, self.newest([*slot.free_after, written]))
 
     def forget(self, kept: Kept) -> None:
         """A home on disk changes."""

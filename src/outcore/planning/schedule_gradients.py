@@ -130,15 +130,15 @@ class Gradients:
         else:
             read = self._operations.add("d2h", "gradients of", unit, nbytes, after)
         unit.gradients.readers.append(read)
+        slot.free_after = self._operations.newest([*slot.free_after, read])
         return (pool, slot), read
 
-    @staticmethod
-    def give_back(unit: ScheduledUnit, slot: Taken | None, done: int) -> None:
+    def give_back(self, unit: ScheduledUnit, slot: Taken | None, done: int) -> None:
         """They were last used by an update."""
         if slot is None:
             unit.gradients.readers.append(done)
         else:
-            slot[0].give(slot[1], [*slot[1].free_after, done])
+            slot[0].give(slot[1], self._operations.newest([*slot[1].free_after, done]))
 
 
 def _rest_of_pass(i: int, visits: Sequence[Visit]) -> set[int]:

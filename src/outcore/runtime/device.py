@@ -99,9 +99,9 @@ class Device(abc.ABC):
             writes: Bytes that ``work`` writes.
             after: What must have happened first. If any of it failed, this fails with the same error and does not run.
                 Behind device work a copy lane is ordered on the device; other lanes block their thread.
-            is_due: Asked when the operation's turn comes. If it says no, the operation is over at once, without waiting
-                for ``after``: what comes after it is then ordered by its lane's earlier operations only. Once it
-                said yes it must not say no. Not for copy lanes.
+            is_due: Asked when the operation's turn comes, with a race checker at once; always says the same. If no, the
+                operation is over without waiting for ``after``: what comes after it is ordered by its lane's earlier
+                operations only. Not for copy lanes.
 
         Raises:
             RaceError: A conflicting access is not ordered before (only with a race checker).
@@ -109,7 +109,8 @@ class Device(abc.ABC):
         """
         self._refuse_in_child(name)
         dependencies = self._dependencies(after)
-        clock = self._declare(lane.value, name, reads, writes, dependencies)
+        counts = self._checker is None or is_due is None or is_due()
+        clock = self._declare(lane.value, name, *((reads, writes, dependencies) if counts else ((), (), ())))
         handle = Handle(name, lane.value, self._lanes, clock)
         nbytes = sum(region.stop - region.start for region in writes)
         self._lanes.submit(Operation(handle, lane, work, dependencies, nbytes, is_due))

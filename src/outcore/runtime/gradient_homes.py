@@ -21,7 +21,6 @@ from outcore.runtime.lanes import After, Handle, Lane, newest
 from outcore.runtime.traffic import Traffic
 from outcore.runtime.unit import Unit, expect_buffer, expect_extent, torch_dtype
 from outcore.runtime.unit_gradients import Pass, UnitGradients
-from outcore.spec.plan import PoolKind
 
 
 class GradientHomes:
@@ -189,15 +188,9 @@ class GradientHomes:
         In native form where they passed through a landing slot, in update form after accumulation.
         """
         home = expect_extent(unit.gradients, unit.label)
-        kinds: list[tuple[PoolKind, Extent]] = [
-            ("landing", home.part(0, unit.spec.trainable_bytes)),
-            ("gradients", home),
-        ]
-        for kind, extent in kinds:
-            kept = self._homes.take_kept(kind, extent)
-            if kept is not None:
-                return kept[1].buffer.part(0, extent.nbytes), kept, {"gradients kept": kept[1].kept_after}
-        return None
+        native = home.part(0, unit.spec.trainable_bytes)
+        kept = self._homes.take_kept("landing", native) or self._homes.take_kept("gradients", home)
+        return None if kept is None else (kept[1].buffer, kept, {"gradients kept": kept[1].kept_after})
 
     def fetch_from_disk(
         self, unit: Unit, is_due: Callable[[], bool] | None = None
@@ -217,6 +210,7 @@ class GradientHomes:
         )
         self._traffic.add(Lane.STATES_READ, extent.nbytes)
         unit.gradients_readers = newest([*unit.gradients_readers, read])
+        slot.free_after = newest([*slot.free_after, read])
         return buffer, (pool, slot), {"gradients fetched": read}
 
     def fetch_from_device(self, unit: Unit) -> tuple[Buffer, tuple[SlotPool, Slot], After]:
@@ -234,6 +228,7 @@ class GradientHomes:
         )
         self._traffic.add(Lane.D2H, home.nbytes)
         unit.gradients_readers = newest([*unit.gradients_readers, copied])
+        slot.free_after = newest([*slot.free_after, copied])  # who uses the slot may be skipped, and wait for nothing
         return buffer, (pool, slot), {"gradients fetched": copied}
 
     # Values, for what cannot be answered otherwise.

@@ -15,7 +15,7 @@ from outcore.memory.disk import DiskStore, Extent
 from outcore.memory.host import HostMemory
 from outcore.planning.reservations import reservations
 from outcore.runtime.device import Device
-from outcore.runtime.lanes import Handle, Lane
+from outcore.runtime.lanes import Handle, Lane, newest
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, PoolKind, Tier
 
@@ -188,7 +188,7 @@ class Homes:
         """
         self.forget(extent)
         slot.kept, slot.kept_after = extent, made
-        pool.give(slot, [written])
+        pool.give(slot, newest([*slot.free_after, written]))  # what writes may be skipped, and wait for nothing
 
     def forget(self, extent: Extent) -> None:
         """Bytes on disk change: copies of them in slots are worth nothing."""
