@@ -58,6 +58,11 @@ class Streamed:
         self.engine = prepared.engine
         self.prepare_s = time.perf_counter() - start_s
 
+    @property
+    def host_is_pinned(self) -> bool | None:
+        """Whether copies go straight to and from host memory; None: the plan has none."""
+        return self.engine.homes.host_is_pinned if self.engine.plan.tier_bytes.get("host") else None
+
     def step(self, layout: Layout) -> None:
         """One training step."""
         batch = batch_of(self._args, layout.sequences)
@@ -135,14 +140,20 @@ def device_memory(device: str) -> dict[str, int] | None:
     }
 
 
-def run_rival(args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """Steps of another loop, by number of tokens, under the largest cap; or why there are none."""
+def run_rival(args: argparse.Namespace, name: str, found: dict[str, Any]) -> None:
+    """Measure steps of another loop under the largest cap.
+
+    Args:
+        args: Of the command line.
+        name: ``plain`` or ``deepspeed``.
+        found: Gets steps by number of tokens, as soon as they are known, or why there are none.
+    """
     config = config_of(args)
     numel = sum(p.numel() for p in on_meta(config).parameters())
     if name == "deepspeed" and (need := DEEPSPEED_HOST_BYTES * numel) > host_free_bytes():
-        return {
-            "not_run": f"takes about {format_bytes(need)} of host memory; {format_bytes(host_free_bytes())} are free"
-        }
+        free = format_bytes(host_free_bytes())
+        found["not_run"] = f"takes about {format_bytes(need)} of host memory; {free} are free"
+        return
     cap_device(args.device, max(args.device_memory))
     batch = batch_of(args, 1)
     try:
@@ -153,10 +164,13 @@ def run_rival(args: argparse.Namespace, name: str) -> dict[str, Any]:
         with contextlib.redirect_stdout(sys.stderr):  # libraries print what they do
             rival = build()
             if isinstance(rival, str):
-                return {"not_run": rival}
-            return {"step_s": {str(tokens): _rival_case(args, rival, batch, tokens) for tokens in args.tokens}}
+                found["not_run"] = rival
+                return
+            found["step_s"] = {}
+            for tokens in args.tokens:
+                found["step_s"][str(tokens)] = _rival_case(args, rival, batch, tokens)
     except Exception as error:  # out of memory, or whatever a library that is not ours may raise
-        return {"not_run": f"{type(error).__name__}: {error}".splitlines()[0]}
+        found["not_run"] = f"{type(error).__name__}: {error}".splitlines()[0]
     finally:
         rival = None
         free_cached(args.device)

@@ -1,17 +1,23 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one command of less than 9 minutes: no network, builds nothing, resumable by section.
+# Everything that needs a GPU, in one command of 9 minutes: no network, builds nothing, resumable by section.
 #
 #   bash benchmarks/gpu.sh [section ...]
 #
 # Sections, the most valuable first: tests large_3b large_7b_24 large_7b_80 early deepspeed step update disk sanitizer.
 # Each section writes to $OUT (default: benchmarks/reports/gpu): <section>.json or .txt, what it said meanwhile in
-# <section>.log, and pictures of steps as .svg. Sections that are done are listed in $OUT/done.txt and not run again.
-# One that might not end within $LIMIT_S (default: 540) is left for the next call; the first one always runs. TINY=1
-# runs the same commands at sizes for a CPU. The host tier's memory is touched and pinned before a large model can
-# train: up to 114 GiB for 7b under 24 GiB, which alone takes a minute or more.
+# <section>.log, and pictures of steps as .svg. Sections that are done are listed in $OUT/done.txt and not run again;
+# those that began and did not get done, in $OUT/failed.txt: they come after all others. One that might not end within
+# $LIMIT_S (default: 540) is left for the next call; the first one always runs; stopping one takes a minute at most.
+# TINY=1 runs the same commands at sizes for a CPU, all of them anew unless there is an $OUT. The host tier's memory is
+# touched and pinned before a large model can train: up to 114 GiB for 7b under 24 GiB, which alone takes a minute or
+# more.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-out=${OUT:-benchmarks/reports/gpu}
+if [ -n "${TINY:-}" ]; then
+  out=${OUT:-$(mktemp -d "${TMPDIR:-/tmp}/outcore-gpu.XXXXXX")}
+else
+  out=${OUT:-benchmarks/reports/gpu}
+fi
 python=${PYTHON:-python3}
 limit_s=${LIMIT_S:-540}
 export PYTHONPATH="$PWD/src:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
@@ -26,6 +32,8 @@ if [ -z "${TINY:-}" ] && ! "$python" -c 'import sys, torch; sys.exit(not torch.c
 fi
 mkdir -p "$out"
 out=$(realpath "$out")
+echo "results in $out"
+touch "$out/done.txt" "$out/failed.txt"
 if [ -z "${TINY:-}" ]; then
   cap24=24GiB cap80=80GiB
   large=(--tokens 8192 16384 32768 --steps 3 --recorded-steps 1 --svg "$out")
@@ -45,11 +53,15 @@ failed=0
 run() { # run SECTION SECONDS EXTENSION COMMAND...
   local name=$1 limit=$2 file="$out/$1.$3"
   shift 3
-  if grep -qsx "$name" "$out/done.txt"; then echo "== $name: done before"; return; fi
+  if grep -qx "$name" "$out/done.txt"; then echo "== $name: done before"; return; fi
   if ((SECONDS > 20 && SECONDS + limit > limit_s)); then echo "== $name: left for the next call"; return; fi
   echo "== $name (at $SECONDS s, $limit s at most)"
-  if timeout -k 10 "$limit" "$@" 2>&1 >"$file" | tee "$out/$name.log"; then
+  sed -i "/^$name\$/d" "$out/failed.txt"
+  echo "$name" >>"$out/failed.txt"
+  # What is told to stop prints what it has found, and then gives its memory back.
+  if timeout -k 60 "$limit" "$@" 2>&1 >"$file" | tee "$out/$name.log"; then
     echo "$name" >>"$out/done.txt"
+    sed -i "/^$name\$/d" "$out/failed.txt"
   else
     failed=1
     echo "== $name failed or was stopped after $limit s" | tee -a "$out/$name.log"
@@ -59,8 +71,16 @@ run() { # run SECTION SECONDS EXTENSION COMMAND...
 
 wanted=("$@")
 [ ${#wanted[@]} -gt 0 ] || wanted=(tests large_3b large_7b_24 large_7b_80 early deepspeed step update disk sanitizer)
+mapfile -t wanted < <(
+  printf '%s\n' "${wanted[@]}" | grep -vxFf "$out/failed.txt"
+  printf '%s\n' "${wanted[@]}" | grep -xFf "$out/failed.txt"
+)
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv 2>/dev/null | tee "$out/gpu.txt" || true
+# On a disk, not in memory. A folder that nobody holds was left by a call that was killed.
+for left in "$PWD"/gpu-disk.*; do [ ! -d "$left" ] || flock -n "$left" rm -rf "$left"; done
 scratch=$(mktemp -d "$PWD/gpu-disk.XXXXXX")
+exec 9<"$scratch"
+flock 9
 trap 'rm -rf "$scratch"' EXIT
 for section in "${wanted[@]}"; do
   case $section in

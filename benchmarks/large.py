@@ -1,10 +1,10 @@
 """Large models: a step over the floor of its plan, beside the same with overlap off, plain PyTorch and DeepSpeed.
 
-Prints one JSON object at the end, also if it is stopped, and each case on standard error as soon as it is measured. A
-case is a number of
-tokens per step under a cap on device memory, which the allocator enforces. The model is a Llama built in code (bf16
-weights with fp32 masters, clipping on, activations recomputed); its first values are made unit by unit. It is prepared
-once per cap; the plan leaves the device memory that the largest step was measured to need.
+Prints one JSON object at the end, or before it closes anything if it is stopped, and each case on standard error as
+soon as it is measured. A case is a number of tokens per step under a cap on device memory, which the allocator
+enforces. The model is a Llama built in code (bf16 weights with fp32 masters, clipping on, activations recomputed); its
+first values are made unit by unit. It is prepared once per cap; the plan leaves the device memory that the largest step
+was measured to need. What fails ends only its cap.
 
 The floor (docs/overlap.md) comes from rates that were measured alone, before the run and without the engine:
 benchmarks/rates.py. ``over_floor`` uses the rate of each direction of the bus alone, so no step can be below 1 but for
@@ -32,14 +32,14 @@ from typing import Any
 
 import torch
 from contestants import Layout, Streamed, batch_of, cap_device, device_memory, run_rival, say
-from llama import add_shape_arguments, config_of, on_meta
+from llama import add_shape_arguments, config_of, on_meta, shape_name
 from measuring import context, spread
 from picture import last_step, svg
 from rates import Machine, free_cached, measure_machine, time_passes
 from step import STATES
 
 import outcore
-from outcore.core.errors import PlanInfeasibleError
+from outcore.core.errors import OutcoreError, PlanInfeasibleError
 from outcore.core.quantities import format_bytes, parse_bytes
 from outcore.memory.limits import disk_free_bytes, host_free_bytes
 from outcore.planning.early import with_early_updates
@@ -158,6 +158,7 @@ def describe(
         "recorded_over_step": round(timeline.wall_s / recorded / median_s, 3),
         "explained": round((busy_s[COMPUTE] + sum(exposed_s.values())) / timeline.wall_s, 4),
         "device_memory": memory,
+        "host_is_pinned": streamed.host_is_pinned,
         "passes": dataclasses.asdict(layout.passes),
     }
     return found, timeline
@@ -184,7 +185,7 @@ def limits_of(args: argparse.Namespace, cap_bytes: int) -> Limits:
 
 
 def run_cap(args: argparse.Namespace, spec: ModelSpec, cap_bytes: int, found: dict[str, Any]) -> None:
-    """Measure all numbers of tokens under one cap.
+    """Measure all numbers of tokens under one cap, as far as that goes.
 
     Args:
         args: Of the command line.
@@ -192,9 +193,20 @@ def run_cap(args: argparse.Namespace, spec: ModelSpec, cap_bytes: int, found: di
         cap_bytes: Device memory.
         found: Gets what is known, as soon as it is.
     """
-    cap_device(args.device, cap_bytes)
+    found |= {"cap_bytes": cap_bytes, "cases": []}
+    try:
+        cap_device(args.device, cap_bytes)
+        _measure_cap(args, spec, cap_bytes, found)
+    except (torch.OutOfMemoryError, OutcoreError) as error:
+        found["stopped"] = f"{type(error).__name__}: {error}".splitlines()[0]
+        say(f"{format_bytes(cap_bytes)}: stopped\n{error}")
+    finally:
+        free_cached(args.device)
+
+
+def _measure_cap(args: argparse.Namespace, spec: ModelSpec, cap_bytes: int, found: dict[str, Any]) -> None:
     limits = limits_of(args, cap_bytes)
-    found |= {"cap_bytes": cap_bytes, "limits": dataclasses.asdict(limits), "cases": []}
+    found["limits"] = dataclasses.asdict(limits)
     try:
         layouts, plan = lay_out(args, spec, limits)
     except (torch.OutOfMemoryError, PlanInfeasibleError) as error:
@@ -211,10 +223,11 @@ def run_cap(args: argparse.Namespace, spec: ModelSpec, cap_bytes: int, found: di
     found |= {
         "plan": summary(plan),
         "prepare_s": round(streamed.prepare_s, 2),
-        "host_is_pinned": streamed.engine.homes.host_is_pinned,
+        "host_is_pinned": streamed.host_is_pinned,
         "rates": dataclasses.asdict(machine),
     }
-    say(f"prepared in {streamed.prepare_s:.1f} s")
+    pinned = {True: "pinned", False: "not pinned", None: "not used"}[streamed.host_is_pinned]
+    say(f"prepared in {streamed.prepare_s:.1f} s; host memory is {pinned}")
     try:
         for layout in layouts:
             case, timeline = describe(args, layout, streamed, machine)
@@ -222,13 +235,8 @@ def run_cap(args: argparse.Namespace, spec: ModelSpec, cap_bytes: int, found: di
             say(line_of(case))
             if args.svg is not None:
                 draw(args, cap_bytes, case, last_step(timeline))
-    except torch.OutOfMemoryError as error:
-        found["stopped"] = f"{error}".splitlines()[0]
-        say(found["stopped"])
     finally:
         streamed.close()
-        del streamed
-        free_cached(args.device)
 
 
 def summary(plan: Plan) -> dict[str, Any]:
@@ -244,11 +252,12 @@ def summary(plan: Plan) -> dict[str, Any]:
 def draw(args: argparse.Namespace, cap_bytes: int, case: Mapping[str, Any], timeline: Timeline) -> None:
     """Save the picture of a step."""
     cap = format_bytes(cap_bytes)
-    about = f"Llama {args.shape}, {case['tokens']} tokens, device memory capped at {cap}"
+    shape = shape_name(args)
+    about = f"Llama {shape}, {case['tokens']} tokens, device memory capped at {cap}"
     about += f": {case['over_floor']:.2f} of the floor ({case['binding']} binds)"
     args.svg.mkdir(parents=True, exist_ok=True)
     about += ", updates inside backward" if args.early else ""
-    name = f"step_{args.shape}_{cap.replace('.00 ', '').replace(' ', '')}_{case['tokens']}{'_early' * args.early}.svg"
+    name = f"step_{shape}_{cap.replace('.00 ', '').replace(' ', '')}_{case['tokens']}{'_early' * args.early}.svg"
     (args.svg / name).write_text(svg(timeline, about))
 
 
@@ -259,6 +268,7 @@ def line_of(case: Mapping[str, Any]) -> str:
     line += f", floor {case['floor_s']:.3f} s ({case['binding']}): {case['over_floor']:.3f}"
     line += f" (links together: {case['over_floor_together']:.3f}); waits for {waits}"
     line += f"; serial {case['serial_over_step']} times as long" if case["serial_s"] else ""
+    line += "; host memory is not pinned" if case["host_is_pinned"] is False else ""
     memory = case["device_memory"]
     return line + (f"; {format_bytes(memory['peak_reserved_bytes'])} of device memory" if memory else "")
 
@@ -296,18 +306,35 @@ def main() -> None:
         torch.set_num_threads(1)  # for trying it out: shapes so small only wait for a second thread
     model = on_meta(config_of(args))
     spec = partition(model, state_names=STATES, precision="bf16").spec
-    shape = {"shape": args.shape, "parameters": sum(p.numel() for p in model.parameters()), "seq_len": args.seq_len}
+    shape = {
+        "shape": shape_name(args),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "seq_len": args.seq_len,
+    }
     del model
     found: dict[str, Any] = {"benchmark": "large", **shape, "caps": [], "rivals": {}}
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ``timeout`` sends it: what there is gets printed
+
+    stdout = sys.stdout  # rivals run with another
+
+    @functools.cache  # once
+    def report() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print(json.dumps(found | context("transformers")), file=stdout, flush=True)
+
+    def stop(*_: object) -> None:
+        report()  # now, since closing may take minutes
+        sys.exit(143)
+
+    signal.signal(signal.SIGTERM, stop)  # ``timeout`` sends it
     try:
         for cap_bytes in () if args.only_against else args.device_memory:
             found["caps"].append({})
             run_cap(args, spec, cap_bytes, found["caps"][-1])
         for name in args.against:
-            found["rivals"][name] = run_rival(args, name)
+            found["rivals"][name] = {}
+            run_rival(args, name, found["rivals"][name])
     finally:
-        print(json.dumps(found | context("transformers")), flush=True)
+        report()
 
 
 if __name__ == "__main__":

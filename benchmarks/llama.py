@@ -21,6 +21,7 @@ SHAPES: dict[str, dict[str, int]] = {
     "7b": {"layers": 32, "hidden": 4096, "intermediate": 11008, "heads": 32, "kv_heads": 32},  # 6.74e9
     "tiny": {"layers": 2, "hidden": 64, "intermediate": 160, "heads": 2, "kv_heads": 1},
 }
+VOCABULARY = 32000
 LOSS_TOKENS = 4096
 """Tokens per piece of the loss."""
 _NOISE_NUMEL = 2**24 - 3  # odd: rows of a matrix are not equal
@@ -68,7 +69,13 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=SHAPES, default="3b")
     for name in ("layers", "hidden", "intermediate", "heads", "kv-heads"):
         parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--vocabulary", type=int, default=32000)
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
+
+
+def shape_name(args: argparse.Namespace) -> str:
+    """The shape of the command line, or ``custom`` if a number overrides one of its own."""
+    is_named = args.vocabulary == VOCABULARY and all(getattr(args, name) is None for name in SHAPES[args.shape])
+    return args.shape if is_named else "custom"
 
 
 def config_of(args: argparse.Namespace, layers: int | None = None) -> LlamaConfig:

@@ -1,16 +1,11 @@
-"""Whole training steps: outcore on the device, on the host and on disk, over plain PyTorch with activation
-checkpointing.
+"""Whole training steps: outcore on the device, on the host and on disk, over plain PyTorch with checkpointing.
 
 Prints one JSON object. The model is a Llama of 217M parameters (12 layers, hidden 1024), bf16 weights with fp32
-masters, clipping
-on, one micro-batch of 4 x 256 tokens. All contestants stand in memory at once and take turns, since machines are noisy;
-ratios are taken
-within a turn. A turn is a warm-up step and ``--steps`` timed ones, from the return of one ``optimizer.step()`` to that
-of the
-last, so that an update that runs behind the next forward is counted where it delays something, and then everything is
-drained.
-Exposed seconds are those that compute waited for a lane. DeepSpeed ZeRO-3 with CPU offload joins where it can be
-imported.
+masters, clipping on, one micro-batch of 4 x 256 tokens. All contestants stand in memory at once and take turns, since
+machines are noisy; ratios are taken within a turn. A turn is a warm-up step and ``--steps`` timed ones, from the moment
+that compute has done one ``optimizer.step()`` to that of the last, so that an update that runs behind the next forward
+is counted where it delays something, and then everything is drained. Exposed seconds are those that compute waited for
+a lane. DeepSpeed ZeRO-3 with CPU offload joins where it can be imported.
 
     python benchmarks/step.py --turns 3 --steps 2 --disk .
 """
@@ -56,13 +51,15 @@ class Contestant:
     def turn(self, steps: int) -> float:
         """Run one turn; seconds per step."""
         self.step()
+        await_compute()
         before, start = self.exposed(), time.perf_counter()
         for _ in range(steps):
             self.step()
+        await_compute()
         seconds = (time.perf_counter() - start) / steps
+        self.drain()  # what compute waited for is known when it is over
         for lane, after in self.exposed().items():
             self.exposed_s.setdefault(lane, []).append((after - before[lane]) / steps)
-        self.drain()
         self.seconds.append(seconds)
         return seconds
 
@@ -145,6 +142,12 @@ def deepspeed(model: LlamaForCausalLM, batch: dict[str, torch.Tensor]) -> Contes
         engine.step()
 
     return Contestant("deepspeed_zero3_offload", step, synchronize, dict)
+
+
+def await_compute() -> None:
+    """Wait for what compute was given; copies and updates behind it go on."""
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
 
 
 def synchronize() -> None:

@@ -78,7 +78,7 @@ class TestRun:
         assert trace.exists() == (steps is not None)
         if steps is not None:
             assert rows(trace)["compute"].count("step") == steps
-        assert not list(tmp_path.glob("*.partial"))
+        assert not list(tmp_path.glob(".trace-*"))
 
     def test_a_resumed_run_records_steps_of_its_own(self, command, shared, tmp_path):
         trace = tmp_path / "trace.json"
@@ -87,13 +87,17 @@ class TestRun:
         assert rows(trace)["compute"].count("step") == 2
         assert command(*shared, "--steps", 3, *more, "--resume").status == 0
         assert rows(trace)["compute"].count("step") == 1, "replaced"
+        trace.unlink()
+        done = command(*shared, "--steps", 3, *more, "--resume")
+        assert f"no trace was recorded: {trace}" in done.out.splitlines()
+        assert not trace.exists()
 
     def test_a_drive_that_is_full_by_then_costs_only_the_trace(self, command, shared, tmp_path, monkeypatch):
         write = Path.write_text
 
         def failing(path, *args, **kwargs):
             written = write(path, *args, **kwargs)
-            if path.suffix == ".partial" and "trace" in path.name:
+            if path.name == "trace.json":
                 raise OSError(28, "No space left on device")
             return written
 
@@ -102,7 +106,7 @@ class TestRun:
         done = command(*shared, "--steps", 4, "--out", tmp_path / "run", "--trace", trace)
         assert done.status == 0
         assert f"note: --trace: '{trace}' could not be written: No space left on device" in done.err.splitlines()
-        assert not list(tmp_path.glob("trace*"))
+        assert not [*tmp_path.glob("trace*"), *tmp_path.glob(".trace*")]
 
     def test_a_dry_run_writes_none(self, command, shared, tmp_path):
         before = sorted(tmp_path.rglob("*"))
@@ -164,6 +168,13 @@ class TestFile:
         assert path.read_text() == TIMELINE.to_trace()
         assert list(tmp_path.iterdir()) == [path]
 
+    def test_a_neighbour_of_any_name_stays(self, tmp_path, out):
+        neighbour = tmp_path / "trace.json.partial"
+        neighbour.write_text("mine")
+        TraceFile(tmp_path / "trace.json", out=out).write(TIMELINE)
+        assert neighbour.read_text() == "mine"
+        assert sorted(tmp_path.iterdir()) == [tmp_path / "trace.json", neighbour]
+
     def test_a_link_stays_one(self, tmp_path, out):
         (tmp_path / "real").mkdir()
         link = tmp_path / "trace.json"
@@ -190,6 +201,18 @@ class TestFile:
     def test_names_of_the_run_itself_are_refused(self, out, name):
         with pytest.raises(ConfigError, match="--trace: expected a file of its own, but the run itself writes"):
             TraceFile(out / name, out=out)
+
+    @pytest.mark.parametrize("name", ["model/t.json", "checkpoint-4/t.json", "checkpoint-4/deep/t.json", "."])
+    def test_so_is_what_lies_in_its_folders(self, out, name):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        with pytest.raises(ConfigError, match="--trace: expected a file of its own, but the run itself writes"):
+            TraceFile(out / name, out=out)
+
+    def test_other_folders_in_the_output_may_hold_it(self, out):
+        (out / "traces").mkdir(parents=True)
+        path = out / "traces" / "model"
+        TraceFile(path, out=out).write(TIMELINE)
+        assert path.exists()
 
     def test_a_circle_of_links(self, tmp_path, out):
         (tmp_path / "a").symlink_to(tmp_path / "b")

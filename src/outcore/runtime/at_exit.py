@@ -57,4 +57,5 @@ def _end_at_once(stop: KeyboardInterrupt | SystemExit) -> NoReturn:
     if isinstance(stop, KeyboardInterrupt):
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
-    os._exit(stop.code if isinstance(stop, SystemExit) and isinstance(stop.code, int) else 1)
+    code = stop.code if isinstance(stop, SystemExit) else 1
+    os._exit(code if isinstance(code, int) else 0 if code is None else 1)

@@ -83,6 +83,8 @@ def _train(console: Console, job: Job, data: RunData, output: OutputFolder, repo
             output.begin()
             output.model_of(resumed, best=trainer.args.load_best_model_at_end)
             _say(console, "Done", f"nothing is left to do: {resumed.path} is at step {resumed.step} of {steps}")
+            if job.settings.trace is not None:
+                console.print(f"no trace was recorded: {job.settings.trace}", markup=False, soft_wrap=True)
             return
         _say(console, "Resume", f"from {resumed.path}, at step {resumed.step} of {steps}")
     try:

@@ -38,14 +38,16 @@ class TraceFile:
         self.path = path
         try:
             self._target = path.resolve()
-            self._partial = self._target.parent / f"{self._target.name}.partial"
+            out = out.resolve()
             with suppress(FileNotFoundError, NotADirectoryError):
-                os.lstat(self._partial)  # a name may be too long for it
+                os.lstat(self._target)  # the name may be too long
             _refuse_other(path, self._target)
-            _refuse_unusable(path, self._target.parent, out.resolve())
+            _refuse_unusable(path, self._target.parent, out)
         except (OSError, RuntimeError) as error:  # of the drive; a circle of links
             raise _unwritable(path, error) from error
-        if self._target.parent == out.resolve() and _IS_OURS.fullmatch(self._target.name):
+        if self._target == out or (
+            out in self._target.parents and _IS_OURS.fullmatch(self._target.relative_to(out).parts[0])
+        ):
             raise ConfigError(
                 f"--trace: expected a file of its own, but the run itself writes '{path}'; name it trace.json"
             )
@@ -53,12 +55,16 @@ class TraceFile:
     def write(self, timeline: Timeline) -> None:
         """Write a timeline, at once. If that fails it is only said: no run is lost over it."""
         try:
-            self._partial.write_text(timeline.to_trace())
-            self._partial.replace(self._target)
+            self._replace(timeline.to_trace())
         except OSError as error:
             warnings.warn(f"--trace: '{self.path}' could not be written: {error.strerror}", stacklevel=1)
-            with suppress(OSError):
-                self._partial.unlink()
+
+    def _replace(self, trace: str) -> None:
+        # Of a name that nothing has, in the same folder.
+        with tempfile.TemporaryDirectory(prefix=".trace-", dir=self._target.parent) as folder:
+            partial = Path(folder) / self._target.name
+            partial.write_text(trace)
+            partial.replace(self._target)
 
 
 @final
