@@ -79,3 +79,14 @@ class TestRefusals:
     def test_no_bool(self):
         with pytest.raises(ConfigError, match="early: expected true or false, but got 1"):
             dataclasses.replace(PLAN.units[-1], early=1)
+
+
+def test_states_from_disk_get_two_more_slots_where_there_is_room():
+    tight = Limits(device_bytes=AMPLE.device_bytes, host_bytes=40 * 2**20, disk_bytes=10**12)
+    model = layered(12)
+    plan = place(model, tight, accumulation_steps=1)
+    (before,) = [pool.num_slots for pool in plan.pools if pool.kind == "states"]
+    roomy = dataclasses.replace(tight, host_bytes=10**12)
+    (after,) = [pool.num_slots for pool in with_early_updates(model, plan, roomy).pools if pool.kind == "states"]
+    assert (before, after) == (3, 5)
+    check_plan(model, with_early_updates(model, plan, roomy), roomy)
