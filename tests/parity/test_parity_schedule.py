@@ -68,7 +68,7 @@ class Watch:
         device.submit, device.compute, weights.prefetch_after_update = logged_submit, logged_compute, logged_begin
         spec, plan = engine.model_spec, engine.plan
         self.schedules = lambda visits: [
-            *consecutive(spec, plan, visits, nothing_held(plan), 12)[2:],
+            *itertools.islice(consecutive(spec, plan, visits, nothing_held(plan)), 2, 12),
             schedule(spec, plan, visits),
         ]
         return prepared

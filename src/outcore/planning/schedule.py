@@ -11,7 +11,6 @@ gradients, holds every update in ``step()`` back until backward is over. Early u
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -56,7 +55,7 @@ def schedule(model: ModelSpec, plan: Plan, visits: Sequence[Visit]) -> Schedule:
     Raises:
         ConfigError: The plan lacks slots that these visits need.
     """
-    steps = _consecutive(model, plan, visits, nothing_held(plan))
+    steps = consecutive(model, plan, visits, nothing_held(plan))
     before, step = next(steps), next(steps)
     for _ in range(_MAX_WARM_UP):  # where slots are too few for what no step changes, contents may go round for ever
         before, step = step, next(steps)  # at least once: in the first step no slot had kept states
@@ -67,20 +66,15 @@ def schedule(model: ModelSpec, plan: Plan, visits: Sequence[Visit]) -> Schedule:
     return replace(step, operations=tuple(operations))
 
 
-def consecutive(model: ModelSpec, plan: Plan, visits: Sequence[Visit], held: Held, num_steps: int) -> list[Schedule]:
-    """Schedules of steps with the same visits, one behind the other.
+def consecutive(model: ModelSpec, plan: Plan, visits: Sequence[Visit], held: Held) -> Iterator[Schedule]:
+    """Schedules of steps with the same visits, one behind the other, without end.
 
     Args:
         model: Units in the plan's order.
         plan: Checked against the model.
         visits: Of each step.
         held: What slots for weights hold when the first one begins.
-        num_steps: How many.
     """
-    return list(itertools.islice(_consecutive(model, plan, visits, held), num_steps))
-
-
-def _consecutive(model: ModelSpec, plan: Plan, visits: Sequence[Visit], held: Held) -> Iterator[Schedule]:
     steps, names = _Steps(model, plan, held), [unit.name for unit in model.units]
     while True:
         begin, moves = len(steps.row), weight_moves(model, plan, visits, held)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 
 from outcore.memory.arena import Buffer
-from outcore.memory.disk import DiskStore
 from outcore.runtime.device import Device
 from outcore.runtime.homes import Home, Homes
 from outcore.runtime.lanes import Handle
@@ -96,7 +95,7 @@ class Access:
             return result.copy_(part.bytes)
         self._device.wait(label, ready)
         self._device.host_access("read from disk", reads=[part.region])
-        self._disk().read(part, result)
+        self._homes.store().read(part, result)
         return result
 
     def _write(self, home: Home | None, start: int, value: torch.Tensor, ready: Handle | None, label: str) -> None:
@@ -112,7 +111,7 @@ class Access:
             return
         self._device.wait(label, ready)
         self._device.host_access("write to disk", writes=[part.region])
-        self._disk().write(part, source.cpu().clone())
+        self._homes.store().write(part, source.cpu().clone())
         self._homes.forget(part)
 
     def _order(self, part: Buffer, ready: Handle | None, label: str, *, is_write: bool) -> None:
@@ -122,8 +121,3 @@ class Access:
         else:
             self._device.wait(label, ready)
             self._device.host_access("access to one parameter", **regions)
-
-    def _disk(self) -> DiskStore:
-        if self._homes.disk is None:
-            raise AssertionError("bytes on disk without a disk tier")
-        return self._homes.disk

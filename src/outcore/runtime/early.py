@@ -31,7 +31,7 @@ import torch
 
 from outcore.core.errors import OutcoreError
 from outcore.memory.arena import Buffer
-from outcore.memory.disk import DiskStore, Extent
+from outcore.memory.disk import Extent
 from outcore.optim.rules import Hyper
 from outcore.runtime.device import Device
 from outcore.runtime.lanes import SKIPPED, Handle, Lane, newest
@@ -159,7 +159,10 @@ class EarlyUpdates:
             unit.weights_readers = newest([*unit.weights_readers, updated])
         attempt.updated = attempt.states_ready = updated
         if old is not None and old.slot is not None:
-            attempt.states_ready = self._write_states(unit, old, attempt, updated)
+            extent = expect_extent(unit.next_states, unit.label)
+            attempt.states_ready = self._supply.write_states(
+                unit, old, extent, updated, attempt.is_made, lambda: attempt.is_wanted
+            )
 
     def _work(
         self,
@@ -189,18 +192,6 @@ class EarlyUpdates:
             return None
 
         return work
-
-    def _write_states(self, unit: Unit, states: Borrowed, attempt: _Attempt, updated: Handle) -> Handle:
-        extent, buffer = expect_extent(unit.next_states, unit.label), states.buffer
-        disk: DiskStore = self._supply.disk()
-
-        def work() -> object:
-            if not attempt.is_wanted:
-                return SKIPPED
-            disk.write(extent, buffer.bytes)
-            return None
-
-        return self._supply.write_states(unit, states, extent, updated, work, attempt.is_made)
 
     # In step().
 

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from outcore.memory.arena import TEMPORARY, Buffer, Region
-from outcore.memory.disk import DiskStore, Extent
+from outcore.memory.disk import Extent
 from outcore.optim.sums import RunAll, Sum, add_works, run_here, widen_rounds
 from outcore.runtime.device import Device
+from outcore.runtime.disk_transfers import Answer, DiskTransfers
 from outcore.runtime.grad_handle import GradHandle
 from outcore.runtime.homes import Homes, Slot, SlotPool
 from outcore.runtime.lanes import After, Handle, Lane, newest
@@ -32,6 +33,7 @@ class GradientHomes:
         Args: run_all: Who accumulates in host memory.
         """
         self._homes, self._device, self._traffic, self._run_all = homes, device, traffic, run_all
+        self._transfers = DiskTransfers(homes, device, traffic)
 
     def send(self, gradients: UnitGradients, current: Pass, held: Mapping[int, GradHandle]) -> Handle | None:
         """Send the sums of a pass home.
@@ -169,16 +171,9 @@ class GradientHomes:
         )
 
     def _write_to_disk(self, unit: Unit, source: Buffer, after: After) -> tuple[Extent, Handle]:
-        extent, disk = expect_extent(unit.gradients, unit.label).part(0, source.nbytes), self._disk()
-        done = self._device.submit(
-            Lane.DISK_WRITE,
-            f"write gradients of {unit.label}",
-            lambda: disk.write(extent, source.bytes),
-            reads=[source.region],
-            writes=[extent.region],
-            after={**after, "gradients read": unit.gradients_readers, "gradients stored": unit.gradients_ready},
-        )
-        self._traffic.add(Lane.DISK_WRITE, source.nbytes)
+        extent = expect_extent(unit.gradients, unit.label).part(0, source.nbytes)
+        after = {**after, "gradients read": unit.gradients_readers, "gradients stored": unit.gradients_ready}
+        done = self._transfers.write(f"write gradients of {unit.label}", source, extent, after)
         unit.gradients_ready, unit.gradients_readers = done, []
         return extent, done
 
@@ -192,23 +187,13 @@ class GradientHomes:
         kept = self._homes.take_kept("landing", native) or self._homes.take_kept("gradients", home)
         return None if kept is None else (kept[1].buffer, kept, {"gradients kept": kept[1].kept_after})
 
-    def fetch_from_disk(
-        self, unit: Unit, is_due: Callable[[], bool] | None = None
-    ) -> tuple[Buffer, tuple[SlotPool, Slot], After]:
+    def fetch_from_disk(self, unit: Unit, is_due: Answer | None = None) -> tuple[Buffer, tuple[SlotPool, Slot], After]:
         """Start reading gradients from disk into a host slot, which the caller gives back."""
-        extent, disk = expect_extent(unit.gradients, unit.label), self._disk()
+        extent = expect_extent(unit.gradients, unit.label)
         pool, slot = self._homes.take("host", "gradients", extent.nbytes)
         buffer = slot.buffer.part(0, extent.nbytes)
-        read = self._device.submit(
-            Lane.STATES_READ,
-            f"read gradients of {unit.label}",
-            lambda: disk.read(extent, buffer.bytes),
-            reads=[extent.region],
-            writes=[buffer.region],
-            after={"gradient slot free": slot.free_after, "gradients stored": unit.gradients_ready},
-            is_due=is_due,
-        )
-        self._traffic.add(Lane.STATES_READ, extent.nbytes)
+        after: After = {"gradient slot free": slot.free_after, "gradients stored": unit.gradients_ready}
+        read = self._transfers.read(Lane.STATES_READ, f"read gradients of {unit.label}", extent, buffer, after, is_due)
         unit.gradients_readers = newest([*unit.gradients_readers, read])
         slot.free_after = newest([*slot.free_after, read])
         return buffer, (pool, slot), {"gradients fetched": read}
@@ -268,7 +253,7 @@ class GradientHomes:
         self._device.host_access(f"look at a gradient of {unit.label}", reads=[part.region])
         found = torch.empty(nbytes, dtype=torch.uint8)
         if nbytes:
-            self._disk().read(part, found)
+            self._homes.store().read(part, found)
         return found.view(dtype)
 
     @torch.no_grad()
@@ -307,18 +292,13 @@ class GradientHomes:
         if unit.plan.gradients == "host":
             yield expect_buffer(unit.gradients, unit.label)
             return
-        extent, disk = expect_extent(unit.gradients, unit.label), self._disk()
+        extent, disk = expect_extent(unit.gradients, unit.label), self._homes.store()
         copy = Buffer(torch.empty(extent.nbytes, dtype=torch.uint8), Region(TEMPORARY, 0, extent.nbytes))
         disk.read(extent, copy.bytes)
         yield copy
         if is_write:
             disk.write(extent, copy.bytes)
             self._homes.forget(extent)
-
-    def _disk(self) -> DiskStore:
-        if self._homes.disk is None:
-            raise AssertionError("gradients on disk without a disk tier")
-        return self._homes.disk
 
 
 def _add(source: torch.Tensor, target: torch.Tensor, factors: list[torch.Tensor]) -> None:

@@ -172,6 +172,12 @@ class Homes:
                 return pool, slot
         return None
 
+    def store(self) -> DiskStore:
+        """The disk tier of a plan that has one."""
+        if self.disk is None:
+            raise AssertionError("bytes on disk without a disk tier")
+        return self.disk
+
     def pools(self, tier: Tier, kind: PoolKind) -> list[SlotPool]:
         """All pools of a kind, smallest slots first."""
         return self._pools.get((tier, kind), [])

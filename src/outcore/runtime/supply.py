@@ -8,12 +8,13 @@ worthless (``Homes.forget``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outcore.memory.arena import Buffer
-from outcore.memory.disk import DiskStore, Extent
+from outcore.memory.disk import Extent
 from outcore.runtime.device import Device
+from outcore.runtime.disk_transfers import Answer, DiskTransfers
 from outcore.runtime.gradient_homes import GradientHomes
 from outcore.runtime.homes import Homes, Slot, SlotPool
 from outcore.runtime.lanes import After, Handle, Lane, newest
@@ -35,7 +36,8 @@ class Supply:
 
     def __init__(self, homes: Homes, device: Device, traffic: Traffic, resting: GradientHomes) -> None:
         """Args: resting: Gradients at rest."""
-        self._homes, self._device, self._traffic, self._resting = homes, device, traffic, resting
+        self._homes, self._device, self._resting = homes, device, resting
+        self._transfers = DiskTransfers(homes, device, traffic)
 
     def forget(self, extent: Extent) -> None:
         """Copies in slots of what is on disk there are worth nothing."""
@@ -52,7 +54,7 @@ class Supply:
         is_kept = {unit: isinstance(unit.states, Extent) and unit.states in kept for unit in units}
         return sorted(units, key=lambda unit: not is_kept[unit])
 
-    def gradients(self, unit: Unit, is_due: Callable[[], bool] | None = None) -> Borrowed:
+    def gradients(self, unit: Unit, is_due: Answer | None = None) -> Borrowed:
         """Gradients at rest, in host memory; to be given back. Args: is_due: Asked before they are read from disk.
 
         With ``is_due`` they are read even if they are in a slot still: their way home must not wait for updates.
@@ -66,28 +68,20 @@ class Supply:
             buffer, slot, after = kept or self._resting.fetch_from_disk(unit, is_due)
         return Borrowed(buffer, after, slot)
 
-    def states(self, unit: Unit, is_due: Callable[[], bool] | None = None) -> Borrowed | None:
+    def states(self, unit: Unit, is_due: Answer | None = None) -> Borrowed | None:
         """States in host memory: their home, or a slot that is being filled from disk. None where there are none."""
         if unit.states is None:
             return None
         if isinstance(unit.states, Buffer):
             return Borrowed(unit.states, {"states written": unit.states_ready, "states read": unit.states_readers})
-        extent, disk = unit.states, self.disk()
+        extent = unit.states
         kept = self._homes.take_kept("states", extent)
         pool, slot = kept or self._homes.take("host", "states", extent.nbytes)
         buffer = slot.buffer.part(0, extent.nbytes)
         if kept is not None:
             return Borrowed(buffer, {"kept states written": slot.free_after}, kept)
-        self._traffic.add(Lane.STATES_READ, extent.nbytes)
-        read = self._device.submit(
-            Lane.STATES_READ,
-            f"read states of {unit.label}",
-            lambda: disk.read(extent, buffer.bytes),
-            reads=[extent.region],
-            writes=[buffer.region],
-            after={"state slot free": slot.free_after, "states written": unit.states_ready},
-            is_due=is_due,
-        )
+        after: After = {"state slot free": slot.free_after, "states written": unit.states_ready}
+        read = self._transfers.read(Lane.STATES_READ, f"read states of {unit.label}", extent, buffer, after, is_due)
         return Borrowed(buffer, {"states read": read}, (pool, slot))
 
     def new_weights(self, unit: Unit) -> Borrowed:
@@ -112,8 +106,8 @@ class Supply:
         states: Borrowed,
         extent: Extent,
         done: Handle,
-        work: Callable[[], object],
-        is_due: Callable[[], bool] | None = None,
+        is_due: Answer | None = None,
+        is_wanted: Answer | None = None,
     ) -> Handle:
         """Write updated states from their slot to disk; the slot is given back, and keeps a copy.
 
@@ -122,21 +116,14 @@ class Supply:
             states: In a slot.
             extent: Where they are written.
             done: The update that makes them.
-            work: Writes them.
-            is_due: See ``Device.submit``.
+            is_due: See ``DiskTransfers.write``.
+            is_wanted: See there.
         """
         if states.slot is None:
             raise AssertionError("states at home are not written")
-        written = self._device.submit(
-            Lane.DISK_WRITE,
-            f"write states of {unit.label}",
-            work,
-            reads=[states.buffer.region],
-            writes=[extent.region],
-            after={"states updated": done},
-            is_due=is_due,
+        written = self._transfers.write(
+            f"write states of {unit.label}", states.buffer, extent, {"states updated": done}, is_due, is_wanted
         )
-        self._traffic.add(Lane.DISK_WRITE, extent.nbytes)
         self._homes.give_kept(*states.slot, extent, done, written)
         return written
 
@@ -149,9 +136,3 @@ class Supply:
         slot.kept = slot.kept_after = None
         poison = self._device.poison(slot.buffer, lane, {"slot free": free_after})
         pool.give(slot, free_after if poison is None else [poison])
-
-    def disk(self) -> DiskStore:
-        """The disk tier."""
-        if self._homes.disk is None:
-            raise AssertionError("bytes on disk without a disk tier")
-        return self._homes.disk

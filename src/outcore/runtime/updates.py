@@ -7,7 +7,7 @@ Units whose states live on the device are updated on compute at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -15,6 +15,7 @@ from outcore.memory.arena import Buffer, Region
 from outcore.optim.blocks import Piece, update_blocks
 from outcore.planning.reservations import SCRATCH_BYTES
 from outcore.runtime.device import Device
+from outcore.runtime.disk_transfers import DiskTransfers
 from outcore.runtime.grad_handle import GradHandle
 from outcore.runtime.homes import Homes
 from outcore.runtime.lanes import After, Handle, Lane
@@ -42,6 +43,7 @@ class Updates:
         """Args: workers: None if every unit is updated on the device."""
         self._homes, self._device, self._traffic = homes, device, traffic
         self._weights, self._supply, self._workers = weights, supply, workers
+        self._transfers = DiskTransfers(homes, device, traffic)
 
     def submit(
         self, unit: Unit, gradients: UnitGradients, changes: Mapping[int, Change], copied: Sequence[Handle]
@@ -95,7 +97,7 @@ class Updates:
         self._device.hand_over(factor, Lane.D2H)
         made = self._device.mark("clip factor made")
         copied = self._device.submit(
-            Lane.D2H, "clip factor", lambda: _copy(target, factor), after={"clip factor made": made}
+            Lane.D2H, "clip factor", lambda: target.copy_(factor, non_blocking=True), after={"clip factor made": made}
         )
         return target, copied
 
@@ -171,17 +173,16 @@ class Updates:
         if states.slot is None:
             unit.states_ready, unit.states_readers = done, []
             return
-        extent, disk = expect_extent(unit.states, unit.label), self._supply.disk()
-        unit.states_ready = self._supply.write_states(
-            unit, states, extent, done, lambda: disk.write(extent, states.buffer.bytes)
-        )
+        extent = expect_extent(unit.states, unit.label)
+        unit.states_ready = self._supply.write_states(unit, states, extent, done)
         unit.states_readers = []
 
     def _write_back_weights(self, unit: Unit, target: Borrowed, done: Handle) -> None:
         if target.slot is None:
             unit.weights_ready, unit.weights_readers = done, []
             return
-        self._supply.give(target, self.send_weights(unit, target.buffer, done), self._way_lane(unit))
+        lane = Lane.WRITE_BACK if unit.plan.weights == "device" else Lane.DISK_WRITE
+        self._supply.give(target, self.send_weights(unit, target.buffer, done), lane)
 
     def send_weights(self, unit: Unit, buffer: Buffer, done: Handle) -> Handle:
         """Send new trained weights from host memory to their home on the device or on disk.
@@ -191,36 +192,26 @@ class Updates:
             buffer: What to send; may be overwritten after the returned handle.
             done: The update that makes them.
         """
-        lane = self._way_lane(unit)
-        work, home, label = self._way_home(unit, buffer)
-        readers: list[Handle] = (
-            [self._device.mark(f"weights of {unit.label} used")] if lane is Lane.WRITE_BACK else unit.weights_readers
-        )
-        unit.weights_ready = self._device.submit(
-            lane,
-            f"write weights of {unit.label}",
-            work,
-            reads=[buffer.region],
-            writes=[home],
-            after={"weights updated on the host": done, label: readers, "weights written": unit.weights_ready},
-        )
+        name, after = f"write weights of {unit.label}", {"weights updated on the host": done}
+        send = self._to_device if unit.is_resident else self._to_disk
+        unit.weights_ready = send(unit, name, buffer, {**after, "weights written": unit.weights_ready})
         unit.weights_readers = []
-        self._traffic.add(lane, buffer.nbytes)
         if unit.is_resident:
             unit.mark_absent()  # reading one before the copy is done must wait for it
         return unit.weights_ready
 
-    @staticmethod
-    def _way_lane(unit: Unit) -> Lane:
-        return Lane.WRITE_BACK if unit.plan.weights == "device" else Lane.DISK_WRITE
+    def _to_device(self, unit: Unit, name: str, buffer: Buffer, after: After) -> Handle:
+        home = expect_buffer(unit.weights, unit.label).part(0, buffer.nbytes)
+        self._traffic.add(Lane.WRITE_BACK, buffer.nbytes)
+        return self._device.submit(
+            Lane.WRITE_BACK,
+            name,
+            lambda: home.bytes.copy_(buffer.bytes, non_blocking=True),
+            reads=[buffer.region],
+            writes=[home.region],
+            after={**after, "weights used": self._device.mark(f"weights of {unit.label} used")},
+        )
 
-    def _way_home(self, unit: Unit, buffer: Buffer) -> tuple[Callable[[], None], Region, str]:
-        if unit.plan.weights == "device":
-            home = expect_buffer(unit.weights, unit.label).part(0, buffer.nbytes)
-            return lambda: _copy(home.bytes, buffer.bytes), home.region, "weights used"
-        extent, disk = expect_extent(unit.weights, unit.label).part(0, buffer.nbytes), self._supply.disk()
-        return lambda: disk.write(extent, buffer.bytes), extent.region, "weights read from disk"
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    target.copy_(source, non_blocking=True)
+    def _to_disk(self, unit: Unit, name: str, buffer: Buffer, after: After) -> Handle:
+        extent = expect_extent(unit.weights, unit.label).part(0, buffer.nbytes)
+        return self._transfers.write(name, buffer, extent, {**after, "weights read from disk": unit.weights_readers})

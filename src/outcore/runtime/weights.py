@@ -23,8 +23,9 @@ from outcore.planning.schedule import update_order, usual_visits
 from outcore.planning.weight_cache import NEVER, Held, weight_moves
 from outcore.runtime.cursor import Cursor, Round
 from outcore.runtime.device import Device
+from outcore.runtime.disk_transfers import DiskTransfers
 from outcore.runtime.homes import Homes
-from outcore.runtime.lanes import After, Handle, Lane, newest
+from outcore.runtime.lanes import After, Lane, newest
 from outcore.runtime.slot_cache import SlotCache
 from outcore.runtime.traffic import Traffic
 from outcore.runtime.unit import Unit, expect_buffer, expect_extent
@@ -49,6 +50,7 @@ class Weights:
     ) -> None:
         """Args: units: All, the root first. has_steps: There is an optimizer, so that visits come in steps."""
         self._units, self._homes, self._device, self._traffic = units, homes, device, traffic
+        self._transfers = DiskTransfers(homes, device, traffic)
         self._index = {unit: i for i, unit in enumerate(units)}
         self._has_steps = has_steps
         self.refusal: OutcoreError | None = None
@@ -234,21 +236,12 @@ class Weights:
 
     def _read(self, index: int, place: int) -> None:
         """Bring weights from disk into a host slot, whatever it holds."""
-        unit, disk = self._units[index], self._homes.disk
-        if disk is None:
-            raise AssertionError("weights on disk without a disk tier")
+        unit = self._units[index]
         self._on_host.vacate(place)
         slot, extent = self._on_host.slots[place], expect_extent(unit.weights, unit.label)
         buffer = slot.buffer.part(0, unit.spec.weight_bytes)
-        read: Handle = self._device.submit(
-            Lane.WEIGHTS_READ,
-            f"read weights of {unit.label}",
-            lambda: disk.read(extent, buffer.bytes),
-            reads=[extent.region],
-            writes=[buffer.region],
-            after={"staging free": slot.free_after, "weights written": unit.weights_ready},
-        )
-        self._traffic.add(Lane.WEIGHTS_READ, buffer.nbytes)
+        after: After = {"staging free": slot.free_after, "weights written": unit.weights_ready}
+        read = self._transfers.read(Lane.WEIGHTS_READ, f"read weights of {unit.label}", extent, buffer, after)
         unit.weights_readers = newest([*unit.weights_readers, read])
         self._on_host.put(place, index, read)
 
