@@ -37,7 +37,6 @@ from outcore.spec.plan import Plan
 
 _DEVICE_SHARE = 0.9  # of what is free, where no budget says otherwise: the rest is for the driver and fragmentation
 _HOST_SHARE = 0.8
-_ACTIVATION_SHARE = 0.3  # of the device budget on an accelerator: activations and workspace are not planned yet
 
 
 class Prepared(NamedTuple):
@@ -330,9 +329,8 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
 def _choose_plan(cut: Partition, options: _Options, device: Device) -> Plan:
     limits = _limits(options.budget, device)
     if options.plan is None:
-        reserve = 0 if device.kind == "cpu" else int(_ACTIVATION_SHARE * limits.device_bytes)
         steps = options.accumulation_steps
-        plan = place(cut.spec, limits, accumulation_steps=steps, activation_reserve_bytes=reserve)
+        plan = place(cut.spec, limits, accumulation_steps=steps, activation_share=device.activation_share)
         # With clipping an attempt is lost whenever a step clips, which only a measured run can weigh.
         return plan if steps is None or options.clipping else with_early_updates(cut.spec, plan, limits)
     promised, given = options.plan.accumulation_steps, options.accumulation_steps

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import outcore
 from outcore.api import plan_for
 from outcore.core.errors import ConfigError
+from outcore.runtime.device_cpu import CpuDevice
 
 CONFIG = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4)
 
@@ -41,3 +42,15 @@ def test_refuses_what_prepare_refuses(tmp_path: Path):
     assert caught.value.required_bytes
     with pytest.raises(ConfigError, match="positive integer"):
         plan_for(model, optimizer, accumulation_steps=0)
+
+
+def test_what_an_error_names_is_enough_on_an_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(CpuDevice, "activation_share", 0.3)  # as an accelerator answers
+    with pytest.raises(outcore.PlanInfeasibleError) as caught:
+        plan_for(*build("meta"), budget=outcore.Budget(device=1000, host=1000, disk=tmp_path))
+    need = caught.value.required_bytes
+    budget = outcore.Budget(device=need["device"], host=need["host"], disk=tmp_path, disk_bytes=need["disk"])
+    with outcore.prepare(*build("cpu"), budget=budget) as (model, streamed):
+        assert streamed.plan.tier_bytes["device"] <= 0.7 * need["device"]
+        model(input_ids=torch.zeros(1, 3, dtype=torch.int64)).logits.sum().backward()
+        streamed.step()

@@ -62,6 +62,53 @@ def test_keeps_to_the_limits_or_says_what_would_do(model, given_limits, accumula
 
 
 @settings(deadline=None, max_examples=100)
+@given(model=model_specs(), given_limits=limits(), share=st.sampled_from([0.1, 0.3, 0.7]), reserve=reserves)
+def test_required_bytes_leave_the_share_of_activations_again(model, given_limits, share, reserve):
+    options = {"activation_share": share, "activation_reserve_bytes": reserve}
+    try:
+        plan = place(model, given_limits, **options)
+    except PlanInfeasibleError as error:
+        given_limits = as_limits(error.required_bytes)
+        plan = place(model, given_limits, **options)
+        device_bytes = given_limits.device_bytes - 1
+        with pytest.raises(PlanInfeasibleError):
+            place(model, dataclasses.replace(given_limits, device_bytes=device_bytes), **options)
+    left = given_limits.device_bytes - plan.tier_bytes["device"]
+    assert left >= reserve + int(share * given_limits.device_bytes)
+
+
+@settings(deadline=None, max_examples=100)
+@given(model=model_specs(), given_limits=limits(), share=st.sampled_from([0.0, 0.3]))
+def test_one_tier_raised_to_what_the_error_says_is_enough_and_one_byte_less_is_not(model, given_limits, share):
+    try:
+        place(model, given_limits, activation_share=share)
+    except PlanInfeasibleError as error:
+        raised = error.raise_one_to
+    else:
+        return
+    for tier in TIERS:
+        if not budget_of(given_limits)[tier] and tier != "device":  # not allowed
+            assert tier not in raised
+            continue
+        with pytest.raises(PlanInfeasibleError):
+            less = raised.get(tier, PLENTY) - 1
+            place(model, dataclasses.replace(given_limits, **{f"{tier}_bytes": less}), activation_share=share)
+        if tier in raised:
+            more = dataclasses.replace(given_limits, **{f"{tier}_bytes": raised[tier]})
+            place(model, more, activation_share=share)
+
+
+def test_the_disk_that_is_named_is_for_the_device_and_host_that_were_given():
+    limits = Limits(device_bytes=8 * MIB, host_bytes=20 * MIB, disk_bytes=MIB)
+    with pytest.raises(PlanInfeasibleError) as caught:
+        place(layered(12), limits)
+    disk_bytes = caught.value.raise_one_to["disk"]
+    assert disk_bytes < caught.value.required_bytes["disk"]
+    assert f"disk    disk_bytes={disk_bytes}" in str(caught.value)
+    place(layered(12), dataclasses.replace(limits, disk_bytes=disk_bytes))
+
+
+@settings(deadline=None, max_examples=100)
 @given(model=model_specs(), accumulation_steps=steps, disk=st.booleans(), host=st.booleans(), data=st.data())
 def test_one_page_less_than_required_raises(model, accumulation_steps, disk, host, data):
     nothing = Limits(device_bytes=0, host_bytes=int(host), disk_bytes=1 if disk else None)
@@ -211,5 +258,7 @@ def test_message_names_need_budget_and_consumers():
         "  gradients of the units                                 6.11 MiB\n"
         "  weights of the units                                   3.06 MiB\n"
         f"give Budget(device={required['device']}, host={required['host']}, disk=..., "
-        f"disk_bytes={required['disk']}) or more, or train a smaller model or with smaller units"
+        f"disk_bytes={required['disk']}) or more, or train a smaller model or with smaller units\n"
+        "or raise one tier and leave the others as they are:\n"
+        f"device  device={caught.value.raise_one_to['device']}  30.89 MiB"
     )

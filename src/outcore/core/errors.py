@@ -35,11 +35,16 @@ class PlanInfeasibleError(MemoryBudgetError):
     Attributes:
         required_bytes: Tier name -> the least that would do given the tiers allowed; a budget of exactly these bytes
             is accepted.
+        raise_one_to: Tier name -> how much of it would do with the other tiers as given. A tier that alone cannot help
+            is missing.
     """
 
-    def __init__(self, message: str, required_bytes: Mapping[str, int]) -> None:
+    def __init__(
+        self, message: str, required_bytes: Mapping[str, int], raise_one_to: Mapping[str, int] | None = None
+    ) -> None:
         super().__init__(message)
         self.required_bytes = dict(required_bytes)
+        self.raise_one_to = dict(raise_one_to or {})
 
 
 class DiskError(OutcoreError, OSError):

@@ -4,6 +4,10 @@ All plans of the rule are told apart by two counts [Note: waterlines]: the devic
 units, then gradients and states of all units); the host takes a prefix of what is left (weights, then gradients, then
 states); the rest goes to disk. Of those that fit, the plan chosen has the most slots on the device, then the most
 homes there, then the most slots on the host, then the most homes there: a larger budget never gives less in that order.
+
+[Note: one tier] With more on the host its homes never take less, and those of the disk never more; the slots may take
+less, as there are none for a tier that nobody uses. So bounds are found by bisection of the homes, and counts beside
+them are tried while slots could still make up the difference.
 """
 
 from __future__ import annotations
@@ -11,8 +15,9 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from outcore.core.errors import PlanInfeasibleError
@@ -41,6 +46,7 @@ def place(
     accumulation_steps: int | None = None,
     policy: Policy = "recompute",
     activation_reserve_bytes: int = 0,
+    activation_share: float = 0.0,
 ) -> Plan:
     """Decide where every byte lives.
 
@@ -50,14 +56,17 @@ def place(
         accumulation_steps: Micro-batches per step if promised, else None.
         policy: Of all units but the root, whose activations autograd keeps.
         activation_reserve_bytes: Device bytes to leave for activations and workspace.
+        activation_share: Of the device's limit, to leave for them besides.
 
     Raises:
         PlanInfeasibleError: Nothing fits. ``required_bytes`` is the least device, then the least host, then the least
-            disk that would do; a host or disk of 0 bytes counts as not allowed.
+            disk that would do; ``raise_one_to`` says how much of one tier would do with the others as they are. A host
+            or disk of 0 bytes counts as not allowed.
 
     Cost: 0.2 s for 128 equal units, seconds if all differ; integers only.
     """
-    search = _Search(model, limits, accumulation_steps, activation_reserve_bytes)
+    room = Room(activation_reserve_bytes, activation_share)
+    search = _Search(model, limits, accumulation_steps, room)
     if search.best([LEAST]) is None:
         raise _infeasible(search, policy)
     for depth, buckets in DEVICE_COMFORTS:
@@ -66,6 +75,25 @@ def place(
         if best is not None:
             return search.plan(*best, policy)
     raise AssertionError("a plan with the fewest slots fits, but none was found")
+
+
+class Room(NamedTuple):
+    """Device memory that is left to activations and workspace: so many bytes, and a share of the device's limit."""
+
+    nbytes: int
+    share: float
+
+    def beside(self, device_bytes: int) -> int:
+        """What a device with this limit has for the plan."""
+        return device_bytes - self.nbytes - int(self.share * device_bytes)
+
+    def limit_for(self, plan_bytes: int) -> int:
+        """The least limit that leaves so much for the plan."""
+        if not self.share:
+            return plan_bytes + self.nbytes
+        near = int((plan_bytes + self.nbytes) / (1 - self.share))
+        off = int(1 / (1 - self.share)) + 1  # rounding moves the limit by so much
+        return bisect.bisect_left(range(near + off), plan_bytes, lo=max(near - off, 0), key=self.beside)
 
 
 class Waterline(NamedTuple):
@@ -103,8 +131,8 @@ class _Footprint(NamedTuple):
 class _Search:
     """All plans of the rule over one model and one set of limits."""
 
-    def __init__(self, model: ModelSpec, limits: Limits, accumulation_steps: int | None, reserve_bytes: int) -> None:
-        self.model, self.limits, self.reserve_bytes = model, limits, reserve_bytes
+    def __init__(self, model: ModelSpec, limits: Limits, accumulation_steps: int | None, room: Room) -> None:
+        self.model, self.limits, self.room = model, limits, room
         self.accumulation_steps = accumulation_steps
         self.num_units = len(model.units)
         # Equal units are counted, not listed: 100 equal layers cost as much as one.
@@ -143,15 +171,23 @@ class _Search:
 
     def best(self, comforts: Sequence[Comfort]) -> tuple[Waterline, Comfort] | None:
         """The best plan that fits; ``comforts`` are alike on the device, the best one first."""
-        for on_device in range(self.most_on_device, -1, -1):
-            if self.device_bytes(on_device, comforts[0]) > self.limits.device_bytes:
-                continue
+        for on_device in self._fitting(comforts[0]):
             for comfort in comforts:
-                for on_host in reversed(self._window(on_device)):
-                    line = Waterline(on_device, on_host)
-                    if self.bytes(line, comfort).host <= self.limits.host_bytes:
-                        return line, comfort
+                line = self._fitting_line(on_device, comfort)
+                if line is not None:
+                    return line, comfort
         return None
+
+    def _fitting(self, comfort: Comfort) -> Iterator[int]:
+        """How much the device can take within its limit, the most first."""
+        for on_device in range(self.most_on_device, -1, -1):
+            if self.device_bytes(on_device, comfort) <= self.limits.device_bytes:
+                yield on_device
+
+    def _fitting_line(self, on_device: int, comfort: Comfort) -> Waterline | None:
+        """With the most on the host, within the limits of host and disk."""
+        lines = (Waterline(on_device, on_host) for on_host in reversed(self._window(on_device)))
+        return next((line for line in lines if self.bytes(line, comfort).host <= self.limits.host_bytes), None)
 
     def least(self) -> Waterline:
         """The least device bytes, then host, then disk, among plans on the tiers that are allowed."""
@@ -167,16 +203,54 @@ class _Search:
         all_lines = (Waterline(d, h) for d in candidates for h in self._host_choices(d))
         return min(all_lines, key=lambda line: self.bytes(line, LEAST))
 
+    def raise_one_to(self) -> dict[Tier, int]:
+        """Of each tier that is allowed, how much would do with the others' limits as they are; empty if none suffices.
+
+        See [Note: one tier].
+        """
+        found: dict[Tier, int | None] = {"device": self._least_device()}
+        if self.limits.host_bytes:
+            found["host"] = min(map(self._least_host, self._fitting(LEAST)), default=None)
+        if self.limits.disk_bytes:
+            found["disk"] = min(filter(None, map(self._least_disk, self._fitting(LEAST))), default=None)
+        return {tier: nbytes for tier, nbytes in found.items() if nbytes is not None}
+
+    def _least_device(self) -> int | None:
+        nbytes = {d: self.device_bytes(d, LEAST) for d in range(self.most_on_device + 1)}
+        smallest_first = sorted(nbytes, key=nbytes.__getitem__)
+        return next((nbytes[d] for d in smallest_first if self._fitting_line(d, LEAST) is not None), None)
+
+    def _least_host(self, on_device: int) -> int:
+        """The least host bytes with so much on the device, within the limit of the disk."""
+        choices, disk_bytes = self._host_choices(on_device), self.limits.disk_bytes or 0
+        lines = [Waterline(on_device, on_host) for on_host in choices]
+        lines = lines[bisect.bisect_left(lines, -disk_bytes, key=lambda line: -self._homes_bytes(line).disk) :]
+        least = self.bytes(lines[0], LEAST).host
+        for line in itertools.takewhile(lambda line: self._homes_bytes(line).host < least, lines[1:]):
+            least = min(least, self.bytes(line, LEAST).host)
+        return least
+
+    def _least_disk(self, on_device: int) -> int | None:
+        """The least disk bytes with so much on the device, within the limit of the host; None if none suffices."""
+        lines = [Waterline(on_device, on_host) for on_host in self._host_choices(on_device)]
+        stop = bisect.bisect_right(lines, self.limits.host_bytes, key=lambda line: self._homes_bytes(line).host)
+        fitting = (line for line in reversed(lines[:stop]) if self._fits_host(line))
+        return next((self.bytes(line, LEAST).disk for line in fitting), None)
+
+    def _fits_host(self, line: Waterline) -> bool:
+        return self.bytes(line, LEAST).host <= self.limits.host_bytes
+
     def device_bytes(self, on_device: int, comfort: Comfort) -> int:
         """Device bytes; they do not depend on what lies on the host."""
         return self.bytes(Waterline(on_device, self.most_on_host(on_device)), comfort).device
 
     def bytes(self, line: Waterline, comfort: Comfort) -> _Bytes:
-        """What a plan takes, the reserve for activations included."""
-        slots = {"device": self.reserve_bytes, "host": 0}
+        """The least limits that allow a plan: what it takes, and on the device room for activations."""
+        slots = {"device": 0, "host": 0}
         for pool in build_pools(self._needs(line), comfort):
             slots[pool.tier] += pool.total_bytes
-        return self._homes_bytes(line).plus(_Bytes(slots["device"], slots["host"], 0))
+        taken = self._homes_bytes(line).plus(_Bytes(slots["device"], slots["host"], 0))
+        return taken._replace(device=self.room.limit_for(taken.device))
 
     def plan(self, line: Waterline, comfort: Comfort, policy: Policy) -> Plan:
         """Write a waterline down as a plan."""
@@ -243,5 +317,6 @@ def _infeasible(search: _Search, policy: Policy) -> PlanInfeasibleError:
     least = search.bytes(line, LEAST)
     required: dict[Tier, int] = {"device": least.device, "host": least.host, "disk": least.disk}
     plan = search.plan(line, LEAST, policy)
-    message = infeasible_table(search.model, plan, search.limits, required)
-    return PlanInfeasibleError(message, dict(required.items()))
+    raise_one_to = search.raise_one_to()
+    message = infeasible_table(search.model, plan, search.limits, required, raise_one_to=raise_one_to)
+    return PlanInfeasibleError(message, dict(required.items()), dict(raise_one_to.items()))

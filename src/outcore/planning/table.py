@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from outcore.core.quantities import format_bytes
 from outcore.planning.reservations import Reservation, reservations
@@ -35,7 +36,13 @@ def plan_table(model: ModelSpec, plan: Plan, limits: Limits | None = None) -> st
 
 
 def infeasible_table(
-    model: ModelSpec, plan: Plan, limits: Limits, required_bytes: Mapping[Tier, int], *, given: bool = False
+    model: ModelSpec,
+    plan: Plan,
+    limits: Limits,
+    required_bytes: Mapping[Tier, int],
+    *,
+    raise_one_to: Mapping[Tier, int] = MappingProxyType({}),
+    given: bool = False,
 ) -> str:
     """Say why nothing fits: need against budget per tier, and the largest consumers.
 
@@ -44,6 +51,7 @@ def infeasible_table(
         plan: The plan with the least need, or the one that was given.
         limits: The budget.
         required_bytes: What the plan takes, activations included.
+        raise_one_to: Tier -> how much of it would do with the other tiers as given.
         given: The plan was given and may not be changed.
     """
     lines = ["expected a plan within the budget, but no placement fits; the least that would do is:"]
@@ -63,6 +71,11 @@ def infeasible_table(
             rows.append(("  activations (reserved)", "", format_bytes(reserve)))
     lines.append(_align(rows))
     lines.append(f"give {_as_budget(required_bytes)} or more, or train a smaller model or with smaller units")
+    if raise_one_to:
+        lines.append("or raise one tier and leave the others as they are:")
+        lines.append(
+            _align([(t, f"{t}{'_bytes' * (t == 'disk')}={n}", format_bytes(n)) for t, n in raise_one_to.items()])
+        )
     return "\n".join(lines)
 
 

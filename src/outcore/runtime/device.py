@@ -57,6 +57,8 @@ class Device(abc.ABC):
     """``cpu`` or ``cuda``."""
     update_block_bytes: int
     """Gradients that an update on the device takes at a time: so few that they fit a cache, or enough to fill it."""
+    activation_share: float
+    """Of the device budget, what a plan leaves to activations and workspace, which are not planned yet."""
 
     def __init__(
         self, torch_device: torch.device, execution: Execution, faults: Faults, race_checker: RaceChecker | None

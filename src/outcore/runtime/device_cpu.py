@@ -20,6 +20,7 @@ class CpuDevice(Device):
 
     kind = "cpu"
     update_block_bytes = 2 * 2**20
+    activation_share = 0.0  # they come from ordinary memory beside the arenas
 
     def __init__(self, faults: Faults, race_checker: RaceChecker | None) -> None:
         """Start the lanes. Use ``open_device``."""

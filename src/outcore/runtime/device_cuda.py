@@ -174,6 +174,7 @@ class CudaDevice(Device):
 
     kind = "cuda"
     update_block_bytes = 2**30
+    activation_share = 0.3
 
     def __init__(self, torch_device: torch.device, faults: Faults, race_checker: RaceChecker | None) -> None:
         """Start the lanes. Use ``open_device``."""
