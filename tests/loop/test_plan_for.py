@@ -51,6 +51,6 @@ def test_what_an_error_names_is_enough_on_an_accelerator(tmp_path: Path, monkeyp
     need = caught.value.required_bytes
     budget = outcore.Budget(device=need["device"], host=need["host"], disk=tmp_path, disk_bytes=need["disk"])
     with outcore.prepare(*build("cpu"), budget=budget) as (model, streamed):
-        assert streamed.plan.tier_bytes["device"] <= 0.7 * need["device"]
+        assert streamed.plan.tier_bytes["device"] <= need["device"] - int(0.3 * need["device"])
         model(input_ids=torch.zeros(1, 3, dtype=torch.int64)).logits.sum().backward()
         streamed.step()

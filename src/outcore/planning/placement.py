@@ -225,10 +225,9 @@ class _Search:
         choices, disk_bytes = self._host_choices(on_device), self.limits.disk_bytes or 0
         lines = [Waterline(on_device, on_host) for on_host in choices]
         lines = lines[bisect.bisect_left(lines, -disk_bytes, key=lambda line: -self._homes_bytes(line).disk) :]
-        least = self.bytes(lines[0], LEAST).host
-        for line in itertools.takewhile(lambda line: self._homes_bytes(line).host < least, lines[1:]):
-            least = min(least, self.bytes(line, LEAST).host)
-        return least
+        most = self.bytes(lines[0], LEAST).host
+        better = itertools.takewhile(lambda line: self._homes_bytes(line).host < most, lines[1:])
+        return min([most, *(self.bytes(line, LEAST).host for line in better)])
 
     def _least_disk(self, on_device: int) -> int | None:
         """The least disk bytes with so much on the device, within the limit of the host; None if none suffices."""
