@@ -661,6 +661,7 @@ class TestRun:
         skipped = {"max_steps", "output_dir", "include_for_metrics", "eval_strategy", "bf16", "gradient_checkpointing"}
         defaults = {f.name: f.default for f in dataclasses.fields(SFTConfig) if f.init and f.name not in skipped}
         defaults |= {"disable_tqdm": True, "activation_checkpointing": False, "save_strategy": "steps"}
+        defaults["logging_nan_inf_filter"] = False
         defaults["eval_do_concat_batches"] = None
         settle(yaml.safe_dump({name: value for name, value in defaults.items() if value is not None}), eval_data="e")
 

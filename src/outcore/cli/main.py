@@ -69,6 +69,7 @@ def train(  # noqa: PLR0913 (one argument for each option)
     save_every: options.SaveEvery = None,
     keep: options.Keep = None,
     resume: options.Resume = None,
+    on_nonfinite: options.OnNonfinite = None,
     report_to: options.ReportTo = None,
     trace: options.Trace = None,
     dry_run: options.DryRun = None,

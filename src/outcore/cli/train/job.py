@@ -114,6 +114,7 @@ class Job:
             budget=self._planned_budget(),
             precision=settings.precision,
             weights=self.source.weights,
+            on_nonfinite=settings.on_nonfinite,
         )
         trainer.remove_callback(PrinterCallback)
         return trainer

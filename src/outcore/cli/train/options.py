@@ -163,6 +163,15 @@ Resume = Annotated[
         "--resume",
     ),
 ]
+OnNonfinite = Annotated[
+    str | None,
+    _option(
+        _OUTPUT,
+        "WORD",
+        "What to do when the loss or the gradient's norm is nan or infinite. stop: end the run before the update, the "
+        "default. skip: leave the update out. go: update all the same.",
+    ),
+]
 ReportTo = Annotated[
     list[str] | None, _option(_OUTPUT, "NAME", "A tracker that is installed, such as tensorboard; repeat it for more.")
 ]

@@ -14,6 +14,7 @@ from rich.console import Console
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from outcore.cli.progress import Show, StepReport, progress
+from outcore.cli.train.nonfinite import finite
 from outcore.cli.train.output import METRICS, PLAN, OutputFolder
 from outcore.cli.train.trace import StepTracer, TraceFile
 from outcore.planning.reservations import tier_bytes
@@ -133,7 +134,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
             self._meter.stop()
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(json.dumps(finite(line), allow_nan=False) + "\n")
         self._file.flush()
 
 

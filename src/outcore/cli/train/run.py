@@ -14,6 +14,7 @@ from rich.console import Console
 
 import outcore
 from outcore.cli.train.job import Job, RunData
+from outcore.cli.train.nonfinite import NonFiniteStepError
 from outcore.cli.train.output import MODEL, OutputFolder
 from outcore.cli.train.report import RunReport
 from outcore.cli.train.settings import Settings, describe
@@ -114,6 +115,9 @@ def _explained(output: OutputFolder) -> Iterator[None]:
         late = OutcoreError(str(error))  # no mistake in the command: what it needs was damaged while it ran
         late.add_note(_what_is_left(output))
         raise late from error
+    except NonFiniteStepError as error:
+        error.add_note(_what_is_left(output, "with --resume and a change the run goes on there"))
+        raise
     except BaseException as error:
         if output.has_begun:
             error.add_note(_what_is_left(output))
@@ -128,11 +132,11 @@ def _explained(output: OutputFolder) -> Iterator[None]:
         raise
 
 
-def _what_is_left(output: OutputFolder) -> str:
+def _what_is_left(output: OutputFolder, how: str = "the same command with --resume goes on there") -> str:
     latest = output.latest()
     if latest is None:
         return f"no checkpoint was saved in {output.path}; --save-every N saves one every N steps"
-    return f"{latest.path} holds everything up to step {latest.step}; the same command with --resume goes on there"
+    return f"{latest.path} holds everything up to step {latest.step}; {how}"
 
 
 def _raised_by(error: BaseException) -> str:

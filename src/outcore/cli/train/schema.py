@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 from outcore.cli.train.fields import Mismatch, coerce, in_words, narrowed, shown
 from outcore.cli.train.given import Given
@@ -38,6 +38,7 @@ DEFAULTS: Mapping[str, Any] = {
     "activation_checkpointing": False,  # the engine recomputes by itself
     "bf16": False,  # precision says it
     "disable_tqdm": True,  # outcore has a progress bar of its own
+    "logging_nan_inf_filter": False,  # it shows other numbers in place of nan, and waits for the device to do so
     "logging_steps": 1,
     "report_to": "none",
     "save_strategy": "no",  # model/ is written at the end in any case
@@ -54,6 +55,7 @@ INSTEAD: Mapping[str, str] = {
     "disable_tqdm": "outcore shows a progress bar of its own",
     "model_init_kwargs": "the model is built from its config.json: change a copy of that file",
     "trust_remote_code": "only models that transformers itself knows can be trained",
+    "logging_nan_inf_filter": "--on-nonfinite says what becomes of numbers that are not finite; they are shown as such",
     "resume_from_checkpoint": "--resume continues from the newest checkpoint in --out",
     "save_only_model": "without states no checkpoint can be resumed from, and the final model is in model/ anyway",
     "ignore_data_skip": "a resumed run goes on with the data that comes next",
@@ -66,6 +68,9 @@ INSTEAD: Mapping[str, str] = {
     "hub_token": _HUB,
 }
 """Settings that have no effect here, or a wrong one -> what to do instead. Their defaults are accepted."""
+
+
+OnNonfinite = Literal["stop", "skip", "go"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +88,7 @@ class Own:
     plan: str | None = None
     device: str | None = None
     resume: bool = False
+    on_nonfinite: OnNonfinite = "stop"
     trace: str | None = None
     dry_run: bool = False
 

@@ -18,7 +18,7 @@ from typing import Any
 from outcore.cli.train.fields import shown
 from outcore.cli.train.given import from_assignments, from_flags
 from outcore.cli.train.rules import LENGTHS, check_lora, check_training, refuse_contradictions
-from outcore.cli.train.schema import DEFAULTS, SECTIONS, Own, Schema, Setting
+from outcore.cli.train.schema import DEFAULTS, SECTIONS, OnNonfinite, Own, Schema, Setting
 from outcore.cli.train.yaml_file import read_yaml
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import format_bytes, parse_bytes
@@ -46,6 +46,8 @@ class Settings:
     device: str | None
     """``cpu`` or an accelerator; None: the accelerator if there is one."""
     resume: bool
+    on_nonfinite: OnNonfinite
+    """What becomes of a step whose loss or gradient norm is not a finite number."""
     trace: Path | None
     """File for a timeline of a few steps."""
     dry_run: bool
@@ -89,6 +91,7 @@ def resolve(config: Path | None, flags: Mapping[str, Any], assignments: Sequence
         plan=None if plan is None else Path(_path(plan)),
         device=device,
         resume=_own(settled, "resume"),
+        on_nonfinite=_own(settled, "on_nonfinite"),
         trace=None if trace is None else Path(_path(trace)),
         dry_run=_own(settled, "dry_run"),
     )
@@ -202,6 +205,8 @@ def describe(settings: Settings) -> dict[str, str]:
         for name, value in settings.training.items()
         if name not in _SAID and DEFAULTS.get(name, dataclasses.MISSING) != value
     }
+    if settings.on_nonfinite != Own.on_nonfinite:
+        rest["on nonfinite"] = settings.on_nonfinite
     if settings.trace is not None:
         rest["trace"] = str(settings.trace)
     return said | rest

@@ -10,11 +10,11 @@ import datasets
 import pyarrow.compute
 from trl import SFTConfig, SFTTrainer
 
+from outcore.cli.train.nonfinite import FiniteSteps
 from outcore.core.errors import ConfigError
-from outcore.integrations.transformers import OutcoreMixin
 
 
-class SftTrainer(OutcoreMixin, SFTTrainer):  # type: ignore[misc]  # the library has no types here
+class SftTrainer(FiniteSteps, SFTTrainer):  # type: ignore[misc]  # the library has no types here
     """Writes nothing but checkpoints, and refuses data of which nothing is left to learn from."""
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
