@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch.nn import utils
@@ -224,32 +227,94 @@ READS = (
     torch.sum,
     torch.clone,
     torch.isnan,
+    lambda g: g.abs().mean().item(),
     lambda g: g + 1,
-    lambda g: g.cpu().numpy(),
+    lambda g: g.norm(dim=0),
+    lambda g: torch.linalg.vector_norm(g, dtype=torch.float64),
+    lambda g: g.cpu().numpy().tolist(),
+    lambda g: g.numpy().tolist(),
     lambda g: g.data.tolist(),
     lambda g: g.to(torch.float64),
-    lambda g: g.copy_(torch.ones(g.shape)),
-    lambda g: g.add_(1.0),
-    lambda g: g[0],
-    lambda g: g.mul_(torch.ones(g.shape)),
+    lambda g: torch.histc(g, bins=5),
+    lambda g: g.flatten()[1:3].sum(),
+    lambda g: [part.sum() for part in g.split(4)],
+    lambda g: copy.deepcopy(g),
+    lambda g: pickle.loads(pickle.dumps(g)),
+    lambda g: torch.stack([g, g]).max(),
+    lambda g: torch.einsum("i...,i...->i", g, g),
+    lambda g: g.sum().item() < 100 and bool((g == g).all()),
+)
+CHANGES = (
+    lambda g: g.add_(1e-3),
+    lambda g: g.add_(torch.full(g.shape, 1e-3)),
+    lambda g: g.data.sub_(1e-3 * torch.ones(g.shape), alpha=2),
+    lambda g: g.mul_(torch.linspace(0.5, 1, g.shape[-1])),
+    lambda g: g.__setitem__(0, 0.01),
+    lambda g: g.view(-1)[2:5].mul_(3),
+    lambda g: g[g.abs() < 1e-3].zero_(),
+    lambda g: g.masked_fill_(g.abs() < 1e-3, 1e-4),
+    lambda g: g.sign_().mul_(1e-2),
+    lambda g: g.copy_(g.flip(0)),
+    lambda g: g.zero_().add_(1e-3),
+    lambda g: torch.add(g, g, out=g),
+    lambda g: torch._foreach_add_([g, torch.zeros(1)], 1e-4),
+    lambda g: setattr(g, "data", torch.full(g.shape, 1e-3)),
 )
 
 
-def test_reading_a_gradient_is_refused(kind, tmp_path):
+def touched(model):
+    return [model.get_parameter(name).grad for name in (BLOCK_WEIGHT, "blocks.0.norm.bias", "head.weight")]
+
+
+def test_reading_a_gradient_is_reading_its_value(kind, tmp_path):
+    def drive(model, optimizer):
+        model.loss(batch()).backward()
+        model.loss(batch(1)).backward()
+        seen = [read(g) for g in touched(model) for read in READS]
+        utils.clip_grad_norm_(model.parameters(), 0.1)
+        seen += [read(g) for g in touched(model) for read in READS]
+        optimizer.step()
+        return seen + [g.clone() for g in touched(model)]
+
+    same(drive, kind, tmp_path)
+
+
+@pytest.mark.parametrize("when", ["first", "accumulated"])
+def test_changing_a_gradient_in_place_changes_what_the_step_takes(kind, when, tmp_path):
+    def drive(model, optimizer):
+        seen = []
+        for number, change in enumerate(CHANGES):
+            model.loss(batch(number)).backward()
+            if when == "accumulated":
+                model.loss(batch(number + 1)).backward()
+            if number % 2:
+                seen.append(utils.clip_grad_norm_(model.parameters(), 0.1))
+            for gradient in touched(model):
+                change(gradient)
+            if number % 3 == 0:
+                model.loss(batch(number + 2)).backward()
+            seen.append(utils.clip_grad_norm_(model.parameters(), 0.2))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=number % 4 != 0)
+        return seen
+
+    same(drive, kind, tmp_path)
+
+
+def test_a_copy_says_that_it_is_none(kind, tmp_path):
     model = make()
     with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
         model.loss(batch()).backward()
-        for name in (BLOCK_WEIGHT, "head.weight"):
-            param = model.get_parameter(name)
-            grad = param.grad
-            assert name in repr(grad)
-            assert (grad.shape, grad.dtype) == (param.shape, torch.float32)
-            assert not grad.is_sparse
-            assert not grad.requires_grad
-            for read in READS:
-                with pytest.raises(outcore.UnsupportedError, match=f"gradient of '{name}'"):
-                    read(grad)
-        optimizer.step()
+        param = model.get_parameter(BLOCK_WEIGHT)
+        old = param.grad
+        assert BLOCK_WEIGHT in repr(old)
+        assert (old.shape, old.dtype, old.requires_grad) == (param.shape, torch.float32, False)
+        with pytest.raises(ValueError, match="read-only"):
+            old.numpy()[0] = 1.0
+        optimizer.zero_grad()
+        for use in (torch.sum, torch.norm, lambda g: g.clamp_(0, 1), lambda g: g.add_(1.0)):
+            with pytest.raises(outcore.UnsupportedError, match=f"on p.grad of '{BLOCK_WEIGHT}' now.*clone"):
+                use(old)
 
 
 def test_promised_accumulation_begins_anew_after_zeroing(kind, tmp_path):

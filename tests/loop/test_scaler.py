@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import utils
 
-from .rig import KINDS, adamw, batch, same
+from .rig import KINDS, adamw, batch, make, prepared, same
 
 pytestmark = pytest.mark.parametrize("kind", KINDS)
 
@@ -78,3 +78,21 @@ def test_one_infinite_element(kind, tmp_path):
         return scaler.get_scale()
 
     same(drive, kind, tmp_path, optimizer=adamw)
+
+
+@pytest.mark.parametrize("infinite", [False, True])
+def test_unscaling_reads_the_device_once_at_most(kind, tmp_path, infinite, monkeypatch):
+    model = make()
+    with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+        scaler.scale(model.loss(batch()) * (float("inf") if infinite else 1.0)).backward()
+        reads = []
+        with monkeypatch.context() as patch:
+            for name in ("__bool__", "__float__", "item", "tolist", "numpy"):
+                known = getattr(torch.Tensor, name)
+                patch.setattr(torch.Tensor, name, lambda t, k=known, n=name: reads.append(n) or k(t))
+            scaler.unscale_(optimizer)
+        assert len(reads) <= 1
+        scaler.step(optimizer)
+        scaler.update()
+        assert (scaler.get_scale() < 2.0**12) is infinite

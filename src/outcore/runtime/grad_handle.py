@@ -1,21 +1,20 @@
 """Gradient handles: what stands on ``p.grad`` while the gradient itself is on its way home, or rests there.
 
 A handle answers for the gradient's norm, takes part in clipping and loss scaling as a remembered factor, and can be
-zeroed; any other use raises. So ``torch.nn.utils.clip_grad_norm_``, ``GradScaler`` and every way of zeroing work
-unchanged.
+zeroed, all without the gradient being moved. So ``torch.nn.utils.clip_grad_norm_``, ``GradScaler`` and every way of
+zeroing work unchanged. Any other use fetches the gradient, see [Note: on demand].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol, Self, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, Self
 
 import torch
 
-from outcore.core.errors import UnsupportedError
+from outcore.runtime.on_demand import DistantTensor, on_values
 
 aten = torch.ops.aten
-_make = cast("Any", torch.Tensor)._make_wrapper_subclass
 
 
 class GradientOwner(Protocol):
@@ -27,20 +26,26 @@ class GradientOwner(Protocol):
     def gradient_norm(self, handle: GradHandle, order: float) -> torch.Tensor:
         """Norm of the gradient times the handle's factors: a 0-dim tensor on the device."""
 
-    def gradient_is_finite(self, handle: GradHandle) -> torch.Tensor:
-        """Whether every element is finite: a 0-dim bool tensor on the device."""
+    def known_norm(self, handle: GradHandle) -> torch.Tensor | None:
+        """The 2-norm, if it was taken already; a finite one proves that every element is finite."""
+
+    def gradient_value(self, handle: GradHandle) -> torch.Tensor:
+        """The gradient times the handle's factors, on the device (slow: it may have to be fetched). Only to be read."""
+
+    def replace_gradient(self, handle: GradHandle, value: torch.Tensor) -> None:
+        """Store another value (slow)."""
 
     def snapshot(self, factor: torch.Tensor) -> torch.Tensor:
         """A 0-dim copy of a factor that its owner may change later."""
 
-    def add_to_gradient(self, handle: GradHandle, more: torch.Tensor) -> None:
-        """Accumulate what autograd made for the parameter in another micro-batch."""
+    def add_to_gradient(self, handle: GradHandle, more: torch.Tensor) -> bool:
+        """Accumulate what autograd made for the parameter in another micro-batch. False outside of a backward."""
 
     def change_gradient(self, handle: GradHandle, change: Callable[[torch.Tensor], Any]) -> None:
         """Apply an in-place change to the stored gradient (slow: it is fetched and written back)."""
 
 
-class GradHandle(torch.Tensor):
+class GradHandle(DistantTensor):
     """Stands for a gradient: shape, dtype and device of the parameter, no storage.
 
     Attributes:
@@ -49,53 +54,32 @@ class GradHandle(torch.Tensor):
         is_zero: It was zeroed in place; the stored bytes no longer count.
     """
 
-    index: int  # type: ignore[assignment]  # torch.Tensor inherits a method of that name that it does not serve
+    index: int  # type: ignore[assignment]  # torch.Tensor inherits a method of that name
     factors: list[torch.Tensor]
     is_zero: bool
     owner: GradientOwner
 
-    @staticmethod
-    def __new__(
-        cls: type[Self],
-        owner: GradientOwner,
-        index: int,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Self:
-        """Make a wrapper. Args: shape, device: Of the parameter. dtype: Of the accumulated gradient."""
-        handle: Self = _make(cls, shape, dtype=dtype, device=device)
-        return handle
-
-    def __init__(self, owner: GradientOwner, index: int, *_: object) -> None:
-        """Args: owner: Keeps the gradient. index: Of the parameter."""
+    def __init__(self, like: torch.Tensor, device: torch.device, owner: GradientOwner, index: int) -> None:
+        """Args: like, device: See ``DistantTensor``. owner: Keeps the gradient. index: Of the parameter."""
         self.owner, self.index, self.factors, self.is_zero = owner, index, [], False
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Name and shape: the values are elsewhere."""
         return f"GradHandle('{self.owner.gradient_name(self)}', shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    def numpy(self, *, force: bool = False) -> NoReturn:
-        """Refuse."""
-        raise UnsupportedError(_refusal(self, "numpy()"))
+    def fetch(self) -> torch.Tensor:
+        """A copy, on the device."""
+        return self.owner.gradient_value(self).view(self.shape).clone()
 
-    def tolist(self) -> NoReturn:
-        """Refuse."""
-        raise UnsupportedError(_refusal(self, "tolist()"))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Refuse."""
-        raise UnsupportedError(_refusal(self, "copy.deepcopy"))
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse."""
-        raise UnsupportedError(_refusal(self, "pickling"))
+    def store(self, value: torch.Tensor) -> None:
+        """Replace what is stored."""
+        self.owner.replace_gradient(self, value)
 
     def multiply(self, factor: torch.Tensor | float) -> Self:  # type: ignore[override]
         """Remember a factor. Tensors are copied: GradScaler changes its own in place."""
         if isinstance(factor, torch.Tensor):
             if factor.numel() != 1:
-                raise UnsupportedError(_refusal(self, f"multiplication by a tensor of shape {tuple(factor.shape)}"))
+                return NotImplemented
             self.factors.append(self.owner.snapshot(factor))
         else:
             self.factors.append(torch.tensor(factor, dtype=torch.float64))  # on the host: no copy, no wait
@@ -105,27 +89,22 @@ class GradHandle(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Serve what loops do to gradients; refuse the rest."""
+        """Serve what loops do to gradients where they are, the rest on their values."""
         serve = _SERVED.get(func)
-        if serve is None:
-            handle = next((a for a in args if isinstance(a, GradHandle)), None)
-            raise UnsupportedError(_refusal(handle, str(func)))
-        return serve(*args, **(kwargs or {}))
+        if serve is not None and _is_of_handles(args[0]):
+            result = serve(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
+        return on_values(func, args, kwargs or {})
 
 
-def _refusal(handle: GradHandle | None, action: str) -> str:
-    name = "?" if handle is None else handle.owner.gradient_name(handle)
-    return (
-        f"expected norm, scaling or zeroing, but got {action} on the gradient of '{name}', which outcore keeps off "
-        "the device; "
-        "clip with torch.nn.utils.clip_grad_norm_, scale with GradScaler, and call the step() of the optimizer that "
-        "outcore.prepare() returned"
-    )
+def _is_of_handles(value: Any) -> bool:
+    return isinstance(value, GradHandle) or (isinstance(value, list) and any(isinstance(v, GradHandle) for v in value))
 
 
 def _vector_norm(handle: GradHandle, order: float = 2, dim: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
     if dim is not None or any(args) or kwargs.get("dtype") is not None:
-        raise UnsupportedError(_refusal(handle, "a norm along dimensions or in another dtype"))
+        return NotImplemented
     return handle.owner.gradient_norm(handle, float(order))
 
 
@@ -147,7 +126,7 @@ def _change(operation: Callable[..., Any]) -> Callable[..., GradHandle]:
 
     def serve(handle: GradHandle, *args: Any, **kwargs: Any) -> GradHandle:
         if any(isinstance(a, torch.Tensor) for a in (*args, *kwargs.values())):
-            raise UnsupportedError(_refusal(handle, f"{operation} with another tensor"))
+            return NotImplemented
         handle.owner.change_gradient(handle, lambda gradient: operation(gradient, *args, **kwargs))
         return handle
 
@@ -161,21 +140,29 @@ def _zero(handle: GradHandle) -> GradHandle:
 
 
 def _add(handle: GradHandle, more: torch.Tensor, *, alpha: float = 1) -> GradHandle:
-    if alpha != 1 or not isinstance(more, torch.Tensor) or isinstance(more, GradHandle) or more.shape != handle.shape:
-        raise UnsupportedError(_refusal(handle, "addition other than autograd's accumulation"))
-    handle.owner.add_to_gradient(handle, more)
-    return handle
+    is_plain = isinstance(more, torch.Tensor) and not isinstance(more, DistantTensor) and more.shape == handle.shape
+    return handle if alpha == 1 and is_plain and handle.owner.add_to_gradient(handle, more) else NotImplemented
 
 
 def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
     plain = [g for g in gradients if not isinstance(g, GradHandle)]
     if plain:
         aten._amp_foreach_non_finite_check_and_unscale_.default(plain, found_inf, inverse_scale)
-    for gradient in gradients:
-        if isinstance(gradient, GradHandle):
-            finite = gradient.owner.gradient_is_finite(gradient)
-            found_inf.copy_(torch.maximum(found_inf, (~finite).to(found_inf)))
-            gradient.multiply(inverse_scale)
+    handles = [g for g in gradients if isinstance(g, GradHandle)]
+    for value in _perhaps_infinite(handles):
+        found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(value).all()).to(found_inf)))
+    for handle in handles:
+        handle.multiply(inverse_scale)
+
+
+def _perhaps_infinite(handles: Sequence[GradHandle]) -> Iterator[torch.Tensor]:
+    """Values of the gradients that no finite norm proves to be finite. The host waits for the device once at most."""
+    norms = {h: norm for h in handles if (norm := h.owner.known_norm(h)) is not None}
+    is_proven = torch.isfinite(torch.stack([n.double() for n in norms.values()])).tolist() if norms else []
+    proven = {h for h, is_finite in zip(norms, is_proven, strict=True) if is_finite}
+    for handle in handles:
+        if handle not in proven:
+            yield handle.owner.gradient_value(handle)
 
 
 def _each(operation: Callable[..., Any]) -> Callable[..., Any]:

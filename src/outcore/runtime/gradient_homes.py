@@ -259,19 +259,34 @@ class GradientHomes:
     @torch.no_grad()
     def change(self, gradients: UnitGradients, handle: GradHandle, change: Callable[[torch.Tensor], Any]) -> None:
         """Apply pending factors and then an in-place change to a stored gradient."""
-        unit = gradients.unit
         gradients.norms.pop(handle.index, None)
         if handle.is_zero:
             return
-        with self._at_hand(unit, is_write=True) as home:
-            if gradients.is_native:
-                promote(unit, home, [i for i, h in gradients.held_handles().items() if not h.is_zero])
-                gradients.is_native = False
-            view = unit.update_views(home)[handle.index]
+        with self._in_update_form(gradients) as views:
+            view = views[handle.index]
             for factor in handle.factors:
                 view.mul_(factor.to(view.device))
             handle.factors.clear()
             change(view)
+
+    @torch.no_grad()
+    def replace(self, gradients: UnitGradients, handle: GradHandle, value: torch.Tensor) -> None:
+        """Store another value (1D): it has no factors and is not zeroed."""
+        gradients.norms.pop(handle.index, None)
+        with self._in_update_form(gradients) as views:
+            views[handle.index].copy_(value)
+            handle.factors.clear()
+            handle.is_zero = False
+
+    @contextmanager
+    def _in_update_form(self, gradients: UnitGradients) -> Iterator[list[torch.Tensor]]:
+        """All gradients of a unit, to be changed."""
+        unit = gradients.unit
+        with self._at_hand(unit, is_write=True) as home:
+            if gradients.is_native:
+                promote(unit, home, [i for i, h in gradients.held_handles().items() if not h.is_zero])
+                gradients.is_native = False
+            yield unit.update_views(home)
 
     @contextmanager
     def _at_hand(self, unit: Unit, *, is_write: bool) -> Iterator[Buffer]:

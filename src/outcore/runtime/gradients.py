@@ -94,6 +94,14 @@ class Gradients:
         """See ``GradientHomes.change``."""
         self._resting.change(gradients, handle, change)
 
+    def replace(self, gradients: UnitGradients, handle: GradHandle, value: torch.Tensor) -> None:
+        """See ``GradientHomes.replace``."""
+        self._resting.replace(gradients, handle, value)
+
+    def is_in_backward(self) -> bool:
+        """Whether autograd is running on this thread."""
+        return bool(_autograd._current_graph_task_id() >= 0)
+
     # What calls of units and autograd's own accumulation give.
 
     def deposit(self, unit: Unit, grads: dict[int, torch.Tensor]) -> None:
@@ -232,7 +240,7 @@ class Gradients:
             pool.give(slot, [h for h in handles if h is not None])
         device = self._device.torch_device
         for i in current.present - added:
-            handle = GradHandle(gradients, i, unit.spec.params[i].shape, unit.grad_dtypes[i], device)
+            handle = GradHandle(unit.grad_likes[i], device, gradients, i)
             unit.params[i].grad = gradients.handles[i] = handle
         if unit.plan.early and gradients.num_passes == self._accumulation_steps:
             self.on_last(gradients)

@@ -95,6 +95,9 @@ class Unit:
         # together,
         # as it does over fp32 accumulators. A torch without grad_dtype insists on the parameter's own.
         self.grad_dtypes = [_grad_dtype(p, s) for p, s in zip(params, spec.trainable, strict=False)]
+        self.grad_likes = [
+            torch.empty(s.shape, dtype=d, device="meta") for s, d in zip(spec.trainable, self.grad_dtypes, strict=True)
+        ]
         # Native and update form of gradients are the same bytes.
         self.has_one_layout = all(p.dtype == p.update_dtype for p in spec.trainable)
 

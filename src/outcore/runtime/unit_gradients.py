@@ -34,6 +34,12 @@ class GradientStore(Protocol):
     def change(self, gradients: UnitGradients, handle: GradHandle, change: Callable[[torch.Tensor], Any]) -> None:
         """Apply an in-place change to the stored gradient."""
 
+    def replace(self, gradients: UnitGradients, handle: GradHandle, value: torch.Tensor) -> None:
+        """Store another value."""
+
+    def is_in_backward(self) -> bool:
+        """Whether autograd is running on this thread."""
+
     def deposit(self, unit: Unit, grads: dict[int, torch.Tensor]) -> None:
         """Take gradients that autograd made in the pass that is running now."""
 
@@ -105,6 +111,7 @@ class UnitGradients:
     def gradient_norm(self, handle: GradHandle, order: float) -> torch.Tensor:
         """Norm as the plain loop takes it: by the device's kernel, over the accumulated and scaled gradient."""
         self._store.refuse_norm_if_promised(handle)
+        self._refuse_stale(handle)
         is_stored_norm = order == 2 and not handle.is_zero and not handle.factors
         if is_stored_norm and self.unit.plan.gradients == "device" and handle.index not in self.norms:
             self._take_norms_on_device()
@@ -122,22 +129,41 @@ class UnitGradients:
         wanted = [i for i, h in self.handles.items() if i not in self.norms and not h.is_zero and not h.factors]
         self.norms.update(zip(wanted, kernels.norms([stored[i] for i in wanted]), strict=True))
 
-    def gradient_is_finite(self, handle: GradHandle) -> torch.Tensor:
-        """Whether every element is. A finite norm proves it; a norm may overflow where no element does."""
-        known = self.norms.get(handle.index)
-        if known is not None and not handle.factors and not handle.is_zero and bool(torch.isfinite(known)):
-            return torch.isfinite(known)
-        return torch.isfinite(self._store.value(self, handle)).all()
+    def known_norm(self, handle: GradHandle) -> torch.Tensor | None:
+        """The norm as stored, where it is that of the handle too."""
+        return None if handle.factors or handle.is_zero else self.norms.get(handle.index)
+
+    def gradient_value(self, handle: GradHandle) -> torch.Tensor:
+        """The gradient as the user sees it, on the device (1D)."""
+        self._refuse_stale(handle)
+        return self._store.value(self, handle).to(handle.dtype)
+
+    def replace_gradient(self, handle: GradHandle, value: torch.Tensor) -> None:
+        """Write another value home."""
+        self._refuse_stale(handle)
+        self.version += 1
+        self._store.replace(self, handle, value.reshape(-1))
+
+    def _refuse_stale(self, handle: GradHandle) -> None:
+        if self.unit.params[handle.index].grad is not handle:
+            raise UnsupportedError(
+                f"expected the gradient that is on p.grad of '{self.gradient_name(handle)}' now, but got one that was "
+                "there before it was set to None, whose bytes may be overwritten by now; clone a gradient to keep it"
+            )
 
     def snapshot(self, factor: torch.Tensor) -> torch.Tensor:
         """A copy of a factor, shared by the parameters that it scales."""
         return self._store.snapshot(factor)
 
-    def add_to_gradient(self, handle: GradHandle, more: torch.Tensor) -> None:
+    def add_to_gradient(self, handle: GradHandle, more: torch.Tensor) -> bool:
         """Autograd accumulates by itself: a parameter used outside of its unit's forward."""
+        if not self._store.is_in_backward():
+            return False
         self._store.deposit(self.unit, {handle.index: more})
+        return True
 
     def change_gradient(self, handle: GradHandle, change: Callable[[torch.Tensor], Any]) -> None:
         """Fetch, change, write back."""
+        self._refuse_stale(handle)
         self.version += 1
         self._store.change(self, handle, change)
