@@ -106,9 +106,9 @@ def test_the_commands_and_options_are_these():
         "demo": ["device", "folder", "steps"],
         "train": [
             *("assignments", "batch_size", "config", "data", "device", "device_memory", "disk", "dry_run", "epochs"),
-            *("eval_data", "grad_accum", "host_memory", "keep", "lora", "lr", "max_grad_norm", "model", "out"),
-            *("packing", "plan", "precision", "report_to", "resume", "save_every", "seed", "seq_len", "steps"),
-            "trace",
+            *("eval_data", "grad_accum", "host_memory", "keep", "lora", "lr", "max_grad_norm", "model"),
+            *("on_nonfinite", "out", "packing", "plan", "precision", "report_to", "resume", "save_every", "seed"),
+            *("seq_len", "steps", "trace"),
         ],
     }
 
@@ -130,3 +130,20 @@ def test_help_explains_every_option_and_fits_a_terminal(monkeypatch, capsys, nam
 )
 def test_help_of_train_needs_no_other_page(topic):
     assert topic in typer.main.get_command(cli.app).commands["train"].help
+
+
+@pytest.mark.parametrize(
+    ("args", "resume"),
+    [
+        (("c.yaml",), None),
+        (("--resume", "c.yaml"), "true"),
+        (("c.yaml", "--resume"), "true"),
+        (("c.yaml", "--resume", "auto"), "auto"),
+        (("--resume=auto", "c.yaml"), "auto"),
+        (("--resume", "auto", "c.yaml"), "auto"),
+    ],
+)
+def test_resume_takes_a_word_or_none(args, resume):
+    command = typer.main.get_command(cli.app).commands["train"]
+    params = command.make_context("train", list(args)).params
+    assert (str(params["config"]), params["resume"]) == ("c.yaml", resume)

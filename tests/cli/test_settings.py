@@ -345,7 +345,7 @@ class TestValues:
             ("lora: {init_lora_weights: pissa_niter_x}\n", ["true or false", "pissa"]),
             ("lora: {layer_replication: [[1]]}\n", ["a list, each item a list of 2"]),
             ("lora: {eva_config: {rhoo: 2}}\n", ["a mapping with some of rho"]),
-            ("outcore: {resume: maybe}\n", ["outcore.resume", "true or false"]),
+            ("outcore: {resume: maybe}\n", ["outcore.resume", "true or false or auto"]),
             ("outcore: {precision: fp64}\n", ["fp32, bf16, pure_bf16"]),
             ("outcore: {device_memory: 1.5}\n", ["line 1: outcore.device_memory: expected bytes", "1.5"]),
             ("outcore: {device_memory: 5 PiB}\n", ["'5 PiB'", "TiB"]),

@@ -239,10 +239,13 @@ class TestResume:
     def test_after_ctrl_c(self, command, shared, tmp_path, monkeypatch):
         whole, out = tmp_path / "whole", tmp_path / "run"
         assert command(*shared, "--out", whole).status == 0
-        with monkeypatch.context() as patch:
-            self.stop_at(patch, 5, stop=partial(signal.raise_signal, signal.SIGINT))
-            stopped = command(*shared, "--out", out)
-        assert stopped.status == 130
+        for step, left in ((1, f"no checkpoint was saved in {out}: --resume auto begins anew"), (5, "")):
+            with monkeypatch.context() as patch:
+                self.stop_at(patch, step, stop=partial(signal.raise_signal, signal.SIGINT))
+                stopped = command(*shared, "--out", out, "--resume", "auto")
+            assert stopped.status == 130
+            assert f"nothing was saved in {out}: the run begins at step 0" in stopped.out
+            assert left in stopped.err
         assert stopped.err.splitlines()[-2:] == [
             "outcore: stopped",
             f"{out / 'checkpoint-4'} holds everything up to step 4; the same command with --resume goes on there",
@@ -251,9 +254,9 @@ class TestResume:
         assert len(losses(out)) == 4
         # As if it had been killed while the newest checkpoint was written.
         (out / "checkpoint-4" / "trainer_state.json").write_text("{")
-        resumed = command(*shared, "--out", out, "--resume")
+        resumed = command(*shared, "--out", out, "--resume", "auto")
         assert resumed.status == 0, resumed.err
-        assert "checkpoint-4" in resumed.out
+        assert f"from {out / 'checkpoint-2'}, at step 2 of 6" in resumed.out
         self.assert_same(out, whole)
 
     def test_adapters(self, command, weights, chats, tmp_path, monkeypatch):

@@ -319,6 +319,30 @@ class TestFolder:
             assert cache.is_dir()
         assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-9", "checkpoint-best"]
 
+    @pytest.mark.parametrize("left", [(), ("plan.json", "metrics.jsonl"), (".outcore-data-x",), ("checkpoint-3", "x")])
+    def test_auto_begins_anew_where_a_run_saved_nothing(self, tmp_path, left):
+        out = tmp_path / "run"
+        for name in left:
+            (out / name).mkdir(parents=True)
+        with pytest.raises(ConfigError, match="expected a complete checkpoint .* begin anew with --resume auto"):
+            OutputFolder(out, resume=True)
+        output = OutputFolder(out, resume="auto")
+        assert output.checkpoint is None
+        with output.opened() as cache:
+            output.begin()
+            kept = {name for name in left if name in ("plan.json", "metrics.jsonl", "x")}
+            assert {p.name for p in out.iterdir()} == {cache.name, *kept}
+
+    @pytest.mark.parametrize(
+        ("there", "said"),
+        [(("plan.json", "model"), "only a finished model/"), (("notes",), "one that a run has written to, .* 'notes'")],
+    )
+    def test_auto_begins_anew_only_where_nothing_is_lost(self, tmp_path, there, said):
+        for name in there:
+            (tmp_path / name).mkdir()
+        with pytest.raises(ConfigError, match=said):
+            OutputFolder(tmp_path, resume="auto")
+
     def test_only_what_a_run_made_is_removed(self, tmp_path):
         """Files that look like ours, folders of somebody else, older half-done checkpoints."""
         for step, state in ((3, None), (10, "{}")):

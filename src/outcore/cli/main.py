@@ -41,7 +41,7 @@ def demo(
         raise typer.Exit(1)
 
 
-@app.command(help=options.HELP, no_args_is_help=True)
+@app.command(cls=options.TrainCommand, help=options.HELP, no_args_is_help=True)
 def train(  # noqa: PLR0913 (one argument for each option)
     context: typer.Context,
     config: options.Config = None,

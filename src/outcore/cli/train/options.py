@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 HELP = """Fine-tune or pre-train a language model that does not fit, with TRL's SFTTrainer.
 
@@ -56,6 +57,20 @@ is written; 130 stopped by Ctrl-C; 1 anything else.
 """
 
 _WHAT, _HOW, _WHERE, _OUTPUT = "Model and data", "Training", "Memory", "Output"
+
+
+class TrainCommand(TyperCommand):
+    """Takes ``--resume`` with ``auto`` behind it or alone: Typer's options take a value always or never."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Give ``--resume`` its value."""
+        given: list[str] = []
+        for arg in args:
+            if arg == "auto" and given[-1:] == ["--resume=true"]:
+                given[-1] = "--resume=auto"
+            else:
+                given.append("--resume=true" if arg == "--resume" else arg)
+        return super().parse_args(ctx, given)
 
 
 def _option(panel: str, metavar: str | None, text: str, *names: str) -> Any:
@@ -154,13 +169,12 @@ SaveEvery = Annotated[
 ]
 Keep = Annotated[str | None, _option(_OUTPUT, "N", "Keep the newest N checkpoints; all by default.")]
 Resume = Annotated[
-    bool | None,
+    str | None,
     _option(
         _OUTPUT,
-        None,
+        "[auto]",
         "Go on from the newest complete checkpoint in --out, as if the run had not stopped. Give the same settings "
-        "again, or more --steps.",
-        "--resume",
+        "again, or more --steps. With auto a run that has saved nothing yet begins anew.",
     ),
 ]
 OnNonfinite = Annotated[

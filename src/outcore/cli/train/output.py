@@ -13,11 +13,11 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Literal, final
 
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import format_bytes
@@ -25,6 +25,7 @@ from outcore.core.quantities import format_bytes
 PLAN, METRICS, MODEL = "plan.json", "metrics.jsonl", "model"
 _CACHE = ".outcore-data-"
 _STATE = "trainer_state.json"  # what a Trainer writes last into a checkpoint
+_IS_OURS = re.compile(rf"{re.escape(PLAN)}|{re.escape(METRICS)}|{re.escape(_CACHE)}.*|checkpoint-\d+")
 _NOT_OF_A_MODEL = ("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "training_args.bin", _STATE)
 
 
@@ -40,12 +41,13 @@ class Checkpoint:
 class OutputFolder:
     """``--out``. Nothing is written before ``opened``; what ``opened`` makes is undone unless the run begins."""
 
-    def __init__(self, path: Path, *, resume: bool) -> None:
+    def __init__(self, path: Path, *, resume: bool | Literal["auto"]) -> None:
         """Look.
 
         Args:
             path: May be missing.
-            resume: Whether to go on with what is there; else it must be empty.
+            resume: Whether to go on with what is there; else it must be empty. ``auto``: where a run was stopped before
+                it saved anything, begin anew.
 
         Raises:
             ConfigError: It cannot be written to; another run writes to it; it holds something; or nothing to resume
@@ -53,7 +55,7 @@ class OutputFolder:
         """
         self.path, self._resume = path, resume
         self.checkpoint: Checkpoint | None = None
-        """The newest complete one, where there is one and the run resumes."""
+        """The newest complete one, where there is one and the run resumes. None: it begins at step 0."""
         self.incomplete: list[Path] = []
         """Newer ones that a run was interrupted in."""
         self.has_begun = False
@@ -67,13 +69,34 @@ class OutputFolder:
 
     def _look(self) -> None:
         self._stale = [p for p in self.path.glob(f"{_CACHE}*") if p.is_dir() and not p.is_symlink()]
+        names = sorted(p.name for p in self.path.iterdir()) if self.path.is_dir() else []
         if self._resume:
             self.checkpoint, self.incomplete = _newest(self.path)
-        elif self.path.is_dir() and any(self.path.iterdir()):
+            if self.checkpoint is None:
+                self._begin_anew(names)
+        elif names:
             raise ConfigError(
-                f"--out: expected an empty or a new folder, but '{self.path}' holds "
-                f"'{min(p.name for p in self.path.iterdir())}'; pass --resume to go on with the run in it, or name "
-                "another"
+                f"--out: expected an empty or a new folder, but '{self.path}' holds '{names[0]}'; pass --resume auto "
+                "to go on with the run in it, or name another"
+            )
+
+    def _begin_anew(self, names: Sequence[str]) -> None:
+        """Nothing is there to go on from. Raise unless that may be, and no more is lost than a run's first steps."""
+        where = f"--resume: expected a complete checkpoint in '{self.path}', but"
+        if self._resume != "auto":
+            found = f"only {self.incomplete[-1].name}, which is incomplete" if self.incomplete else "there is none"
+            raise ConfigError(
+                f"{where} {found}; begin anew with --resume auto, and with --save-every to have checkpoints"
+            )
+        if MODEL in names:
+            raise ConfigError(
+                f"{where} there is only a finished {MODEL}/, which a new run would replace; name another --out, or "
+                f"remove '{self.path / MODEL}'"
+            )
+        if names and not any(_IS_OURS.fullmatch(name) for name in names):
+            raise ConfigError(
+                f"--out: expected a new folder, or one that a run has written to, but '{self.path}' holds "
+                f"'{names[0]}'; name another"
             )
 
     def refuse_full(self, needed_bytes: int) -> None:
@@ -219,17 +242,13 @@ def _remove(made: list[Path]) -> None:
                 return
 
 
-def _newest(path: Path) -> tuple[Checkpoint, list[Path]]:
+def _newest(path: Path) -> tuple[Checkpoint | None, list[Path]]:
+    """The newest complete checkpoint, and the incomplete ones after it, oldest first."""
     complete = {c.path: c for c in _complete(path)}
     newest = max(complete.values(), key=lambda c: c.step, default=None)
-    everything = [p for p in (path.iterdir() if path.is_dir() else ()) if _step(p) is not None]
-    if newest is None:
-        found = f"only {everything[0].name}, which is incomplete" if everything else "there is none"
-        raise ConfigError(
-            f"--resume: expected a complete checkpoint in '{path}', but {found}; start anew without --resume and with "
-            "another --out, and with --save-every to have checkpoints"
-        )
-    return newest, sorted(p for p in everything if p not in complete and (_step(p) or 0) > newest.step)
+    last = -1 if newest is None else newest.step
+    steps = {p: step for p in (path.iterdir() if path.is_dir() else ()) if (step := _step(p)) is not None}
+    return newest, sorted((p for p, step in steps.items() if p not in complete and step > last), key=steps.__getitem__)
 
 
 def _complete(path: Path) -> Iterator[Checkpoint]:

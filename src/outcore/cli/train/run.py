@@ -78,6 +78,8 @@ def _train(console: Console, job: Job, data: RunData, output: OutputFolder, repo
     with console.status("Preparing the data"):
         trainer = job.trainer(data, report)
     resumed = output.checkpoint
+    if job.settings.resume and resumed is None:
+        _say(console, "Resume", f"nothing was saved in {output.path}: the run begins at step 0")
     if resumed is not None:
         *_, steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
         if resumed.step >= steps:
@@ -135,7 +137,7 @@ def _explained(output: OutputFolder) -> Iterator[None]:
 def _what_is_left(output: OutputFolder, how: str = "the same command with --resume goes on there") -> str:
     latest = output.latest()
     if latest is None:
-        return f"no checkpoint was saved in {output.path}; --save-every N saves one every N steps"
+        return f"no checkpoint was saved in {output.path}: --resume auto begins anew; --save-every N saves some"
     return f"{latest.path} holds everything up to step {latest.step}; {how}"
 
 

@@ -71,6 +71,7 @@ INSTEAD: Mapping[str, str] = {
 
 
 OnNonfinite = Literal["stop", "skip", "go"]
+Resume = bool | Literal["auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +88,7 @@ class Own:
     disk: str | list[str] | None = None
     plan: str | None = None
     device: str | None = None
-    resume: bool = False
+    resume: Resume = False
     on_nonfinite: OnNonfinite = "stop"
     trace: str | None = None
     dry_run: bool = False

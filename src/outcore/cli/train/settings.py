@@ -18,7 +18,7 @@ from typing import Any
 from outcore.cli.train.fields import shown
 from outcore.cli.train.given import from_assignments, from_flags
 from outcore.cli.train.rules import LENGTHS, check_lora, check_training, refuse_contradictions
-from outcore.cli.train.schema import DEFAULTS, SECTIONS, OnNonfinite, Own, Schema, Setting
+from outcore.cli.train.schema import DEFAULTS, SECTIONS, OnNonfinite, Own, Resume, Schema, Setting
 from outcore.cli.train.yaml_file import read_yaml
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import format_bytes, parse_bytes
@@ -45,7 +45,8 @@ class Settings:
     plan: Path | None
     device: str | None
     """``cpu`` or an accelerator; None: the accelerator if there is one."""
-    resume: bool
+    resume: Resume
+    """``auto``: where nothing was saved, begin anew."""
     on_nonfinite: OnNonfinite
     """What becomes of a step whose loss or gradient norm is not a finite number."""
     trace: Path | None
