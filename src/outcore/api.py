@@ -26,6 +26,7 @@ from outcore.runtime.engine import Engine, Promises
 from outcore.runtime.faults import Faults
 from outcore.runtime.gather import gathered_units
 from outcore.runtime.module_guard import attachment_of, engine_of, is_guarded
+from outcore.runtime.one_process import refuse_several_processes, refuse_wrapped
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.runtime.race import RaceChecker
 from outcore.runtime.unit import Unit
@@ -308,6 +309,8 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
             "prepare: expected a model that is not prepared yet, but it is; outcore.close(model) ends the first "
             "preparation"
         )
+    refuse_several_processes("prepare")
+    refuse_wrapped("prepare", model)
     steps = options.accumulation_steps
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
         raise ConfigError(f"prepare: expected accumulation_steps to be a positive integer or None, but got {steps!r}")

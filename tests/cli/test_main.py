@@ -147,3 +147,17 @@ def test_resume_takes_a_word_or_none(args, resume):
     command = typer.main.get_command(cli.app).commands["train"]
     params = command.make_context("train", list(args)).params
     assert (str(params["config"]), params["resume"]) == ("c.yaml", resume)
+
+
+@pytest.mark.parametrize("job", ["train", "demo"])
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_one_of_several_ranks(command, job, rank, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    files = ["--model", tmp_path / "model", "--data", tmp_path / "data", "--out", tmp_path / "out"]
+    outcome = command(job, *(files if job == "train" else []))
+    assert outcome.status == 2
+    assert f"outcore: expected one process on one device, but this is rank {rank} of 2" in outcome.err
+    assert "start one process with plain python" in outcome.err
+    assert len(outcome.err.splitlines()) == 1
+    assert not list(tmp_path.iterdir())

@@ -120,9 +120,14 @@ def test_create_optimizer_of_a_subclass(tmp_path):
 
 
 def test_optimizer_that_outcore_does_not_know(tmp_path):
+    class Own(Trainer):
+        def create_optimizer(self, model=None):
+            self.optimizer = torch.optim.RMSprop(self.model.parameters())
+            return self.optimizer
+
     with streamed(tmp_path) as side:
-        trainer = language(side, tmp_path / "outcore", optim="adafactor")
-        with pytest.raises(outcore.ConfigError, match="expected one of torch.optim.AdamW.*Adafactor"):
+        trainer = language(side, tmp_path / "outcore", kind=Own)
+        with pytest.raises(outcore.ConfigError, match="expected one of torch.optim.AdamW.*RMSprop"):
             trainer.train()
 
 

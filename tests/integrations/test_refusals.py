@@ -13,8 +13,9 @@ from transformers.utils.quantization_config import QuantizationMethod
 from trl import DPOConfig, SFTConfig, SFTTrainer
 
 import outcore
-from outcore.integrations.refusals import refuse_accelerator
+from outcore.integrations.refusals import OPTIMIZERS, refuse_accelerator
 from outcore.integrations.transformers import OutcoreMixin
+from outcore.optim.rules import rule_for
 
 from .rig import WARNINGS, language, llama, saved_model, streamed, token_dataset
 
@@ -104,6 +105,30 @@ def test_several_processes():
         outcore.UnsupportedError, match="expected one process .*, but got MULTI_CPU; start with plain python"
     ):
         refuse_accelerator(accelerator)
+
+
+def test_one_of_several_ranks(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(outcore.UnsupportedError, match="Streamed: expected one process .* rank 1 of 2 .*plain python"):
+        Streamed()
+
+
+@pytest.mark.parametrize("name", ["adamw_bnb_8bit", "paged_adamw_32bit", "lion_8bit", "adafactor"])
+def test_names_of_other_optimizers(name, tmp_path):
+    """Not that a package is missing which would not help."""
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", optim=name)
+    with pytest.raises(
+        outcore.UnsupportedError, match=f"expected optim to be one of {', '.join(OPTIMIZERS)}, but got '{name}'"
+    ):
+        Streamed(llama(), args)
+    Streamed(args=args, model=llama(), optimizers=(torch.optim.SGD([torch.zeros(1)]), None))  # they do not choose it
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_names_of_optimizers_that_work(name, tmp_path):
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", optim=name)
+    rule_for(Streamed(llama(), args).create_optimizer())
 
 
 @pytest.mark.usefixtures("fresh_accelerate")

@@ -18,6 +18,7 @@ from transformers import LlamaForCausalLM
 
 import outcore
 from outcore.cli import plain_loop
+from outcore.cli.launcher import refuse_launchers
 from outcore.cli.progress import StepReport, progress
 from outcore.core.errors import ConfigError, DiskError, UnsupportedError
 from outcore.core.quantities import format_bytes
@@ -44,8 +45,9 @@ def run_demo(*, steps: int, device: str | None, folder: Path | None) -> bool:
         Whether the short run equals the plain loop bit for bit.
 
     Raises:
-        ConfigError: The folder or the device cannot be used.
+        ConfigError: The folder or the device cannot be used, or this is one of several ranks.
     """
+    refuse_launchers()
     # Kernels this small gain little from a second thread, and lose much when an update or another program has its core.
     torch.set_num_threads(1)
     console = Console(highlight=False)

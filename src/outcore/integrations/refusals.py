@@ -25,6 +25,9 @@ _ARGUMENTS = {
     "sync_ref_model": "drop it; it reads and writes weights behind outcore's back",
 }
 
+OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd", "adagrad")
+"""Names of ``TrainingArguments.optim`` with a streamed update."""
+
 
 def refuse_arguments(args: TrainingArguments) -> None:
     """Refuse training arguments.
@@ -40,6 +43,21 @@ def refuse_arguments(args: TrainingArguments) -> None:
         raise UnsupportedError(
             f"expected one GPU, but this process sees {args.n_gpu} and the Trainer would copy the model to each "
             "(DataParallel); set CUDA_VISIBLE_DEVICES to one of them"
+        )
+
+
+def refuse_optimizer(args: TrainingArguments) -> None:
+    """Refuse the name of an optimizer before a package is looked for that would not help.
+
+    Raises:
+        UnsupportedError: There is no streamed update for it.
+    """
+    chosen = getattr(args, "optim", OPTIMIZERS[0])
+    name = getattr(chosen, "value", chosen)
+    if name not in OPTIMIZERS:
+        raise UnsupportedError(
+            f"training arguments: expected optim to be one of {', '.join(OPTIMIZERS)}, but got {name!r}; choose one of "
+            "these: their states may rest on host or disk, in full precision"
         )
 
 

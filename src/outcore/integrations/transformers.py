@@ -9,7 +9,7 @@ they always do. ``tests/integrations/test_contract.py`` lists the library's name
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_N
 
 from outcore.api import close, prepare, save_pretrained
 from outcore.core.errors import ConfigError
-from outcore.integrations.refusals import refuse_accelerator, refuse_arguments, refuse_model
+from outcore.integrations.refusals import refuse_accelerator, refuse_arguments, refuse_model, refuse_optimizer
 from outcore.memory.weights_file import WeightsDirectory
 from outcore.runtime.module_guard import attachment_of
+from outcore.runtime.one_process import refuse_several_processes
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.saving.conversions import is_adapter_model
 from outcore.saving.training_state import has_states, load_states, load_weights, save_states
@@ -72,6 +73,7 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
         Raises:
             UnsupportedError: A setting that cannot work on streamed weights.
         """
+        refuse_several_processes(type(self).__name__)
         self._outcore_options: dict[str, Any] = {"budget": budget, "plan": plan, "weights": weights, "units": units}
         self._outcore_precision = precision
         self._outcore_checkpoint: str | None = None  # to begin from, until the model is prepared
@@ -79,12 +81,23 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
         training = next((a for a in (*args, *kwargs.values()) if isinstance(a, TrainingArguments)), None)
         if training is not None:
             refuse_arguments(training)
+            if not self._outcore_brings_optimizer(args, kwargs):
+                refuse_optimizer(training)
             if isinstance(kwargs.get("model", args[0] if args else None), str) and hasattr(
                 training, "model_init_kwargs"
             ):
                 # TRL's default would load the whole model onto the accelerator.
                 training.model_init_kwargs = {"device_map": None, **(training.model_init_kwargs or {})}
         super().__init__(*args, **kwargs)
+
+    def _outcore_brings_optimizer(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether the training arguments do not choose the optimizer."""
+        given = (*args, *kwargs.values())
+        return (
+            type(self).create_optimizer is not Trainer.create_optimizer
+            or kwargs.get("optimizer_cls_and_kwargs") is not None
+            or any(isinstance(value, tuple) and any(part is not None for part in value) for value in given)
+        )
 
     def create_accelerator_and_postprocess(self) -> None:
         """Refuse what the plain Trainer would distribute, compile or convert."""

@@ -156,7 +156,7 @@ def _refuse_parameter(name: str, param: nn.Parameter) -> None:
     if kind is not nn.Parameter:
         raise UnsupportedError(
             f"expected torch.nn.Parameter, but '{name}' is {kind.__module__}.{kind.__qualname__}; hand over the model "
-            "before it is sharded or quantized"
+            "before it is quantized"
         )
     if param.layout is not torch.strided or not param.is_leaf:
         raise UnsupportedError(

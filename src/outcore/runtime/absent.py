@@ -13,6 +13,7 @@ import torch
 from torch.nn import Parameter
 
 from outcore.core.errors import AbsentParameterError, UnsupportedError
+from outcore.runtime.one_process import refuse_process_group
 
 
 class Owner(Protocol):
@@ -191,6 +192,7 @@ def _flat(values: Any) -> Iterator[Any]:
 def _refuse(owner: Owner, action: str, args: Any) -> NoReturn:
     param = next((a for a in _flat(args) if isinstance(a, AbsentParameter)), None)
     name = "?" if param is None else owner.name_of(param)
+    refuse_process_group(f"'{name}'")  # what wraps or shards the model reads its parameters
     raise AbsentParameterError(
         f"expected a parameter on the device, but '{name}' is {owner.absence()} (asked for: {action}). "
         "Read or change it inside 'with outcore.gathered(model, write=...)', or stream all with "

@@ -28,6 +28,7 @@ from outcore.runtime.gradients import Gradients
 from outcore.runtime.homes import Homes
 from outcore.runtime.lanes import Handle
 from outcore.runtime.module_guard import ModuleGuard
+from outcore.runtime.one_process import refuse_process_group
 from outcore.runtime.pieces import Change
 from outcore.runtime.staged_updates import StagedUpdates
 from outcore.runtime.supply import Supply
@@ -139,6 +140,7 @@ class Engine:
             groups: Param groups; settings are read now.
         """
         self.refuse_if_closed()
+        refuse_process_group("optimizer.step")
         self.device.check()
         hypers = self._hypers(groups)
         self._refuse_while_gathered()

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.runtime.edits import take_edits
+from outcore.runtime.one_process import RefuseReplicas, refuse_process_group, refuse_wrapped
 
 if TYPE_CHECKING:
     from outcore.runtime.engine import Engine
@@ -75,6 +76,7 @@ class ModuleGuard:
         self._known: list[tuple[dict[str, Parameter | None], str, str, Parameter]] = []
         engine.model.__dict__[ATTACHMENT] = Attachment(engine)
         self._undo.append(lambda: engine.model.__dict__.pop(ATTACHMENT, None))
+        self._undo.append(engine.model.register_forward_pre_hook(_refuse_processes).remove)
         for prefix, module in engine.model.named_modules():
             self._guard_module(module)
             owned = {
@@ -97,6 +99,7 @@ class ModuleGuard:
         """
         for registered, name, full_name, param in self._known:
             if registered.get(name) is not param:
+                refuse_wrapped("optimizer.step", self._engine.model)
                 raise UnsupportedError(
                     f"expected the parameters that outcore.prepare() got, but '{full_name}' was replaced or taken "
                     "away since; resize embeddings, tie "
@@ -116,6 +119,8 @@ class ModuleGuard:
             "_apply": _RefuseMoves(module),
             "__deepcopy__": _RefuseCopies(module),
             "__reduce_ex__": _RefuseCopies(module),
+            "_replicate_for_data_parallel": RefuseReplicas(),
+            "_ddp_params_and_buffers_to_ignore": RefuseReplicas(),
         }
         for name, refusal in refusals.items():
             module.__dict__[name] = refusal
@@ -134,6 +139,10 @@ class ModuleGuard:
             module.register_load_state_dict_post_hook(own.after_load),
         ]
         self._undo.extend(handle.remove for handle in handles)
+
+
+def _refuse_processes(*_: object) -> None:
+    refuse_process_group("forward")
 
 
 class _OwnParameters:

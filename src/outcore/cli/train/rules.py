@@ -62,12 +62,14 @@ def check_training(training: Mapping[str, Any], out: str, settings: Mapping[str,
     """
     from trl import SFTConfig
 
-    from outcore.integrations.refusals import refuse_arguments
+    from outcore.integrations.refusals import refuse_arguments, refuse_optimizer
 
     given = {key: setting for key, setting in settings.items() if "." not in key}
     with _quiet(), _refused_by("TRL", given):
         # Before the arguments are made, too: for some of them that looks for packages.
-        refuse_arguments(SimpleNamespace(n_gpu=1, **training))
+        unchecked = SimpleNamespace(n_gpu=1, **training)
+        refuse_arguments(unchecked)
+        refuse_optimizer(unchecked)
         args = SFTConfig(output_dir=out, **training)
         refuse_arguments(args)
     schedule = {key: setting for key, setting in given.items() if key.startswith("lr_scheduler_")}

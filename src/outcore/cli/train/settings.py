@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outcore.cli.launcher import refuse_launchers
 from outcore.cli.train.fields import shown
 from outcore.cli.train.given import from_assignments, from_flags
 from outcore.cli.train.rules import LENGTHS, check_lora, check_training, refuse_contradictions
@@ -63,9 +64,10 @@ def resolve(config: Path | None, flags: Mapping[str, Any], assignments: Sequence
         assignments: ``KEY=VALUE`` texts.
 
     Raises:
-        ConfigError: A file that cannot be read, a name that does not exist, a value that cannot be, or settings that
-            exclude one another.
+        ConfigError: A file that cannot be read, a name that does not exist, a value that cannot be, settings that
+            exclude one another, or one of several ranks.
     """
+    refuse_launchers()  # the libraries below would start to talk to the other ranks
     in_file = [] if config is None else read_yaml(config, SECTIONS)
     on_command_line = [*from_flags(flags), *from_assignments(assignments)]
     schema = Schema()

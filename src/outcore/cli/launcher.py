@@ -1,0 +1,19 @@
+"""What every command that trains asks first: whether it was started alone."""
+
+from __future__ import annotations
+
+from outcore.core.errors import ConfigError, UnsupportedError
+
+
+def refuse_launchers() -> None:
+    """Refuse to be one of several ranks, before anything is read or written.
+
+    Raises:
+        ConfigError: Started by torchrun or the like with more than one process.
+    """
+    from outcore.runtime.one_process import refuse_several_processes  # torch takes seconds
+
+    try:
+        refuse_several_processes("outcore")
+    except UnsupportedError as error:
+        raise ConfigError(str(error)) from error

@@ -1,0 +1,92 @@
+"""One process on one device: several are refused until they work together.
+
+Without this, every rank would train a model of its own: gradients never meet, since neither ``torchrun`` nor a process
+group changes what a plain loop computes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import NoReturn
+
+import torch
+from torch import distributed, nn
+
+from outcore.core.errors import UnsupportedError
+
+_HOW = (
+    "several GPUs do not work together yet; start one process with plain python, without a launcher, and choose its "
+    "GPU with CUDA_VISIBLE_DEVICES"
+)
+_WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
+
+
+def refuse_several_processes(who: str) -> None:
+    """Refuse a world of more than one, as a launcher's environment or ``torch.distributed`` tells it.
+
+    Args:
+        who: Refuses, for the error.
+
+    Raises:
+        UnsupportedError: This process is one of several.
+    """
+    refuse_process_group(who)
+    size = os.environ.get("WORLD_SIZE", "")
+    if size.isdecimal() and int(size) > 1:
+        rank = os.environ.get("RANK", "?")
+        _refuse(who, f"this is rank {rank} of {size} (WORLD_SIZE={size} in the environment, as torchrun sets it)")
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def refuse_process_group(who: str) -> None:
+    """Refuse a process group of more than one process. Takes less than a microsecond if there is none.
+
+    Raises:
+        UnsupportedError: There is one.
+    """
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        _refuse(who, f"torch.distributed has {distributed.get_world_size()} processes")
+
+
+def refuse_wrapped(who: str, model: nn.Module) -> None:
+    """Refuse a model that somebody else replicates or shards.
+
+    Args:
+        who: Refuses, for the error.
+        model: Looked at as a whole.
+
+    Raises:
+        UnsupportedError: A module is wrapped in DDP, FSDP or DataParallel, or a parameter is sharded.
+    """
+    for name, module in model.named_modules():
+        wrapper = next((kind.__name__ for kind in _torch_classes(module) if kind.__name__ in _WRAPPERS), None)
+        if wrapper is not None:
+            _refuse_wrapper(who, f"'{name}'" if name else "the model", wrapper)
+    for name, param in model.named_parameters():
+        if any(kind.__name__ == "DTensor" for kind in _torch_classes(param)):
+            _refuse_wrapper(who, f"'{name}'", "DTensor")
+
+
+class RefuseReplicas:
+    """What DDP and DataParallel ask a module before they replicate it: a prepared one refuses."""
+
+    def __call__(self, *_: object) -> NoReturn:
+        """DataParallel copies the module."""
+        _refuse_wrapper("DataParallel", "the prepared model", "DataParallel")
+
+    def __iter__(self) -> Iterator[str]:
+        """DDP asks which parameters to leave alone."""
+        _refuse_wrapper("DistributedDataParallel", "the prepared model", "DistributedDataParallel")
+
+
+def _torch_classes(value: object) -> Iterator[type]:
+    return (kind for kind in type(value).__mro__ if kind.__module__.startswith("torch."))
+
+
+def _refuse(who: str, found: str) -> NoReturn:
+    raise UnsupportedError(f"{who}: expected one process on one device, but {found}; {_HOW}")
+
+
+def _refuse_wrapper(who: str, what: str, wrapper: str) -> NoReturn:
+    raise UnsupportedError(f"{who}: expected a model on one device, but {what} is wrapped in {wrapper}; {_HOW}")

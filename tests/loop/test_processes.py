@@ -1,0 +1,157 @@
+"""One of several ranks, or a model that somebody replicates or shards: refused before prepare and after it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import outcore
+
+from .rig import Block, adamw, batch, make, prepared, train
+
+HOW = "several GPUs do not work together yet; start one process with plain python.*CUDA_VISIBLE_DEVICES"
+
+
+def refused(found):
+    return pytest.raises(outcore.UnsupportedError, match=f"{found}; {HOW}")
+
+
+@pytest.fixture
+def world_of_one():
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(("size", "rank"), [("2", "1"), ("8", None)])
+def test_environment_of_a_launcher(size, rank, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", size)
+    monkeypatch.setenv("RANK", rank) if rank else monkeypatch.delenv("RANK", raising=False)
+    model = make()
+    found = f"this is rank {rank or '.'} of {size} .*torchrun sets it\\)"
+    with refused(f"prepare: expected one process on one device, but {found}"):
+        outcore.prepare(model, adamw(model))
+    train(model, adamw(model))  # nothing was changed
+
+
+@pytest.mark.parametrize("kind", ["device", "host"])
+def test_process_group_after_prepare(kind, tmp_path, monkeypatch):
+    model = make()
+    with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
+        train(model, optimizer)
+        model.loss(batch()).backward()
+        monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(distributed, "get_world_size", lambda: 4)
+        with refused("optimizer.step: expected one process .* torch.distributed has 4 processes"):
+            optimizer.step()
+        with refused("forward: expected one process .* torch.distributed has 4 processes"):
+            model(batch())
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_world_of_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    model = make()
+    with prepared(model, adamw(model), "host", tmp_path) as (model, optimizer):
+        train(model, optimizer)
+
+
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize(
+    ("wrap", "wrapper"),
+    [
+        (nn.DataParallel, "DataParallel"),
+        (DistributedDataParallel, "DistributedDataParallel"),
+        (fully_shard, "FSDPModule"),
+    ],
+)
+def test_wrapped_before_prepare(wrap, wrapper):
+    model = wrap(make())
+    with refused(f"prepare: expected a model on one device, but the model is wrapped in {wrapper}"):
+        outcore.prepare(model, adamw(model))
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_part_of_a_model_wrapped_before_prepare():
+    model = make()
+    model.blocks[1] = DistributedDataParallel(Block())
+    with refused("but 'blocks.1' is wrapped in DistributedDataParallel"):
+        outcore.prepare(model, adamw(model))
+
+
+def test_fsdp_of_the_first_kind(monkeypatch):
+    wrapper = type("FullyShardedDataParallel", (nn.Sequential,), {"__module__": "torch.distributed.fsdp"})
+    model = wrapper(make())  # the real one wants an accelerator
+    with refused("but the model is wrapped in FullyShardedDataParallel"):
+        outcore.prepare(model, adamw(model))
+
+
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize("kind", ["device", "host"])
+def test_replicated_after_prepare(kind, tmp_path):
+    model = make()
+    with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
+        with refused("but the prepared model is wrapped in DistributedDataParallel"):
+            DistributedDataParallel(model)
+        with refused("but the prepared model is wrapped in DataParallel"):
+            model._replicate_for_data_parallel()
+        train(model, optimizer)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of fully_shard, about forward hooks
+@pytest.mark.usefixtures("world_of_one")
+def test_sharded_after_prepare(tmp_path):
+    model = make()
+    with prepared(model, adamw(model), "device", tmp_path) as (model, optimizer):
+        fully_shard(model)
+        with refused("the model is wrapped in FSDPModule"):
+            train(model, optimizer)
+
+
+RANK = """
+import sys
+import pytest, torch
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+import outcore
+
+def refused(found):
+    return pytest.raises(outcore.UnsupportedError, match=f"{found}.*several GPUs do not work together yet")
+
+def build():
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)])
+    return model, torch.optim.AdamW(model.parameters())
+
+model, optimizer = outcore.prepare(*build())
+model(torch.ones(2, 8)).sum().backward()
+where, rank = sys.argv[1:]
+distributed.init_process_group("gloo", init_method=f"file://{where}", rank=int(rank), world_size=2)
+group = "torch.distributed has 2 processes"
+with refused(f"forward: .*{group}"):
+    model(torch.ones(2, 8))
+with refused(f"optimizer.step: .*{group}"):
+    optimizer.step()
+with refused("DistributedDataParallel"):
+    DistributedDataParallel(model)
+with refused(f"prepare: .*{group}"):
+    outcore.prepare(*build())
+fully_shard(model)
+with refused(f"forward: .*{group}"):
+    model(torch.ones(2, 8))
+outcore.close(model)
+distributed.destroy_process_group()
+"""
+
+
+def test_two_processes(tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", RANK, str(tmp_path / "store")]
+    ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(2)]
+    assert [rank.wait(timeout=100) for rank in ranks] == [0, 0]
