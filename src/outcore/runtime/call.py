@@ -13,15 +13,16 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
 from outcore.core.errors import OutcoreError, UnsupportedError
 from outcore.runtime.absent import requires_grad_refusal
+from outcore.runtime.checks import Doubts, Rhythm, Summary, summary_of
 from outcore.runtime.device import Device
 from outcore.runtime.inner_graph import drop_saved, foreign_leaves, guarded_leaf, save_weights_by_place, without_hooks
-from outcore.runtime.replay import AutocastCacheOff, ForwardState
+from outcore.runtime.replay import AutocastCacheOff, ForwardState, Surroundings
 from outcore.runtime.side_outputs import active_recording, emptied, hand_over, recording_apart
 from outcore.runtime.structure import Structure, storage_of, take_apart
 from outcore.runtime.unit import Unit
@@ -37,6 +38,15 @@ class GradientSink(Protocol):
 
     def deposit(self, unit: Unit, grads: dict[int, torch.Tensor]) -> None:
         """Take gradients of trainable parameters, by index."""
+
+
+class Services(NamedTuple):
+    """What calls of all units share."""
+
+    weights: Weights
+    sink: GradientSink
+    device: Device
+    doubts: Doubts
 
 
 @dataclass(eq=False)
@@ -58,6 +68,8 @@ class Call:
     """Those, as they were handed out, and their versions then."""
     foreign_versions: list[int] = field(default_factory=list)
     recording: Mapping[str, Any] | None = None
+    summary: Summary | None = None
+    """Of all results, where recompute is to be held against them."""
 
     def release(self) -> None:
         """Let go of what a backward needs: this object lives as long as the loss does."""
@@ -68,9 +80,11 @@ class Call:
 class UnitCall:
     """Stands in for ``module.forward`` of a unit."""
 
-    def __init__(self, unit: Unit, index: int, weights: Weights, sink: GradientSink, device: Device) -> None:
+    def __init__(self, unit: Unit, index: int, services: Services) -> None:
         """Take over ``unit.module.forward``."""
-        self.unit, self._index, self._weights, self._sink, self._device = unit, index, weights, sink, device
+        self.unit, self._index = unit, index
+        self._weights, self._sink, self._device, self._doubts = services
+        self._rhythm = Rhythm()
         self._forward = unit.module.forward
         # Makes backward run when nothing else needs a gradient, and tells an ordinary backward() from one for chosen
         # inputs.
@@ -79,6 +93,7 @@ class UnitCall:
         functools.update_wrapper(self, self._forward)
         self._is_closed = False
         self._where = f"unit '{unit.label}'"
+        self._surroundings = Surroundings(unit.modules, self._device, self._where)
         self._trainable = unit.params[: unit.num_trainable]
         self._flags = [p.requires_grad for p in unit.params]
         self._trains = any(p.requires_grad for p in unit.module.parameters())
@@ -105,7 +120,7 @@ class UnitCall:
         call, inner, outputs, out_structure = self._run_forward(tensors, structure)
         if call.outputs:
             given = [t for t, w in zip(tensors, call.wants_grad, strict=True) if w]
-            saved = [] if call.state is None else tensors
+            saved = tensors if call.state is not None or _is_packing() else []
             # Parameters are inputs too: for torch.autograd.grad, backward(inputs=...) and their own gradient hooks.
             results = iter(UnitFunction.apply(self, call, saved, self._anchor, *given, *call.foreign, *self._trainable))
         outer = {id(i): t for i, t in zip(inner, tensors, strict=True)}
@@ -161,7 +176,8 @@ class UnitCall:
         inner = [guarded_leaf(t, self._where) if w else t for t, w in zip(tensors, wants_grad, strict=True)]
         versions = [_version(t) for t in tensors]
         recomputes = self.unit.plan.policy == "recompute"
-        state = ForwardState(self.unit.modules, self._device) if recomputes else None
+        state = ForwardState(self._surroundings, structure.objects) if recomputes else None
+        is_checked = state is not None and self._is_checked(state, tensors, wants_grad)
         start = cast("Any", self._anchor.view_as(self._anchor).grad_fn)._sequence_nr()
         with self._bound(Phase.FORWARD):
             self._refuse_changes()
@@ -178,12 +194,21 @@ class UnitCall:
         made = [t for t in outputs if t.grad_fn is not None]
         foreign = foreign_leaves(made, inner, self.unit.params, start, self._where)
         call = Call(structure, wants_grad, foreign, [t.shape for t in made], made, self._weights_version(), state)
+        call.summary = summary_of(outputs, out_structure) if is_checked else None
         call.recording = emptied(recording)
         call.foreign_versions = [_version(t) for t in foreign]
         call.watched = _sharing(made, tensors) if recomputes else list(range(len(made)))
         if not recomputes:
             call.graph = inner, list(made)
         return call, inner, outputs, out_structure
+
+    def _is_checked(self, state: ForwardState, tensors: Sequence[torch.Tensor], wants_grad: Sequence[bool]) -> bool:
+        """Whether recompute is to be held against this forward."""
+        shapes, dtypes = tuple([t.shape for t in tensors]), tuple([t.dtype for t in tensors])
+        is_due = self._rhythm.is_due((shapes, dtypes, tuple(wants_grad), state.flags))
+        if is_due:
+            state.look_closely()
+        return is_due
 
     def _run(
         self, structure: Structure, tensors: Sequence[torch.Tensor], saving: Any, recording: Mapping[str, Any] | None
@@ -293,7 +318,7 @@ class UnitCall:
             return call.graph
         inner = [guarded_leaf(t, self._where) if w else t for t, w in zip(saved, call.wants_grad, strict=True)]
         with call.state.restored():
-            outputs, _ = self._run(call.inputs, inner, nullcontext(), call.recording)
+            outputs, structure = self._run(call.inputs, inner, nullcontext(), call.recording)
         made = [t for t in outputs if t.grad_fn is not None]
         if [t.shape for t in made] != call.shapes:
             raise UnsupportedError(
@@ -301,6 +326,10 @@ class UnitCall:
                 f"{[tuple(shape) for shape in call.shapes]}; the block depends on something besides its arguments, "
                 "random numbers and buffers"
             )
+        if call.summary is not None:
+            found = summary_of(outputs, structure)
+            is_early = self._rhythm.is_early
+            self._doubts.compare(call.summary, found, self._where, is_early=is_early, is_exact=False)
         return inner, made
 
 
@@ -349,6 +378,11 @@ def _is_wanted(node: Any) -> bool:
         return bool(_autograd._will_engine_execute_node(node))
     except RuntimeError:  # torch's answer where torch.autograd.grad captures this very leaf
         return True
+
+
+def _is_packing() -> bool:
+    """Whether somebody packs what is saved: a checkpoint around the unit calls it again when asked to unpack."""
+    return _autograd._autograd._top_saved_tensors_default_hooks(False) is not None  # noqa: FBT003
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -17,7 +17,8 @@ from outcore.optim.rules import Hyper, UpdateRule
 from outcore.optim.sums import run_here
 from outcore.planning.partition import Partition
 from outcore.runtime.access import Access
-from outcore.runtime.call import UnitCall
+from outcore.runtime.call import Services, UnitCall
+from outcore.runtime.checks import Doubts
 from outcore.runtime.device import Device
 from outcore.runtime.early import EarlyUpdates
 from outcore.runtime.edits import take_edits
@@ -102,6 +103,7 @@ class Engine:
         self._staged = StagedUpdates(self._updates, self.homes, device, self.traffic, partition.spec)
         self._early = EarlyUpdates(self._updates, self._supply, device, self.traffic, lambda: self._hypers(self.groups))
         self.gradients.on_last = self._early.attempt
+        self._doubts = Doubts(device)
         self.access = Access(self.homes, device, self.weights)
         self.places = {id(p): (u, i) for u in self.units for i, p in enumerate(u.params)}
         self.is_closed = False
@@ -124,8 +126,9 @@ class Engine:
                 else:
                     unit.mark_absent(device=self.device.torch_device)
             self.device.synchronize()
+            services = Services(self.weights, self.gradients, self.device, self._doubts)
             for index, unit in enumerate(self.units[1:], start=1):
-                call = UnitCall(unit, index, self.weights, self.gradients, self.device)
+                call = UnitCall(unit, index, services)
                 unit.module.__dict__["forward"] = call
                 self._undo.append(call.restore)
             self._guard = ModuleGuard(self)
@@ -142,6 +145,7 @@ class Engine:
         self.refuse_if_closed()
         refuse_process_group("optimizer.step")
         self.device.check()
+        self._doubts.settle()
         hypers = self._hypers(groups)
         self._refuse_while_gathered()
         self.refuse_if_replaced()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from outcore.runtime.attributes import Attributes, Content, SavedTensor, mutable_in, saved_buffers
 from outcore.runtime.device import Device
+from outcore.runtime.randomness import GlobalRandom
 
 
 class AutocastCacheOff:
@@ -24,88 +27,106 @@ class AutocastCacheOff:
         torch.set_autocast_cache_enabled(self._was)
 
 
+class Surroundings:
+    """What a unit may see besides its arguments."""
+
+    def __init__(self, modules: Sequence[nn.Module], device: Device, where: str) -> None:
+        """Args: where: Names the unit in errors."""
+        self.modules, self.device, self.where = modules, device, where
+        self.attributes = Attributes(modules)
+        self.registered = [place for m in modules for place in (m._parameters, m._buffers)]
+        self.draws_from_numpy = False
+        self.changes_silently = device.kind == "cpu"
+        """Buffers are compared by value after each forward: always where nobody waits for it, else once it was seen."""
+
+
 class ForwardState:
     """Taken before a forward, put back around its recompute."""
 
-    def __init__(self, modules: Sequence[nn.Module], device: Device) -> None:
-        """Capture. Buffers are copied; ``drop_unchanged`` lets go of those that forward left alone."""
-        self._modules, self._device = modules, device
-        self._rng = device.rng_state()
-        self._training = [m.training for m in modules]
-        self._kinds = dict.fromkeys(("cpu", device.torch_device.type))
+    def __init__(self, around: Surroundings, objects: Sequence[Any]) -> None:
+        """Capture. Tensors are copied; ``drop_unchanged`` lets go of large ones that forward left alone.
+
+        Args:
+            around: Of the unit.
+            objects: Among the arguments, that the block may change.
+        """
+        self._around, self._is_thorough = around, around.draws_from_numpy
+        self._rng = around.device.rng_state()
+        self._random = GlobalRandom(is_thorough=self._is_thorough)
+        self._kinds = dict.fromkeys(("cpu", around.device.torch_device.type))
         self._autocast = _autocast_modes(self._kinds)
-        self._tensors = [(m, dict(m._parameters), dict(m._buffers)) for m in modules if m._parameters or m._buffers]
-        self._buffers = [_SavedBuffer(m, name, b) for m in modules for name, b in m._buffers.items() if b is not None]
+        self._registered = _Registered(around.registered)
+        self._attributes = around.attributes.take()
+        mutable = [self._attributes.mutable, mutable_in(objects)] if objects else [self._attributes.mutable]
+        self._mutable = [part for part in mutable if part.things]
+        self._contents = [saved for part in self._mutable for saved in part.contents()]
+        self._tensors = saved_buffers(around.modules) + [saved for part in self._mutable for saved in part.tensors()]
+
+    @property
+    def flags(self) -> Hashable:
+        """Equal for two forwards in the same modes."""
+        return tuple([values[0] for values in self._attributes.values])
+
+    def look_closely(self) -> None:
+        """Look also where looking takes long."""
+        if not self._is_thorough:
+            self._is_thorough = True
+            self._random = GlobalRandom(is_thorough=True)
 
     def drop_unchanged(self) -> None:
-        """Keep only buffers that forward changed or replaced."""
-        self._buffers = [b for b in self._buffers if b.may_have_changed()]
+        """Keep of tensors only what forward changed or replaced, and what is small."""
+        around = self._around
+        for tensor in self._tensors:
+            if tensor.drop_if_unchanged(by_value=around.changes_silently or self._is_thorough):
+                around.changes_silently = True
+        around.draws_from_numpy = around.draws_from_numpy or self._random.numpy_has_moved
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Make everything as it was before forward, and afterwards as it is now."""
-        rng, training = self._device.rng_state(), [m.training for m in self._modules]
-        exchanged = self._exchange_tensors()
-        now = [
-            _SavedBuffer(b.module, b.name, buffer)
-            for b in self._buffers
-            if (buffer := b.module._buffers[b.name]) is not None
-        ]
+        around = self._around
+        rng, randoms = around.device.rng_state(), GlobalRandom(is_thorough=self._is_thorough)
+        registered = _Registered(around.registered)
+        attributes = around.attributes.take()
+        contents = [saved for part in (*self._mutable, attributes.mutable) for saved in part.contents()]
+        tensors = [saved.again() for saved in self._tensors if not saved.is_dropped]
         try:
-            self._device.set_rng_state(self._rng)
-            _set_training(self._modules, self._training)
-            for saved in self._buffers:
-                saved.put_back()
+            around.device.set_rng_state(self._rng)
+            self._random.put_back()
+            self._registered.put_back()
+            around.attributes.put_back(self._attributes)
+            _put_back(self._contents, self._tensors, around.where)
             with _autocast([] if self._autocast == _autocast_modes(self._kinds) else self._autocast):
                 yield
         finally:
-            self._device.set_rng_state(rng)
-            _set_training(self._modules, training)
-            for saved in now:
-                saved.put_back()
-            for registered, name, tensor in exchanged:
-                registered[name] = tensor
-
-    def _exchange_tensors(self) -> list[tuple[dict[str, Any], str, Any]]:
-        """Register the tensors that forward used: ``functional_call`` lends a module others for a while.
-
-        Returns how to undo it.
-        """
-        undo: list[tuple[dict[str, Any], str, Any]] = []
-        for module, params, buffers in self._tensors:
-            for registered, then in ((module._parameters, params), (module._buffers, buffers)):
-                for name, tensor in then.items():
-                    if registered.get(name) is not tensor:
-                        undo.append((registered, name, registered.get(name)))
-                        registered[name] = tensor  # type: ignore[assignment]
-        return undo
+            around.device.set_rng_state(rng)
+            randoms.put_back()
+            registered.put_back()
+            around.attributes.put_back(attributes)
+            _put_back(contents, tensors, around.where)
 
 
-class _SavedBuffer:
-    """A buffer of a module: which tensor it was, and what it held."""
+def _put_back(contents: Sequence[Content], tensors: Sequence[SavedTensor], where: str) -> None:
+    for content in contents:
+        content.put_back()
+    for tensor in tensors:
+        tensor.put_back(where)
 
-    def __init__(self, module: nn.Module, name: str, tensor: torch.Tensor) -> None:
-        self.module, self.name, self._tensor = module, name, tensor
-        self._version = 0 if tensor.is_inference() else tensor._version
-        self._value = tensor.detach().clone()
 
-    def may_have_changed(self) -> bool:
-        # Batch norm kernels write running statistics without telling the version counter.
-        if isinstance(self.module, _NormBase) or self.module._buffers.get(self.name) is not self._tensor:
-            return True
-        return not self._tensor.is_inference() and self._tensor._version != self._version
+class _Registered:
+    """Which tensors are registered in modules: ``functional_call`` lends others, a block may replace its buffers."""
+
+    def __init__(self, places: Sequence[dict[str, Any]]) -> None:
+        self._places, self._tensors = places, list(map(dict.copy, places))
 
     def put_back(self) -> None:
-        self.module._buffers[self.name] = self._tensor
-        self._tensor.data.copy_(
-            self._value
-        )  # `.data`: the graph of a recompute may have saved the buffer, and needs no other value
-
-
-def _set_training(modules: Sequence[nn.Module], flags: Sequence[bool]) -> None:
-    for module, flag in zip(modules, flags, strict=True):
-        if module.training != flag:
-            module.training = flag
+        before, now = map(dict.values, self._tensors), map(dict.values, self._places)
+        is_same = all(map(is_, chain.from_iterable(before), chain.from_iterable(now)))
+        if is_same and list(map(len, self._places)) == list(map(len, self._tensors)):
+            return
+        for place, tensors in zip(self._places, self._tensors, strict=True):
+            place.clear()
+            place.update(tensors)
 
 
 _AutocastMode = tuple[str, bool, torch.dtype]

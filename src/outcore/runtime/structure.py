@@ -59,6 +59,8 @@ class Structure(NamedTuple):
     """A place, container or dataclass, of such, or a plain value."""
     is_fixed: bool
     """Tuples hold everything, so nobody can change what is where."""
+    objects: list[Any]
+    """What nobody can look into, as it came: a block may change it."""
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Put tensors back, in the order in which ``take_apart`` returned them."""
@@ -87,13 +89,14 @@ def take_apart(nest: Any, where: str) -> tuple[list[torch.Tensor], Structure]:
     """
     taking = _Taking(where)
     content = taking.apart(nest)
-    return taking.tensors, Structure(content, taking.is_fixed)
+    return taking.tensors, Structure(content, taking.is_fixed, taking.objects)
 
 
 class _Taking:
     def __init__(self, where: str) -> None:
         self.tensors: list[torch.Tensor] = []
         self.is_fixed = True
+        self.objects: list[Any] = []
         self._where = where
         self._place_of: dict[int, _Place] = {}
 
@@ -134,7 +137,13 @@ class _Taking:
                     f"a gradient is inside a {type(value).__name__}, where it cannot be followed; register the class "
                     "with torch.utils._pytree.register_pytree_node or make it a dataclass"
                 )
+        self.objects.append(value)
         return value
+
+
+def plain_values(structure: Structure) -> Iterator[Any]:
+    """Numbers, strings and the like that stand between the tensors."""
+    return _plain(structure.content)
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -154,6 +163,14 @@ def _filled(content: Any, tensors: Sequence[torch.Tensor]) -> Any:
     if kind is _Container or kind is _Fields:
         return content.fill(tensors)
     return content
+
+
+def _plain(content: Any) -> Iterator[Any]:
+    if isinstance(content, _Container | _Fields):
+        for part in content.parts if isinstance(content, _Container) else content.values.values():
+            yield from _plain(part)
+    elif type(content) in _PLAIN:
+        yield content
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -1,0 +1,299 @@
+"""What a block sees and changes besides its arguments: recompute must see the same, and change it only once."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import outcore
+
+from .rig import WIDTH, Tower, adamw, batch, make, prepared, same, train
+
+LEGACY: Any = np.random  # what its module's functions draw from
+POLICY = pytest.mark.parametrize("policy", ["keep", "recompute"])
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def core(self, x):
+        return x + torch.tanh(self.up(x))
+
+
+class PythonRandom(Base):
+    def forward(self, x):
+        scale = random.random() + random.gauss(0, 1)
+        rows = random.sample(range(x.shape[0]), x.shape[0])
+        return self.core(x[rows] if random.random() < 0.5 else x) * scale
+
+
+class NumpyRandom(Base):
+    def forward(self, x):
+        noise = LEGACY.randn(3).sum() + LEGACY.rand()  # an odd number: the next one waits inside numpy
+        return self.core(x) + float(noise)
+
+
+class OwnGenerators(Base):
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+        self.more = {"list": [torch.Generator().manual_seed(4)]}
+        self.numpy = np.random.default_rng(5)
+        self.legacy = np.random.RandomState(6)
+        self.python = random.Random(7)
+
+    def forward(self, x):
+        mask = torch.rand(x.shape, generator=self.generator) < 0.8
+        noise = torch.rand(WIDTH, generator=self.more["list"][0])
+        rest = self.numpy.random() + self.legacy.randn() + self.python.gauss(0, 1)
+        return self.core(x) * mask + noise * rest
+
+
+class Counter(Base):
+    calls = 0  # of the class: the first call adds it to the module
+
+    def forward(self, x):
+        self.calls += 1
+        self.up.last = f"call {self.calls}"  # a module inside
+        return self.core(x) / self.calls
+
+
+class RunningTensor(Base):
+    def __init__(self):
+        super().__init__()
+        self.mean, self.steps, self.seen = torch.zeros(WIDTH), torch.zeros(()), None
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + x.detach().mean((0, 1))
+        self.steps += 1
+        self.steps.data.mul_(1.5)
+        before, self.seen = self.seen, x.detach()
+        return self.core(x - self.mean) / float(self.steps) + (0 if before is None else before.mean())
+
+
+class Containers(Base):
+    def __init__(self):
+        super().__init__()
+        self.log, self.state, self.window = [], {"calls": 0, "means": []}, deque(maxlen=2)
+
+    def forward(self, x):
+        self.log.append(float(x.detach().mean()))
+        self.state["calls"] += 1
+        self.state["means"].append(x.detach().mean())
+        self.window.append(x.detach().std())
+        return self.core(x) * len(self.log) + sum(self.window) + self.state["means"][-1] / self.state["calls"]
+
+
+class SilentBuffers(Base):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("factor", torch.ones(WIDTH))
+        self.register_buffer("large", torch.ones(130, 130))  # no copy of it is kept where it stays as it is
+        self.register_buffer("late", None)
+
+    def forward(self, x):
+        self.factor.data.mul_(1.25)
+        self.large.data.copy_(self.large * 0.75 + x.detach().mean())
+        if self.late is None:
+            self.late = torch.ones(())
+        self.late.data += 1
+        return self.core(x * self.factor.clone()) * float(self.large.mean()) + float(self.late)
+
+
+BLOCKS = [PythonRandom, NumpyRandom, OwnGenerators, Counter, RunningTensor, Containers, SilentBuffers]
+
+
+class All(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(block() for block in BLOCKS)
+
+    def forward(self, x):
+        for part in self.parts:
+            x = torch.tanh(part(x))
+        return x
+
+
+def drive(model, optimizer):
+    random.seed(1)
+    LEGACY.seed(2)
+    losses = train(model, optimizer)
+    first = model.loss(batch(7))
+    second = model.loss(batch(8))  # changes everything again before either recompute
+    second.backward()
+    first.backward()
+    optimizer.step()
+    ends = random.random(), random.gauss(0, 1), float(LEGACY.randn()), torch.rand(3)
+    return losses, ends, [left_in(module) for module in model.modules()]
+
+
+def left_in(module):
+    drawn = {torch.Generator: lambda g: torch.rand(2, generator=g)}
+    drawn |= {np.random.Generator: lambda g: g.random(), np.random.RandomState: lambda g: float(g.randn())}
+    drawn |= {random.Random: lambda g: g.gauss(0, 1)}
+
+    def plain(value):
+        if type(value) in drawn:
+            return drawn[type(value)](value)
+        if isinstance(value, list | deque):
+            return [plain(v) for v in value]
+        if isinstance(value, dict):
+            return {k: plain(v) for k, v in value.items()}
+        return value if isinstance(value, torch.Tensor | int | float | str | None) else None
+
+    names = (n for n in module.__dict__ if not n.startswith("_") and n != "forward")
+    return {n: plain(module.__dict__[n]) for n in names}
+
+
+@POLICY
+@pytest.mark.parametrize("block", BLOCKS)
+def test_what_a_block_sees_and_changes(block, policy, tmp_path):
+    same(drive, "host", tmp_path, build=lambda: Tower(block), policy=policy, units=[block])
+
+
+@POLICY
+@pytest.mark.parametrize("kind", ["device", "disk"])
+def test_all_of_it_in_one_block(kind, policy, tmp_path):
+    same(drive, kind, tmp_path, build=lambda: Tower(All, 2), policy=policy, units=[All])
+
+
+class Context:
+    """Handed from block to block; the next one sees what the last one did."""
+
+    def __init__(self):
+        self.calls, self.log, self.generator = 0, [], torch.Generator().manual_seed(8)
+
+
+class TakesContext(Base):
+    def forward(self, x, context):
+        context.calls += 1
+        context.log.append(x.shape[0])
+        context.last = float(x.detach().mean())
+        return self.core(x) * context.calls + torch.rand(WIDTH, generator=context.generator) + len(context.log)
+
+
+@POLICY
+def test_an_object_that_a_block_changes(policy, tmp_path):
+    def drive(model, optimizer):
+        context = Context()
+        for step in range(2):
+            x = model.embed(batch(step))
+            for block in model.blocks:
+                x = block(x, context)
+                context.calls += 1
+            model.head(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        context.generator = torch.rand(2, generator=context.generator)
+        return vars(context)
+
+    same(drive, "host", tmp_path, build=lambda: Tower(TakesContext), policy=policy, units=[TakesContext])
+
+
+HIDDEN = {"calls": 0}
+
+
+class HiddenState(Base):
+    def forward(self, x):
+        HIDDEN["calls"] += 1
+        return self.core(x) * (1 + HIDDEN["calls"] * 2**-20)
+
+
+class HiddenOrder(Base):
+    def forward(self, x):
+        HIDDEN["calls"] += 1
+        return self.core(x).roll(HIDDEN["calls"], 0)  # the same numbers elsewhere
+
+
+class HiddenNumber(Base):
+    def forward(self, x):
+        HIDDEN["calls"] += 1
+        return self.core(x), HIDDEN["calls"]
+
+
+@pytest.mark.parametrize(
+    ("block", "found"),
+    [
+        (HiddenState, r"gave another result than forward \(result 0, shape \(3, 7, 13\)\)"),
+        (HiddenOrder, r"gave another result than forward \(result 0, shape \(3, 7, 13\)\)"),
+        (HiddenNumber, r"gave \[2\] beside its tensors, forward \[1\]"),
+    ],
+)
+def test_state_that_nobody_can_restore_is_refused(block, found, tmp_path, monkeypatch):
+    monkeypatch.setitem(HIDDEN, "calls", 0)
+    advice = "Move that into a buffer, make the block deterministic, or give this unit the policy keep"
+    for policy in ("keep", "recompute"):
+        model = make(lambda: Tower(block))
+        with prepared(model, adamw(model), "host", tmp_path, policy=policy, units=[block]) as (model, _):
+            HIDDEN["calls"] = 0
+            result = model.blocks[1](model.embed(batch()))
+            loss = (result[0] if isinstance(result, tuple) else result).sum()
+            if policy == "keep":
+                loss.backward()
+                continue
+            with pytest.raises(outcore.UnsupportedError, match=rf"unit 'blocks.1': recompute {found}; .*{advice}"):
+                loss.backward()
+
+
+class LateState(Base):
+    starts = 2**20
+
+    def forward(self, x):
+        HIDDEN["calls"] += 1
+        return self.core(x) * (1 if HIDDEN["calls"] < self.starts else HIDDEN["calls"])
+
+
+@pytest.mark.parametrize("rows", [3, 4])
+def test_checks_come_first_and_with_new_shapes_and_now_and_then(rows, tmp_path, monkeypatch):
+    monkeypatch.setitem(HIDDEN, "calls", 0)
+    model = make(lambda: Tower(LateState))
+    with prepared(model, adamw(model), "host", tmp_path, units=[LateState]) as (model, _):
+        block, x = model.blocks[0], torch.randn(3, WIDTH)
+        for _ in range(10):
+            block(x).sum().backward()
+        block.starts = HIDDEN["calls"]
+        with pytest.raises(outcore.UnsupportedError, match="another result than forward"):
+            for _ in range(64 if rows == 3 else 1):
+                block(torch.randn(rows, WIDTH)).sum().backward()
+
+
+class Normed(Base):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("calls", torch.zeros(()))
+        self.inside = False
+
+    def part(self, x):
+        self.calls += 1
+        return self.norm(x.flatten(0, 1)).view_as(x)
+
+    def forward(self, x):
+        y = checkpoint(self.part, x, use_reentrant=False) if self.inside else self.part(x)
+        return self.core(y)
+
+
+@POLICY
+@pytest.mark.parametrize("where", ["inside", "around"])
+def test_a_checkpoint_of_the_users_own(where, policy, tmp_path):
+    def drive(model, optimizer):
+        for block in model.blocks:
+            block.inside = where == "inside"
+        for step in range(2):
+            x = model.embed(batch(step))
+            for block in model.blocks:
+                x = block(x) if where == "inside" else checkpoint(block, x, use_reentrant=False)
+            model.head(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    same(drive, "host", tmp_path, build=lambda: Tower(Normed), policy=policy, units=[Normed])
