@@ -51,8 +51,12 @@ class Buffer:
                 self._fronts[stop] = part
         return part
 
-    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0) -> torch.Tensor:
+    def tensor(
+        self, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0, strides: tuple[int, ...] | None = None
+    ) -> torch.Tensor:
         """A tensor over the bytes from ``offset`` on, with a version counter of its own.
+
+        Its elements lie without gaps; ``strides`` says in which order (None: row-major).
 
         Views made by slicing share one counter with the whole arena, so that any write anywhere would look like a write
         to every saved tensor.
@@ -64,12 +68,14 @@ class Buffer:
             numel *= n
         if start % itemsize or offset + numel * itemsize > self.nbytes:
             raise AssertionError(f"tensor {shape} {dtype} at byte {offset} of a buffer of {self.nbytes} bytes")
-        strides, step = [], 1
-        for n in reversed(shape):
-            strides.append(step)
-            step *= max(n, 1)
+        if strides is None:
+            steps, step = [], 1
+            for n in reversed(shape):
+                steps.append(step)
+                step *= max(n, 1)
+            strides = tuple(reversed(steps))
         empty = torch.empty(0, dtype=dtype, device=self.bytes.device)
-        return empty.set_(self.bytes.untyped_storage(), start // itemsize, shape, tuple(reversed(strides)))
+        return empty.set_(self.bytes.untyped_storage(), start // itemsize, shape, strides)
 
 
 class Arena:

@@ -13,7 +13,16 @@ from torch.nn.parameter import UninitializedParameter
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.core.quantities import PAGE_BYTES, PARAM_ALIGN_BYTES, align_up
 from outcore.planning.blocks import find_units, output_embeddings, select_units
-from outcore.spec.model import DTYPE_BYTES, PRECISIONS, ModelSpec, ParamSpec, Precision, UnitSpec
+from outcore.spec.model import (
+    DTYPE_BYTES,
+    PRECISIONS,
+    ModelSpec,
+    ParamSpec,
+    Precision,
+    UnitSpec,
+    is_dense,
+    row_major,
+)
 
 _COMPUTE_DTYPE = {"fp32": "float32", "bf16": "bfloat16", "pure_bf16": "bfloat16"}
 
@@ -89,6 +98,7 @@ def _describe(name: str, param: nn.Parameter, precision: Precision, dtype: str |
         dtype=compute,
         update_dtype=compute if precision == "pure_bf16" else "float32",
         requires_grad=param.requires_grad,
+        strides=None if param.stride() == row_major(param.shape) else param.stride(),
     )
 
 
@@ -163,6 +173,13 @@ def _refuse_parameter(name: str, param: nn.Parameter) -> None:
             f"expected dense leaf parameters, but '{name}' has layout {param.layout} and is_leaf={param.is_leaf}; "
             "replace it by torch.nn.Parameter(value.detach().to_dense())"
         )
+    if not is_dense(param.shape, param.stride()):
+        raise UnsupportedError(
+            f"expected parameters whose elements lie in memory once and without gaps, but '{name}' of shape "
+            f"{tuple(param.shape)} has strides {param.stride()}: it is expanded, or a part of a larger tensor; replace "
+            "it by torch.nn.Parameter(value.detach().clone(memory_format=torch.contiguous_format)) before you build "
+            "the optimizer"
+        )
     if str(param.dtype).removeprefix("torch.") not in DTYPE_BYTES:
         raise ConfigError(
             f"expected parameters of dtype {' or '.join(DTYPE_BYTES)}, but '{name}' is {param.dtype}; "
@@ -186,7 +203,7 @@ def _refuse_overlap(model: nn.Module) -> None:
     """Parameters that share memory without being one object would be stored, and updated, apart."""
     ranges = []
     for name, param in model.named_parameters():
-        if param.device.type != "meta" and param.nbytes and param.is_contiguous():
+        if param.device.type != "meta" and param.nbytes:
             ranges.append((str(param.device), param.data_ptr(), param.data_ptr() + param.nbytes, name))
     ranges.sort()
     for (device, _, stop, name), (next_device, start, _, next_name) in itertools.pairwise(ranges):

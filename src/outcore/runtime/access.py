@@ -11,7 +11,7 @@ from outcore.memory.arena import Buffer
 from outcore.runtime.device import Device
 from outcore.runtime.homes import Home, Homes
 from outcore.runtime.lanes import Handle
-from outcore.runtime.unit import Unit, torch_dtype
+from outcore.runtime.unit import Unit, flat, shaped, torch_dtype
 from outcore.runtime.weights import Weights
 
 
@@ -26,21 +26,15 @@ class Access:
         """The current weight as a fresh tensor in host memory."""
         spec = unit.spec.params[index]
         span = unit.spec.weight_offsets[index], spec.weight_bytes
-        return (
-            self._read(unit.weights, span, unit.weights_ready, "weights updated")
-            .view(torch_dtype(spec.dtype))
-            .view(spec.shape)
-        )
+        found = self._read(unit.weights, span, unit.weights_ready, "weights updated")
+        return shaped(spec, found.view(torch_dtype(spec.dtype)))
 
     def read_state(self, unit: Unit, name: str, index: int) -> torch.Tensor:
         """One optimizer state, master weights included, as a fresh tensor in host memory."""
         spec = unit.spec.trainable[index]
         span = self._state_span(unit, name, index)
-        return (
-            self._read(unit.states, span, unit.states_ready, "states written")
-            .view(torch_dtype(spec.update_dtype))
-            .view(spec.shape)
-        )
+        found = self._read(unit.states, span, unit.states_ready, "states written")
+        return shaped(spec, found.view(torch_dtype(spec.update_dtype)))
 
     @torch.no_grad()
     def write_weight(self, unit: Unit, index: int, value: torch.Tensor) -> None:
@@ -50,7 +44,7 @@ class Access:
         value keep it: loading a model after its optimizer, or writing one element, loses nothing.
         """
         spec = unit.spec.params[index]
-        weight = value.detach().to(torch_dtype(spec.dtype))
+        weight = flat(spec, value.detach().to(torch_dtype(spec.dtype)))
         self._weights.invalidate(unit)
         unit.weights_version += 1
         for handle in unit.weights_readers:
@@ -77,8 +71,9 @@ class Access:
         for handle in unit.states_readers:
             self._device.wait("states read", handle)
         start, _ = self._state_span(unit, name, index)
-        dtype = torch_dtype(unit.spec.trainable[index].update_dtype)
-        self._write(unit.states, start, value.detach().to(dtype), unit.states_ready, "states written")
+        spec = unit.spec.trainable[index]
+        state = flat(spec, value.detach().to(torch_dtype(spec.update_dtype)))
+        self._write(unit.states, start, state, unit.states_ready, "states written")
 
     def _state_span(self, unit: Unit, name: str, index: int) -> tuple[int, int]:
         start, _ = unit.state_span(name)
@@ -99,11 +94,9 @@ class Access:
         return result
 
     def _write(self, home: Home | None, start: int, value: torch.Tensor, ready: Handle | None, label: str) -> None:
-        source = (
-            value.contiguous().view(-1).view(torch.uint8) if value.numel() else value.new_empty(0, dtype=torch.uint8)
-        )
-        if home is None or not source.numel():
+        if home is None or not value.numel():
             return
+        source = value.contiguous().view(torch.uint8)
         part = home.part(start, start + source.numel())
         if isinstance(part, Buffer):
             self._order(part, ready, label, is_write=True)

@@ -271,12 +271,12 @@ def _carried(
     """What a parameter without gradient takes along to the second homes: states, and its weight."""
     (new_states, new_weights), (old_states, old_weights) = new, old
     copies = []
-    weight = unit.native_views(new_weights)[index].view(-1)
+    weight = unit.flat_views(new_weights)[index]
     if new_states is not None and old_states is not None:
         for name in unit.state_names:
             copies.append((unit.state_views(new_states, name)[index], unit.state_views(old_states, name)[index]))
     if old_weights is not None:
-        copies.append((weight, unit.native_views(old_weights)[index].view(-1)))
+        copies.append((weight, unit.flat_views(old_weights)[index]))
     elif new_states is not None:
         copies.append((weight, unit.state_views(new_states, "master")[index]))
     return copies

@@ -15,7 +15,7 @@ from outcore.runtime.absent import requires_grad_refusal
 from outcore.runtime.access import Access
 from outcore.runtime.device import Device
 from outcore.runtime.unit import Unit, torch_dtype
-from outcore.spec.model import ParamSpec
+from outcore.spec.model import ParamSpec, row_major
 
 
 @torch.no_grad()
@@ -36,6 +36,7 @@ def take_edits(unit: Unit, access: Access, device: Device) -> None:
             is_moved = True
             device.compute(f"edit of {unit.label}", writes=[buffer.region])
             refuse_other_form(unit.spec.params[i], param)
+            refuse_other_strides(unit.spec.params[i], param)
             view.copy_(param)
         elif param._version == unit.versions[i] and i not in unit.touched:
             continue
@@ -55,3 +56,19 @@ def refuse_other_form(spec: ParamSpec, tensor: torch.Tensor) -> None:
             f"{tuple(tensor.shape)} "
             f"{tensor.dtype}; resize embeddings and change the model before outcore.prepare()"
         )
+
+
+def refuse_other_strides(spec: ParamSpec, tensor: torch.Tensor) -> None:
+    """Raise if a parameter's data was replaced by something that lies in memory in another order."""
+    expected = spec.strides or row_major(spec.shape)
+    if any(n > 1 and a != b for n, a, b in zip(tensor.shape, tensor.stride(), expected, strict=True)):
+        raise UnsupportedError(
+            f"expected '{spec.name}' to keep strides {expected}, by which kernels are chosen, but its data was "
+            f"replaced by a tensor with {tensor.stride()}; copy the values in (param.data.copy_(value)), or "
+            "change its memory format before outcore.prepare()"
+        )
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one shape hold the same bits; a NaN equals itself."""
+    return not a.numel() or torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (a, b)))

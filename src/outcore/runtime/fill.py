@@ -11,7 +11,7 @@ import torch
 
 from outcore.memory.arena import Buffer
 from outcore.runtime.homes import Homes
-from outcore.runtime.unit import Unit, torch_dtype
+from outcore.runtime.unit import Unit, flat, torch_dtype
 
 Values = Callable[[int], torch.Tensor]
 """Parameter index -> its first value, in any dtype, on any device."""
@@ -39,7 +39,7 @@ def fill_unit(unit: Unit, homes: Homes, values: Values, initial_state: Callable[
             unit.weight_views(weights)[i].copy_(value)
         if states is not None and unit.has_master and param.requires_grad:
             master = unit.state_views(states, "master")[i]
-            master.copy_(value.to(torch_dtype(param.update_dtype)).reshape(-1))
+            master.copy_(flat(param, value.to(torch_dtype(param.update_dtype))))
     for home, staged in ((unit.weights, weights), (unit.states, states)):
         if home is not None and staged is not None and not isinstance(home, Buffer):
             if homes.disk is None:

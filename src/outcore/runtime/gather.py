@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import Parameter
 
-from outcore.runtime.edits import take_edits
-from outcore.runtime.unit import Unit
+from outcore.runtime.edits import refuse_other_form, refuse_other_strides, same_bytes, take_edits
+from outcore.runtime.unit import Unit, torch_dtype
 
 if TYPE_CHECKING:
     from outcore.runtime.engine import Engine
@@ -50,10 +50,8 @@ def gathered_units(engine: Engine, units: Sequence[Unit], *, write: bool) -> Ite
 @torch.no_grad()
 def _write_changed(engine: Engine, unit: Unit) -> None:
     for i, param in enumerate(unit.params):
-        before, now = engine.access.read_weight(unit, i), param.data.to("cpu")
-        if (
-            not torch.equal(before.view(-1).view(torch.uint8), now.contiguous().view(-1).view(torch.uint8))
-            if now.numel()
-            else False
-        ):
+        spec = unit.spec.params[i]
+        refuse_other_form(spec, param.to(torch_dtype(spec.dtype)))
+        refuse_other_strides(spec, param)
+        if not same_bytes(engine.access.read_weight(unit, i), param.data.to("cpu")):
             engine.access.write_weight(unit, i, param.data)

@@ -69,7 +69,7 @@ class GradHandle(DistantTensor):
 
     def fetch(self) -> torch.Tensor:
         """A copy, on the device."""
-        return self.owner.gradient_value(self).view(self.shape).clone()
+        return self.owner.gradient_value(self).clone().as_strided(self.shape, self.stride())
 
     def store(self, value: torch.Tensor) -> None:
         """Replace what is stored."""

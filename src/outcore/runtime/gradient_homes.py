@@ -20,7 +20,7 @@ from outcore.runtime.grad_handle import GradHandle
 from outcore.runtime.homes import Homes, Slot, SlotPool
 from outcore.runtime.lanes import After, Handle, Lane, newest
 from outcore.runtime.traffic import Traffic
-from outcore.runtime.unit import Unit, expect_buffer, expect_extent, torch_dtype
+from outcore.runtime.unit import Unit, expect_buffer, expect_extent, flat, torch_dtype
 from outcore.runtime.unit_gradients import Pass, UnitGradients
 
 
@@ -59,12 +59,12 @@ class GradientHomes:
         home = expect_buffer(unit.gradients, unit.label)
         after: After = {"gradients read": unit.gradients_readers, "gradients stored": unit.gradients_ready}
         self._device.compute(f"accumulate {unit.label}", writes=[home.region], after=after)
-        views = unit.update_views(home)
+        views, specs = unit.update_views(home), unit.spec.params
         first = [i for i in current.loose if i not in held]
         if first:
-            torch._foreach_copy_([views[i] for i in first], [current.loose[i].reshape(-1) for i in first])
+            torch._foreach_copy_([views[i] for i in first], [flat(specs[i], current.loose[i]) for i in first])
         for i in current.loose.keys() & held.keys():
-            _add(current.loose[i].reshape(-1), views[i], held[i].factors)
+            _add(flat(specs[i], current.loose[i]), views[i], held[i].factors)
         gradients.is_native = False
         unit.gradients_ready, unit.gradients_readers = self._device.mark(f"accumulated {unit.label}"), []
 
@@ -118,9 +118,9 @@ class GradientHomes:
         def work() -> None:
             if was_native:
                 promote(unit, target, list(held), self._run_all)
-            sources, targets = unit.native_views(landing), unit.update_views(target)
+            sources, targets = unit.flat_views(landing), unit.update_views(target)
             sums = [
-                Sum(targets[i], sources[i].view(-1), tuple(factors.get(i, ())), is_first=handle is None)
+                Sum(targets[i], sources[i], tuple(factors.get(i, ())), is_first=handle is None)
                 for i, handle in indices.items()
             ]
             self._run_all(add_works(sums))
@@ -332,7 +332,7 @@ def promote(unit: Unit, buffer: Buffer, indices: Sequence[int], run_all: RunAll 
     """
     if unit.has_one_layout:
         return
-    sources, targets = unit.native_views(buffer), unit.update_views(buffer)
+    sources, targets = unit.flat_views(buffer), unit.update_views(buffer)
     for i in sorted(indices, reverse=True):
-        for works in widen_rounds(targets[i], sources[i].view(-1)):
+        for works in widen_rounds(targets[i], sources[i]):
             run_all(works)

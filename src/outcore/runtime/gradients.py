@@ -26,7 +26,7 @@ from outcore.runtime.grad_handle import GradHandle
 from outcore.runtime.gradient_homes import GradientHomes
 from outcore.runtime.homes import Homes
 from outcore.runtime.lanes import After, Handle, Lane
-from outcore.runtime.unit import Unit, torch_dtype
+from outcore.runtime.unit import Unit, outermost_first, torch_dtype
 from outcore.runtime.unit_gradients import Pass, UnitGradients
 
 _autograd = cast("Any", torch._C)
@@ -264,10 +264,13 @@ class Gradients:
         if not self._clipping or gradients.unit.plan.gradients == "device":
             return  # on the device a norm is taken when it is asked for, as in the plain loop
         unit = gradients.unit
-        views = unit.native_views(current.bucket[1].buffer) if current.bucket is not None else []
-        natives = {i: current.loose[i] if i in current.loose else views[i] for i in current.present - added}
+        views, specs = unit.flat_views(current.bucket[1].buffer) if current.bucket is not None else [], unit.spec.params
+        natives = {
+            i: outermost_first(specs[i], current.loose[i]) if i in current.loose else views[i]
+            for i in current.present - added
+        }
         for batch in _batches(natives, unit.update_dtypes):
-            values = [native.to(unit.update_dtypes[i]).contiguous() for i, native in batch.items()]
+            values = [native.to(unit.update_dtypes[i]).reshape(-1) for i, native in batch.items()]
             gradients.norms.update(zip(batch, kernels.norms(values), strict=True))
 
 

@@ -10,6 +10,7 @@ is built parameter by parameter and nothing is read twice.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,8 +19,9 @@ from torch import nn
 from torch.nn import Parameter
 
 from outcore.core.errors import ConfigError, UnsupportedError
-from outcore.runtime.edits import take_edits
+from outcore.runtime.edits import same_bytes, take_edits
 from outcore.runtime.one_process import RefuseReplicas, refuse_process_group, refuse_wrapped
+from outcore.spec.model import row_major
 
 if TYPE_CHECKING:
     from outcore.runtime.engine import Engine
@@ -116,7 +118,7 @@ class ModuleGuard:
         if not any(id(p) in self._engine.places for p in module.parameters()):
             return
         refusals = {
-            "_apply": _RefuseMoves(module),
+            "_apply": _RefuseMoves(module, self._engine),
             "__deepcopy__": _RefuseCopies(module),
             "__reduce_ex__": _RefuseCopies(module),
             "_replicate_for_data_parallel": RefuseReplicas(),
@@ -184,7 +186,7 @@ class _OwnParameters:
         changed = {
             key: self._param(key).data
             for key in self._before
-            if not _same_bytes(self._param(key).data, self._before[key])
+            if not same_bytes(self._param(key).data, self._before[key])
         }
         for key, value in changed.items():
             unit, index = self._engine.places[key]
@@ -219,35 +221,36 @@ class _OwnParameters:
         self._before.clear()
 
 
-def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return (
-        torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
-        if a.numel()
-        else True
-    )
-
-
 class _RefuseMoves:
     """Stands in for ``module._apply``, through which ``to``, ``half``, ``cuda``, ``share_memory`` and others go."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, engine: Engine) -> None:
+        self._module, self._engine = module, weakref.ref(engine)
 
     def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:  # noqa: FBT001, FBT002
         """Let what changes nothing pass, refuse the rest."""
-        kinds = dict.fromkeys((t.dtype, t.device) for t in [*self._module.parameters(), *self._module.buffers()])
-        for dtype, device in kinds:
-            probe = torch.empty(0, dtype=dtype, device=device)
+        tensors = [*self._module.parameters(), *self._module.buffers()]
+        for dtype, device, layout in dict.fromkeys((t.dtype, t.device, self._layout(t)) for t in tensors):
+            probe = torch.empty_strided(*layout, dtype=dtype, device=device)
             result = function(probe)
             if result is not probe or (probe.device.type == "cpu" and probe.is_shared()):
                 raise UnsupportedError(
                     f"expected the prepared model to stay where and what it is ({probe.device}, {probe.dtype}), but "
                     f"{type(self._module).__name__} was "
-                    f"asked to become {result.device}, {result.dtype}{', shared' if result is probe else ''}; choose "
-                    "device= and precision= in "
-                    "outcore.prepare()"
+                    f"asked to become {result.device}, {result.dtype}{', shared' if result is probe else ''}"
+                    f"{', in another memory format' if result.stride() != probe.stride() else ''}; choose device= and "
+                    "precision= in outcore.prepare(), and a memory format before it"
                 )
         return self._module
+
+    def _layout(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape and strides, of a tensor that may have a memory format."""
+        engine = self._engine()
+        if tensor.ndim not in (4, 5) or engine is None or id(tensor) not in engine.places:
+            return (0,), (1,)
+        unit, i = engine.places[id(tensor)]
+        spec = unit.spec.params[i]
+        return spec.shape, spec.strides or row_major(spec.shape)
 
 
 class _RefuseCopies:

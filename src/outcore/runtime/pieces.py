@@ -39,7 +39,7 @@ def pieces_of(
     unit = gradients.unit
     views, weight_views = _views(unit, states), unit.flat_views(weights)
     old_views, stored = _views(unit, old_states), gradients.stored_views(grads)
-    old_targets = old_views.get("master") if old_weights is None else unit.native_views(old_weights)
+    old_targets = old_views.get("master") if old_weights is None else unit.flat_views(old_weights)
     pieces = []
     for i, change in changes.items():
         pieces.append(
@@ -52,7 +52,7 @@ def pieces_of(
                 hyper=change.hyper,
                 factors=change.factors,
                 zero=change.is_zero,
-                old_target=None if old_targets is None else old_targets[i].view(-1),
+                old_target=None if old_targets is None else old_targets[i],
                 old_states={name: view[i] for name, view in old_views.items() if name != "master"},
             )
         )

@@ -96,7 +96,7 @@ class StagedUpdates:
         others = [i for i in range(unit.num_trainable) if i not in changes and unit.has_master]
         room = scratch.bytes[: min(scratch.nbytes, self._device.update_block_bytes)]
         masters = unit.state_views(states, "master") if others else []
-        copies = [(unit.native_views(weights)[i].view(-1), masters[i]) for i in others]
+        copies = [(unit.flat_views(weights)[i], masters[i]) for i in others]
 
         def work() -> None:
             update_blocks(pieces, room)

@@ -14,7 +14,7 @@ from outcore.planning.reservations import has_master, states_of
 from outcore.runtime.absent import AbsentParameter, Owner, absent_class, watched_class
 from outcore.runtime.homes import Home, HomeKind, Slot
 from outcore.runtime.lanes import Handle
-from outcore.spec.model import ModelSpec, ParamSpec, UnitSpec
+from outcore.spec.model import ModelSpec, ParamSpec, UnitSpec, row_major
 from outcore.spec.plan import UnitPlan
 
 
@@ -96,7 +96,8 @@ class Unit:
         # as it does over fp32 accumulators. A torch without grad_dtype insists on the parameter's own.
         self.grad_dtypes = [_grad_dtype(p, s) for p, s in zip(params, spec.trainable, strict=False)]
         self.grad_likes = [
-            torch.empty(s.shape, dtype=d, device="meta") for s, d in zip(spec.trainable, self.grad_dtypes, strict=True)
+            torch.empty_strided(s.shape, s.strides or row_major(s.shape), dtype=d, device="meta")
+            for s, d in zip(spec.trainable, self.grad_dtypes, strict=True)
         ]
         # Native and update form of gradients are the same bytes.
         self.has_one_layout = all(p.dtype == p.update_dtype for p in spec.trainable)
@@ -121,8 +122,8 @@ class Unit:
         return self._cached("native", buffer, lambda: weight_views(self.spec, buffer, self.num_trainable))
 
     def flat_views(self, buffer: Buffer) -> list[torch.Tensor]:
-        """``native_views`` as flat tensors (1D)."""
-        return self._cached("flat", buffer, lambda: [view.view(-1) for view in self.native_views(buffer)])
+        """``native_views`` as flat tensors (1D), in the order in which elements lie in memory."""
+        return self._cached("flat", buffer, lambda: flat_views(self.spec, buffer))
 
     def update_views(self, buffer: Buffer) -> list[torch.Tensor]:
         """Trainable parameters as flat tensors (1D) over a buffer in the update layout."""
@@ -198,7 +199,15 @@ def absent_view(spec: ParamSpec, device: torch.device) -> torch.Tensor:
 def weight_views(spec: UnitSpec, buffer: Buffer, count: int) -> list[torch.Tensor]:
     """The first ``count`` parameters as tensors over a buffer in the weights layout."""
     pairs = list(zip(spec.params, spec.weight_offsets, strict=True))[:count]
-    return [buffer.tensor(torch_dtype(p.dtype), p.shape, offset) for p, offset in pairs]
+    return [buffer.tensor(torch_dtype(p.dtype), p.shape, offset, p.strides) for p, offset in pairs]
+
+
+def flat_views(spec: UnitSpec, buffer: Buffer) -> list[torch.Tensor]:
+    """Trainable parameters as flat tensors (1D) over a buffer in the weights layout."""
+    return [
+        buffer.tensor(torch_dtype(p.dtype), (p.numel,), offset)
+        for p, offset in zip(spec.trainable, spec.weight_offsets, strict=False)
+    ]
 
 
 def update_views(spec: UnitSpec, buffer: Buffer) -> list[torch.Tensor]:
@@ -207,6 +216,21 @@ def update_views(spec: UnitSpec, buffer: Buffer) -> list[torch.Tensor]:
         buffer.tensor(torch_dtype(p.update_dtype), (p.numel,), offset)
         for p, offset in zip(spec.trainable, spec.update_offsets, strict=True)
     ]
+
+
+def outermost_first(spec: ParamSpec, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the parameter's shape, its dimensions in the order in which the parameter's lie in memory."""
+    return tensor if spec.strides is None else tensor.permute(spec.order)
+
+
+def flat(spec: ParamSpec, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the parameter's shape as a flat one (1D), in the order of memory. See [Note: strides]."""
+    return outermost_first(spec, tensor).reshape(-1)
+
+
+def shaped(spec: ParamSpec, flat: torch.Tensor) -> torch.Tensor:
+    """What ``flat`` made, with the parameter's shape and strides."""
+    return flat.view(spec.shape) if spec.strides is None else flat.as_strided(spec.shape, spec.strides)
 
 
 def expect_buffer(home: Home | None, what: str) -> Buffer:

@@ -13,7 +13,7 @@ from outcore.memory.arena import Buffer
 from outcore.optim import kernels
 from outcore.runtime.grad_handle import GradHandle
 from outcore.runtime.homes import Slot, SlotPool
-from outcore.runtime.unit import Unit
+from outcore.runtime.unit import Unit, flat
 
 
 class GradientStore(Protocol):
@@ -134,7 +134,7 @@ class UnitGradients:
         return None if handle.factors or handle.is_zero else self.norms.get(handle.index)
 
     def gradient_value(self, handle: GradHandle) -> torch.Tensor:
-        """The gradient as the user sees it, on the device (1D)."""
+        """The gradient as the user sees it, on the device (1D, in the order of memory)."""
         self._refuse_stale(handle)
         return self._store.value(self, handle).to(handle.dtype)
 
@@ -142,7 +142,7 @@ class UnitGradients:
         """Write another value home."""
         self._refuse_stale(handle)
         self.version += 1
-        self._store.replace(self, handle, value.reshape(-1))
+        self._store.replace(self, handle, flat(self.unit.spec.params[handle.index], value))
 
     def _refuse_stale(self, handle: GradHandle) -> None:
         if self.unit.params[handle.index].grad is not handle:

@@ -164,8 +164,8 @@ class Updates:
         """Weights that the slot must carry home although they were not updated: the home is overwritten as a whole."""
         if target.slot is None or states is None:
             return []
-        masters, weights = unit.state_views(states.buffer, "master"), unit.native_views(target.buffer)
-        return [(weights[i].view(-1), masters[i]) for i in range(unit.num_trainable) if i not in changes]
+        masters, weights = unit.state_views(states.buffer, "master"), unit.flat_views(target.buffer)
+        return [(weights[i], masters[i]) for i in range(unit.num_trainable) if i not in changes]
 
     def _write_back_states(self, unit: Unit, states: Borrowed | None, done: Handle) -> None:
         if states is None:

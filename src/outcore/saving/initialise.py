@@ -59,7 +59,8 @@ class Initialisation:
 
         Memory: host, the tensors.
         """
-        fresh = {id(p.tensor): _like(p.tensor, "cpu") for p in self._places if id(p.tensor) in tensors}
+        wanted = [id(p.tensor) for p in self._places if id(p.tensor) in tensors]
+        fresh = {key: _like(self._twins[key], "cpu") for key in wanted}
         made, written = self._run(fresh, self._resets)
         missed = next((p.name for p in self._places if id(p.tensor) in fresh and id(p.tensor) not in written), None)
         if missed is not None:
@@ -239,7 +240,7 @@ def _standing(place: Place) -> torch.Tensor:
 
 
 def _like(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    made = torch.empty_like(tensor, device=device)  # with its strides: random numbers go in the order of memory
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, requires_grad=tensor.requires_grad)
     return made

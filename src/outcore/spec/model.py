@@ -11,6 +11,10 @@
 
 Sizes are padded to 4 KiB, so any of them may rest on disk.
 
+[Note: strides] Kernels are chosen by strides, and round differently. So a parameter that is not row-major
+(``channels_last``, transposed) keeps its strides. In every layout its bytes lie in the order in which they lie in the
+parameter's own memory, without gaps; torch's fused optimizers walk through them in this order, too.
+
 [Note: aliases] States lie behind one another, and an update walks through all of them side by side. AMD's processors
 (Zen) find lines of the first-level cache by a hash of address bits 12 to 27; at a distance of 256 MiB, or twice 128,
 the lines of two states push each other out, and the update takes two to five times as long. Two more pages avoid it;
@@ -20,6 +24,7 @@ one does not, since bits 12 and 27 cancel.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -31,6 +36,27 @@ PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "pure_bf16")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 ALIAS_BYTES = 2**27
 """No state's size is a multiple of it, see [Note: aliases]."""
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a new tensor."""
+    sizes = [max(n, 1) for n in shape]
+    return tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether every element has a place of its own, and there are no places between them."""
+    step = 1
+    for i in reversed(_outermost_first(strides)):
+        if shape[i] != 1:
+            if strides[i] != step:
+                return 0 in shape
+            step *= shape[i]
+    return True
+
+
+def _outermost_first(strides: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted(range(len(strides)), key=lambda i: -strides[i]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +71,17 @@ class ParamSpec:
     update_dtype: str
     """Dtype of its accumulated gradient, master and states."""
     requires_grad: bool
+    strides: tuple[int, ...] | None = None
+    """As ``torch.Tensor.stride()`` says it; None: row-major. See [Note: strides]."""
+
+    def __post_init__(self) -> None:
+        if self.strides is not None and not is_dense(self.shape, self.strides):
+            raise AssertionError(f"'{self.name}': strides {self.strides} of shape {self.shape} leave gaps or overlap")
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """Dimensions as they lie in memory, the outermost first."""
+        return _outermost_first(self.strides or row_major(self.shape))
 
     @property
     def numel(self) -> int:
