@@ -120,12 +120,12 @@ def prepare_for_test(
     return _prepare(model, optimizer, _Options(**options), faults or Faults(), race_checker)
 
 
-def plan_for(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> tuple[ModelSpec, Plan]:
+def plan_for(model: nn.Module, optimizer: torch.optim.Optimizer | None, **options: Any) -> tuple[ModelSpec, Plan]:
     """The plan that ``prepare`` would follow with the same arguments; no memory is taken and nothing is changed.
 
     Args:
         model: Any part of it may be on the meta device.
-        optimizer: Over its parameters.
+        optimizer: Over its parameters; None: everything is frozen.
         options: As ``prepare`` takes them.
 
     Returns:
@@ -139,6 +139,13 @@ def plan_for(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any)
     _, cut = _cut(model, optimizer, given)
     with open_device(given.device, Faults(), None) as device:
         return cut.spec, _choose_plan(cut, given, device)
+
+
+def free_budget(budget: Budget, *, device: torch.device | str | None = None) -> Budget:
+    """A budget with a number for every tier that is allowed: what it leaves open becomes what would be taken now."""
+    with open_device(device, Faults(), None) as opened:
+        limits = _limits(budget, opened)
+    return Budget(device=limits.device_bytes, host=limits.host_bytes, disk=budget.disk, disk_bytes=limits.disk_bytes)
 
 
 def close(model: nn.Module) -> None:

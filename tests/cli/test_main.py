@@ -35,7 +35,7 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     monkeypatch.setattr(cli, "app", app)
 
 
-@pytest.mark.parametrize(("command", "option"), [("demo", "--steps"), ("train", "--device-memory")])
+@pytest.mark.parametrize(("command", "option"), [("demo", "--steps"), ("train", "--device-memory"), ("dpo", "--beta")])
 def test_help_needs_no_torch(command, option):
     """Help comes in a blink, and torch takes seconds: neither the package nor the command line may import it."""
     code = (
@@ -102,18 +102,30 @@ def test_the_commands_and_options_are_these():
     """A new one is a decision, not an accident."""
     command = typer.main.get_command(cli.app)
     options = {name: sorted(p.name for p in sub.params) for name, sub in command.commands.items()}
+    trains = [
+        *("assignments", "batch_size", "config", "data", "device", "device_memory", "disk", "dry_run", "epochs"),
+        *("eval_data", "grad_accum", "host_memory", "keep", "lora", "lr", "max_grad_norm", "model", "out"),
+        *(
+            "on_nonfinite",
+            "plan",
+            "precision",
+            "report_to",
+            "resume",
+            "save_every",
+            "seed",
+            "seq_len",
+            "steps",
+            "trace",
+        ),
+    ]
     assert options == {
         "demo": ["device", "folder", "steps"],
-        "train": [
-            *("assignments", "batch_size", "config", "data", "device", "device_memory", "disk", "dry_run", "epochs"),
-            *("eval_data", "grad_accum", "host_memory", "keep", "lora", "lr", "max_grad_norm", "model"),
-            *("on_nonfinite", "out", "packing", "plan", "precision", "report_to", "resume", "save_every", "seed"),
-            *("seq_len", "steps", "trace"),
-        ],
+        "train": sorted([*trains, "packing"]),
+        "dpo": sorted([*trains, "beta"]),
     }
 
 
-@pytest.mark.parametrize("name", ["demo", "train"])
+@pytest.mark.parametrize("name", ["demo", "train", "dpo"])
 def test_help_explains_every_option_and_fits_a_terminal(monkeypatch, capsys, name):
     command = typer.main.get_command(cli.app).commands[name]
     assert [p.name for p in command.params if len(p.help or "") < 12] == []

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
-from outcore.cli.train import job as train_job
 from outcore.cli.train import run as train_run
+from outcore.cli.train import trainer as train_trainer
 from outcore.cli.train.byte_tokenizer import byte_tokenizer
 from outcore.core.errors import DiskError
 
@@ -294,7 +294,7 @@ class TestResume:
         def stop(**_: Any) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(train_job, "SftTrainer", stop)
+        monkeypatch.setattr(train_trainer, "SftTrainer", stop)
         out = tmp_path / "deep" / "run"
         stopped = command(*shared, "--out", out)
         assert stopped.status == 130

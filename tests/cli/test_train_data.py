@@ -393,8 +393,8 @@ BAD: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
     "no messages": (file("a.jsonl", '{"messages": []}'), ("line 1", "'messages' to be a list", "an empty list")),
     "message is text": (file("a.jsonl", '{"messages": ["hi"]}'), ("line 1, 'messages'[0]", "but got a string")),
     "other keys in messages": (
-        file("a.jsonl", jsonl({"messages": [{"from": "human", "value": "hi"}]})),
-        ("line 1, 'messages'[0]", "'role'", "found 'from', 'value'"),
+        file("a.jsonl", jsonl({"messages": [{"who": "human", "what": "hi"}]})),
+        ("line 1, 'messages'[0]", "'role'", "found 'who', 'what'"),
     ),
     "role is number": (file("a.jsonl", message(role=1)), ("'messages'[0]", "'role'", "a number")),
     "role is empty": (file("a.jsonl", message(role="")), ("'messages'[0]", "'role'")),

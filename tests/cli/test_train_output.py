@@ -29,10 +29,10 @@ from outcore.api import prepare_for_test
 from outcore.cli.train import notices as noticing
 from outcore.cli.train import output, report
 from outcore.cli.train import run as train_run
+from outcore.cli.train.methods import FINE_TUNING
 from outcore.cli.train.notices import notices
 from outcore.cli.train.output import OutputFolder
 from outcore.cli.train.report import keep_until
-from outcore.cli.train.rules import METRICS
 from outcore.core.errors import ConfigError
 from outcore.integrations import transformers as mixin
 from outcore.runtime.faults import Faults
@@ -71,7 +71,7 @@ class TestMetrics:
 
     def test_the_metrics_of_an_evaluation_are_those_that_may_choose_the_best_model(self, lines):
         (found, *_) = ({name for name in line if name.startswith("eval_")} for line in lines if "eval_loss" in line)
-        assert found | {"eval_aux_loss"} == set(METRICS)
+        assert found | {"eval_aux_loss"} == set(FINE_TUNING.metrics)
 
     def test_compute_and_waits_explain_model_and_step(self, command, config_json, text, tmp_path, monkeypatch):
         """Blocks sleep, so that nothing else counts; lanes are so slow that they are waited for."""

@@ -8,13 +8,16 @@ from __future__ import annotations
 import atexit
 import signal
 import sys
+from collections.abc import Mapping
+from inspect import Parameter, Signature
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from outcore.cli.train import options
+from outcore.cli.train.methods import FINE_TUNING, PREFERENCES, Method
 from outcore.core.errors import ConfigError, OutcoreError, PlanInfeasibleError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -41,42 +44,9 @@ def demo(
         raise typer.Exit(1)
 
 
-@app.command(cls=options.TrainCommand, help=options.HELP, no_args_is_help=True)
-def train(  # noqa: PLR0913 (one argument for each option)
-    context: typer.Context,
-    config: options.Config = None,
-    *,
-    model: options.Model = None,
-    data: options.Data = None,
-    eval_data: options.EvalData = None,
-    lora: options.Lora = None,
-    steps: options.Steps = None,
-    epochs: options.Epochs = None,
-    batch_size: options.BatchSize = None,
-    grad_accum: options.GradAccum = None,
-    seq_len: options.SeqLen = None,
-    packing: options.Packing = None,
-    lr: options.Lr = None,
-    max_grad_norm: options.MaxGradNorm = None,
-    precision: options.Precision = None,
-    seed: options.Seed = None,
-    device_memory: options.DeviceMemory = None,
-    host_memory: options.HostMemory = None,
-    disk: options.Disk = None,
-    plan: options.Plan = None,
-    device: options.Device = None,
-    out: options.Out = None,
-    save_every: options.SaveEvery = None,
-    keep: options.Keep = None,
-    resume: options.Resume = None,
-    on_nonfinite: options.OnNonfinite = None,
-    report_to: options.ReportTo = None,
-    trace: options.Trace = None,
-    dry_run: options.DryRun = None,
-    assignments: options.Assignments = None,
-) -> None:
+def _run(method: Method, given: Mapping[str, Any]) -> None:
     """Train as options, ``--set`` and a YAML file say; see ``options``."""
-    given = {name: value for name, value in context.params.items() if value not in (None, [], ())}
+    given = {name: value for name, value in given.items() if value not in (None, [], ())}
     flags = {name: value for name, value in given.items() if name not in ("config", "assignments")}
     from outcore.cli.train.notices import notices
 
@@ -85,10 +55,26 @@ def train(  # noqa: PLR0913 (one argument for each option)
             from outcore.cli.train.run import run_train
             from outcore.cli.train.settings import resolve
 
-            run_train(resolve(config, flags, assignments or []))
+            run_train(resolve(given.get("config"), flags, given.get("assignments", []), method))
     except (KeyboardInterrupt, SystemExit) as stop:
         _say("stopped", stop)
         raise typer.Exit(130 if isinstance(stop, KeyboardInterrupt) else int(stop.code or 0)) from stop
+
+
+def _add(method: Method, hints: Mapping[str, Any], text: str) -> None:
+    """Add a command that trains. Its options are a table, since commands share most of them."""
+
+    def command(**given: Any) -> None:
+        _run(method, given)
+
+    parameters = [Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=hints[name]) for name in hints]
+    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = dict(hints)
+    app.command(method.command, cls=options.TrainCommand, help=text, no_args_is_help=True)(command)
+
+
+_add(FINE_TUNING, options.TRAIN, options.TRAIN_HELP)
+_add(PREFERENCES, options.DPO, options.DPO_HELP)
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ import datasets
 from datasets.arrow_writer import ArrowWriter
 from datasets.exceptions import DatasetsError
 
+from outcore.cli.train.methods import FINE_TUNING, Method
 from outcore.cli.train.readers import SUFFIXES, find_files, read_records, without_nulls_inside
 from outcore.cli.train.records import COLUMNS, Kind, Record, Rows
 from outcore.core.errors import ConfigError
@@ -30,16 +31,16 @@ class Data:
     """What was loaded."""
 
     rows: datasets.Dataset
-    """Columns ``text``, or ``prompt`` and ``completion``, or ``messages``; of conversations also ``tools`` and
-    ``chat_template_kwargs`` where any row has them. At least one row."""
+    """Columns ``text``, or ``prompt`` and ``completion``, or ``messages``, or ``prompt``, ``chosen`` and ``rejected``;
+    of conversations also ``tools`` and ``chat_template_kwargs`` where any row has them. At least one row."""
     kind: Kind
     is_conversational: bool
     """There are lists of messages in it, so a chat template is needed."""
     notices: tuple[str, ...]
-    """What was left out, to be told once."""
+    """What was renamed and what was left out, to be told once."""
 
 
-def load_data(name: str, *, flag: str, cache: Path) -> Data:
+def load_data(name: str, *, flag: str, cache: Path, method: Method = FINE_TUNING) -> Data:
     """Load and check training or evaluation data.
 
     Args:
@@ -48,6 +49,7 @@ def load_data(name: str, *, flag: str, cache: Path) -> Data:
         flag: What the user calls it (``--data``), for messages.
         cache: Directory for the data set, made if missing. What is on the hub is also in the hub's own cache; nothing
             is written anywhere else.
+        method: What the rows are for.
 
     Raises:
         ConfigError: It cannot be used; ``cache`` is as before.
@@ -56,13 +58,13 @@ def load_data(name: str, *, flag: str, cache: Path) -> Data:
     """
     try:
         with _new_folder(name, cache) as folder:
-            return _build(name, folder)
+            return _build(name, folder, method)
     except ConfigError as error:
         raise ConfigError(f"{flag} {error}") from error
 
 
-def _build(name: str, folder: Path) -> Data:
-    checked = Rows()
+def _build(name: str, folder: Path, method: Method) -> Data:
+    checked = Rows(method)
     rows = (row for record in _records(name) if (row := checked.check(record)) is not None)
     first = next(rows, None)
     if first is None or checked.first is None:

@@ -8,21 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, final
 
+from torch import nn
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
-from trl import SFTConfig
 
-from outcore.api import plan_for
+from outcore.api import close, free_budget, plan_for, prepare
 from outcore.cli.train.data import Data, load_data
 from outcore.cli.train.model import ModelSource, build_model, find_model, load_tokenizer
+from outcore.cli.train.reference import Planned, plan_both
 from outcore.cli.train.settings import Settings
-from outcore.cli.train.trainer import SftTrainer
 from outcore.core.errors import ConfigError, DiskError
 from outcore.memory.disk import DiskStore
-from outcore.planning.reservations import tier_bytes
+from outcore.planning.table import plan_table
 from outcore.spec.budget import Budget
-from outcore.spec.model import ModelSpec
-from outcore.spec.plan import Plan
+from outcore.spec.plan import TIERS, Plan, Tier
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +38,10 @@ class RunData:
         Raises:
             ConfigError: It cannot be used, or the two are of different kinds.
         """
-        training, evaluation = load_data(settings.data, flag="--data", cache=cache), None
+        method, evaluation = settings.method, None
+        training = load_data(settings.data, flag="--data", cache=cache, method=method)
         if settings.eval_data is not None:
-            evaluation = load_data(settings.eval_data, flag="--eval-data", cache=cache)
+            evaluation = load_data(settings.eval_data, flag="--eval-data", cache=cache, method=method)
             if evaluation.kind != training.kind:
                 raise ConfigError(
                     f"--eval-data '{settings.eval_data}': expected rows of {training.kind}, as in --data, but got "
@@ -60,8 +60,9 @@ class Job:
     settings: Settings
     source: ModelSource
     tokenizer: PreTrainedTokenizerBase
-    spec: ModelSpec
-    plan: Plan
+    model: Planned
+    reference: Planned | None
+    """A frozen copy of the model, where the method wants one."""
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
@@ -72,69 +73,134 @@ class Job:
             PlanInfeasibleError: The budget does not suffice.
         """
         _refuse_unusable(settings.budget.paths)
-        _refuse_new_tokens(settings.training.get("chat_template_path"))
         source = find_model(settings.model)
-        tokenizer = load_tokenizer(source, eos_token=settings.training.get("eos_token"))
-        model = build_model(source, settings.precision)
-        if settings.lora is not None:
-            from peft import get_peft_model
+        tokenizer = load_tokenizer(source, eos_token=settings.eos_token, chat_template=settings.chat_template)
+        if not (settings.method.has_reference and settings.lora is None):
+            model = _plan_model(settings, source, settings.budget)
+            return cls(settings=settings, source=source, tokenizer=tokenizer, model=model, reference=None)
+        _refuse_random_reference(source)
+        model, reference = plan_both(
+            free_budget(settings.budget, device=_device(settings)),
+            lambda budget: _plan_model(settings, source, budget),
+            lambda budget: _plan_reference(settings, source, budget),
+        )
+        return cls(settings=settings, source=source, tokenizer=tokenizer, model=model, reference=reference)
 
-            model = get_peft_model(model, _lora(settings.lora))
-        args = SFTConfig(output_dir=str(settings.out), **settings.training)
-        kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
-        optimizer = kind([p for p in model.parameters() if p.requires_grad], **options)
-        given = None if settings.plan is None else Plan.load(settings.plan)
-        promises = given is not None and given.accumulation_steps is not None
-        spec, plan = plan_for(
+    @property
+    def taken(self) -> Mapping[Tier, int]:
+        """Bytes on each tier, those of the reference included."""
+        planned = [self.model, *([] if self.reference is None else [self.reference])]
+        return {tier: sum(p.taken[tier] for p in planned) for tier in TIERS}
+
+    def plan_table(self) -> str:
+        """Who owns how many bytes on each tier."""
+        table = plan_table(self.model.spec, self.model.plan)
+        if self.reference is None:
+            return table
+        return f"{table}\n\nits frozen reference:\n{plan_table(self.reference.spec, self.reference.plan)}"
+
+    def trainer(self, data: RunData, follower: TrainerCallback) -> Any:
+        """Tokenize the data and put everything together. The model's weights are read when training begins.
+
+        Raises:
+            ConfigError: The data cannot be used with these settings.
+
+        Memory: what the reference takes, until the trainer ends.
+        """
+        settings = self.settings
+        training = settings.method.fitted(settings.training, data.training.kind)
+        reference = {} if self.reference is None else {"ref_model": self._open_reference(self.reference)}
+        try:
+            trainer = settings.method.trainer_class()(
+                model=build_model(self.source, settings.precision),
+                args=settings.method.config_class()(**training, output_dir=str(settings.out)),
+                train_dataset=data.training.rows,
+                eval_dataset=None if data.evaluation is None else data.evaluation.rows,
+                processing_class=self.tokenizer,
+                peft_config=None if settings.lora is None else _lora(settings.lora),
+                callbacks=[follower],
+                plan=self.model.plan,
+                budget=self._planned_budget(self.model),
+                precision=settings.precision,
+                weights=self.source.weights,
+                on_nonfinite=settings.on_nonfinite,
+                **reference,
+            )
+        except BaseException:
+            for model in reference.values():
+                close(model)
+            raise
+        trainer.remove_callback(PrinterCallback)
+        return trainer
+
+    def _open_reference(self, planned: Planned) -> nn.Module:
+        # As from_pretrained leaves a model, and as TRL's own reference is: without dropout.
+        model = build_model(self.source, self.settings.precision).eval()
+        return prepare(
+            model,
+            None,
+            plan=planned.plan,
+            budget=self._planned_budget(planned),
+            precision=self.settings.precision,
+            weights=self.source.weights,
+            device=_device(self.settings),
+        ).model
+
+    def written_bytes(self) -> int:
+        """The least that the run writes: the model or its adapters, and of a checkpoint their states too."""
+        all_params = [p for unit in self.model.spec.units for p in unit.params]
+        trained = [p for p in all_params if p.requires_grad]
+        weights = sum(p.weight_bytes for p in (all_params if self.settings.lora is None else trained))
+        if self.settings.training["save_strategy"] == "no":
+            return weights
+        states = (1 + len(self.model.spec.state_names)) * sum(p.update_bytes for p in trained)
+        return 2 * weights + states
+
+    def _planned_budget(self, planned: Planned) -> Budget:
+        """What the plan takes: what was free when it was made may be less by now."""
+        taken, disks = planned.taken, self.settings.budget.disk
+        if disks is None:
+            return Budget(device=taken["device"], host=taken["host"])
+        return Budget(device=taken["device"], host=taken["host"], disk=disks, disk_bytes=taken["disk"])
+
+
+def _plan_model(settings: Settings, source: ModelSource, budget: Budget) -> Planned:
+    """Plan what is trained."""
+    model = build_model(source, settings.precision)
+    if settings.lora is not None:
+        from peft import get_peft_model
+
+        model = get_peft_model(model, _lora(settings.lora))
+    args = _arguments(settings)
+    kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    optimizer = kind([p for p in model.parameters() if p.requires_grad], **options)
+    given = None if settings.plan is None else Plan.load(settings.plan)
+    promises = given is not None and given.accumulation_steps is not None
+    return Planned(
+        *plan_for(
             model,
             optimizer,
-            budget=settings.budget,
+            budget=budget,
             precision=settings.precision,
             plan=given,
             accumulation_steps=args.gradient_accumulation_steps if promises else None,
             device=args.device,
         )
-        return cls(settings=settings, source=source, tokenizer=tokenizer, spec=spec, plan=plan)
+    )
 
-    def trainer(self, data: RunData, follower: TrainerCallback) -> SftTrainer:
-        """Tokenize the data and put everything together. Weights are read when training begins."""
-        settings = self.settings
-        training: dict[str, Any] = {**settings.training, "output_dir": str(settings.out)}
-        if data.training.kind == "text" and training.get("packing", True):  # text has no turns that a cut could spoil
-            training |= {"packing": True, "packing_strategy": training.get("packing_strategy", "wrapped")}
-        trainer = SftTrainer(
-            model=build_model(self.source, settings.precision),
-            args=SFTConfig(**training),
-            train_dataset=data.training.rows,
-            eval_dataset=None if data.evaluation is None else data.evaluation.rows,
-            processing_class=self.tokenizer,
-            peft_config=None if settings.lora is None else _lora(settings.lora),
-            callbacks=[follower],
-            plan=self.plan,
-            budget=self._planned_budget(),
-            precision=settings.precision,
-            weights=self.source.weights,
-            on_nonfinite=settings.on_nonfinite,
-        )
-        trainer.remove_callback(PrinterCallback)
-        return trainer
 
-    def written_bytes(self) -> int:
-        """The least that the run writes: the model or its adapters, and of a checkpoint their states too."""
-        all_params = [p for unit in self.spec.units for p in unit.params]
-        trained = [p for p in all_params if p.requires_grad]
-        weights = sum(p.weight_bytes for p in (all_params if self.settings.lora is None else trained))
-        if self.settings.training["save_strategy"] == "no":
-            return weights
-        states = (1 + len(self.spec.state_names)) * sum(p.update_bytes for p in trained)
-        return 2 * weights + states
+def _plan_reference(settings: Settings, source: ModelSource, budget: Budget) -> Planned:
+    model, device = build_model(source, settings.precision), _device(settings)
+    return Planned(*plan_for(model, None, budget=budget, precision=settings.precision, device=device))
 
-    def _planned_budget(self) -> Budget:
-        """What the plan takes: what was free when it was made may be less by now."""
-        taken, disks = tier_bytes(self.spec, self.plan), self.settings.budget.disk
-        if disks is None:
-            return Budget(device=taken["device"], host=taken["host"])
-        return Budget(device=taken["device"], host=taken["host"], disk=disks, disk_bytes=taken["disk"])
+
+def _arguments(settings: Settings) -> Any:
+    return settings.method.config_class()(output_dir=str(settings.out), **settings.training)
+
+
+def _device(settings: Settings) -> Any:
+    """Where the Trainer trains."""
+    return _arguments(settings).device
 
 
 def _lora(fields: Mapping[str, Any]) -> Any:
@@ -157,10 +223,9 @@ def _refuse_unusable(disks: Iterable[str]) -> None:
             raise ConfigError(f"--disk: {error}") from error
 
 
-def _refuse_new_tokens(template: str | None) -> None:
-    """Raise if a chat template would bring tokens of its own: the model's embeddings have no room for them."""
-    if template is not None and not (Path(template).is_file() and template.endswith((".jinja", ".j2"))):
+def _refuse_random_reference(source: ModelSource) -> None:
+    if source.weights is None:
         raise ConfigError(
-            f"chat_template_path: expected a file that ends in .jinja or .j2, but got '{template}'; save the template "
-            "as one"
+            f"--model '{source.name}': expected a model with weights, of which the reference is a copy, but it is a "
+            "configuration alone; train it first with outcore train and name OUT/model, or train adapters (--lora RANK)"
         )

@@ -133,15 +133,19 @@ def build_model(source: ModelSource, precision: Precision) -> PreTrainedModel:
     return model
 
 
-def load_tokenizer(source: ModelSource, *, eos_token: str | None = None) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    source: ModelSource, *, eos_token: str | None = None, chat_template: Path | None = None
+) -> PreTrainedTokenizerBase:
     """Load a model's tokenizer; without one, a token is a byte.
 
     Args:
         source: What ``find_model`` found.
         eos_token: Ends a document or turn, instead of the tokenizer's own.
+        chat_template: File to take instead of the tokenizer's own.
 
     Raises:
-        ConfigError: It cannot be loaded, has no end-of-text token, or has more tokens than the model.
+        ConfigError: It cannot be loaded, has no end-of-text token, or has more tokens than the model; the template
+            cannot be read.
     """
     where = f"--model '{source.name}'"
     if any((source.folder / name).exists() for name in _TOKENIZER_FILES):
@@ -170,7 +174,23 @@ def load_tokenizer(source: ModelSource, *, eos_token: str | None = None) -> PreT
             f"{where}: expected a vocab_size of at least {needed}, which its tokenizer needs, but {_CONFIG} has "
             f"{given}; {'raise it' if source.weights is None else 'use the tokenizer that the model was trained with'}"
         )
+    tokenizer.eos_token = end
+    if chat_template is not None:
+        tokenizer.chat_template = _read_template(chat_template)
     return tokenizer
+
+
+def _read_template(file: Path) -> str:
+    """A file alone: another model's template would bring tokens of its own, for which the embeddings have no room."""
+    if not (file.is_file() and file.suffix in (".jinja", ".j2")):
+        raise ConfigError(
+            f"chat_template_path: expected a file that ends in .jinja or .j2, but got '{file}'; save the template as "
+            "one"
+        )
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template_path: expected text in '{file}', but got: {_one_line(error)}") from error
 
 
 def _keep_in_fp32(model: PreTrainedModel) -> None:

@@ -1,4 +1,4 @@
-"""The options of ``outcore train`` and what its help says. Light: help must not wait for torch.
+"""The options of ``outcore train`` and ``outcore dpo``, and what their help says. Light: help must not wait for torch.
 
 No option has a default here, so that a YAML file's value is overruled by what was typed and by nothing else; and none
 has a type, since ``settings`` checks them all, wherever they come from, with one kind of message.
@@ -6,13 +6,14 @@ has a type, since ``settings`` checks them all, wherever they come from, with on
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-HELP = """Fine-tune or pre-train a language model that does not fit, with TRL's SFTTrainer.
+_TRAIN_ROWS = """Fine-tune or pre-train a language model that does not fit, with TRL's SFTTrainer.
 
 --model, --data and --out must be given, here or in the YAML file.
 
@@ -22,25 +23,37 @@ HELP = """Fine-tune or pre-train a language model that does not fit, with TRL's 
   messages               a list of {"role": ..., "content": ...}, and perhaps
                          tools beside it. With --set assistant_only_loss=true
                          the loss is on what the assistant says
-These are the keys of a JSON line or the columns of a table.
+ShareGPT conversations and Alpaca instructions are read as these.
+"""
+
+_DPO_ROWS = """Teach a language model that does not fit to prefer answers, with TRL's DPOTrainer.
+
+--model, --data and --out must be given, here or in the YAML file.
+The model is trained against a frozen copy of itself, which lives within the
+same memory; with --lora no copy is needed.
+
+[bold]What the data holds[/bold], the same in every row:
+  prompt               a text, or a list of {"role": ..., "content": ...}
+  chosen and rejected  the better and the worse answer, as the prompt is; they
+                       may also begin with it, in place of a prompt
+"""
+
+_HELP = """{rows}These are the keys of a JSON line or the columns of a table.
 
 [bold]What the YAML file holds[/bold]: the options below (batch_size for --batch-size),
-every field of TRL's SFTConfig, under lora: those of PEFT's LoraConfig, and
+every field of TRL's {config}, under lora: those of PEFT's LoraConfig, and
 under outcore: the options for memory. Options and --set go over the file.
   model: Qwen/Qwen3-0.6B
-  data: chats.jsonl
+  data: {data}
   out: run
-  lr: 1e-5
+  lr: {lr}
   lr_scheduler_type: cosine
-  assistant_only_loss: true
-  lora: {r: 8, lora_dropout: 0.1}
-  outcore: {device_memory: 20GiB, host_memory: 48GiB, disk: /mnt/nvme}
+  {own}
+  lora: {{r: 8, lora_dropout: 0.1}}
+  outcore: {{device_memory: 20GiB, host_memory: 48GiB, disk: /mnt/nvme}}
 
 [bold]Examples[/bold]
-  outcore train --model Qwen/Qwen3-0.6B --data chats.jsonl --out run
-  outcore train --model config.json --data book.txt --out run --steps 500
-  outcore train run.yaml --lr 1e-4 --set lora.r=16 --dry-run
-  outcore train run.yaml --resume
+{examples}
 
 [bold]What is written to --out[/bold]
   model/         what from_pretrained loads: the model, or the LoRA adapters,
@@ -55,6 +68,28 @@ under outcore: the options for memory. Options and --set go over the file.
 [bold]Exit status[/bold]: 0 done; 2 a mistake in what was asked for, said before anything
 is written; 130 stopped by Ctrl-C; 1 anything else.
 """
+
+TRAIN_HELP = _HELP.format(
+    rows=_TRAIN_ROWS,
+    config="SFTConfig",
+    data="chats.jsonl",
+    lr="1e-5",
+    own="assistant_only_loss: true",
+    examples="""  outcore train --model Qwen/Qwen3-0.6B --data chats.jsonl --out run
+  outcore train --model config.json --data book.txt --out run --steps 500
+  outcore train run.yaml --lr 1e-4 --set lora.r=16 --dry-run
+  outcore train run.yaml --resume""",
+)
+DPO_HELP = _HELP.format(
+    rows=_DPO_ROWS,
+    config="DPOConfig",
+    data="pairs.jsonl",
+    lr="1e-6",
+    own="beta: 0.05",
+    examples="""  outcore dpo --model run/model --data pairs.jsonl --out preferred
+  outcore dpo run.yaml --beta 0.05 --set lora.r=16 --dry-run
+  outcore dpo run.yaml --resume""",
+)
 
 _WHAT, _HOW, _WHERE, _OUTPUT = "Model and data", "Training", "Memory", "Output"
 
@@ -128,7 +163,11 @@ Packing = Annotated[
         "--packing/--no-packing",
     ),
 ]
-Lr = Annotated[str | None, _option(_HOW, "X", "Peak learning rate; 2e-5 by default.")]
+Lr = Annotated[str | None, _option(_HOW, "X", "Peak learning rate; 2e-5 by default, 1e-6 in dpo.")]
+Beta = Annotated[
+    str | None,
+    _option(_HOW, "X", "How close to stay to the reference; 0.1 by default, more is closer."),
+]
 MaxGradNorm = Annotated[
     str | None, _option(_HOW, "X", "Clip the gradient's norm to this; 1 by default, 0 for no clipping.")
 ]
@@ -201,3 +240,38 @@ Trace = Annotated[
 DryRun = Annotated[
     bool | None, _option(_OUTPUT, None, "Check everything, print settings and plan, and stop.", "--dry-run")
 ]
+
+_SHARED: Mapping[str, Any] = {
+    "config": Config,
+    "model": Model,
+    "data": Data,
+    "eval_data": EvalData,
+    "lora": Lora,
+    "steps": Steps,
+    "epochs": Epochs,
+    "batch_size": BatchSize,
+    "grad_accum": GradAccum,
+    "seq_len": SeqLen,
+    "lr": Lr,
+    "max_grad_norm": MaxGradNorm,
+    "precision": Precision,
+    "seed": Seed,
+    "device_memory": DeviceMemory,
+    "host_memory": HostMemory,
+    "disk": Disk,
+    "plan": Plan,
+    "device": Device,
+    "out": Out,
+    "save_every": SaveEvery,
+    "keep": Keep,
+    "resume": Resume,
+    "on_nonfinite": OnNonfinite,
+    "report_to": ReportTo,
+    "trace": Trace,
+    "dry_run": DryRun,
+    "assignments": Assignments,
+}
+TRAIN: Mapping[str, Any] = {**_SHARED, "packing": Packing}
+"""Options of ``outcore train``: name -> annotation."""
+DPO: Mapping[str, Any] = {**_SHARED, "beta": Beta}
+"""Options of ``outcore dpo``."""

@@ -1,4 +1,4 @@
-"""What a row of training data may look like: text, prompt and completion, or messages; all rows alike."""
+"""What a row of training data may look like: text, prompt and completion, messages, preferences; all rows alike."""
 
 from __future__ import annotations
 
@@ -8,19 +8,24 @@ from typing import Any, Literal, NamedTuple, final
 
 import datasets
 
+from outcore.cli.train.foreign_rows import read_foreign
+from outcore.cli.train.methods import Method
 from outcore.core.errors import ConfigError
 
-Kind = Literal["text", "prompt_completion", "messages"]
+Kind = Literal["text", "prompt_completion", "messages", "preferences"]
 
-COLUMNS = ("messages", "prompt", "completion", "text", "tools", "chat_template_kwargs")
-"""All that training can use."""
+COLUMNS = (
+    *("messages", "prompt", "completion", "text", "chosen", "rejected", "tools", "chat_template_kwargs"),
+    *("conversations", "system", "instruction", "input", "output"),
+)
+"""All that training can use, under our names and others'."""
 
 _KEYS: Mapping[Kind, tuple[str, ...]] = {
     "messages": ("messages",),
     "prompt_completion": ("prompt", "completion"),
     "text": ("text",),
+    "preferences": ("prompt", "chosen", "rejected"),
 }
-_EXPECTED = "'text', or 'prompt' and 'completion', or 'messages'"
 _SHOWN = 20  # names of unused keys; a file of machine-made keys may have any number
 
 
@@ -54,20 +59,26 @@ class Form(NamedTuple):
 
     def __str__(self) -> str:
         what = " and ".join(f"'{key}'" for key in _KEYS[self.kind])
-        return f"{what} as lists of messages" if self.kind == "prompt_completion" and self.is_conversational else what
+        return f"{what} as lists of messages" if len(_KEYS[self.kind]) > 1 and self.is_conversational else what
 
 
 @final
 class Rows:
     """Checks records and makes them the rows of one data set."""
 
-    def __init__(self) -> None:
-        """Start without any."""
+    def __init__(self, method: Method) -> None:
+        """Start without any.
+
+        Args:
+            method: What they are for.
+        """
+        self._method = method
         self.first: tuple[str, Form] | None = None
         """Place and form of the first row."""
         self.used: set[str] = set()
         """Optional columns that some row needs."""
         self._unused: dict[str, None] = {}
+        self._converted: dict[str, None] = {}
         self._num_empty = 0
         self._first_empty = ""
 
@@ -77,7 +88,8 @@ class Rows:
         Raises:
             ConfigError: It is not a row, or not one like those before.
         """
-        form = _form_of(record)
+        record = self._in_our_words(record)
+        form = _form_of(record, self._method)
         read = _conversation if form.is_conversational else _string
         row: dict[str, Any] = {key: read(record, key) for key in _KEYS[form.kind]}
         is_empty = not any(row.values())
@@ -99,8 +111,8 @@ class Rows:
         return row
 
     def notices(self) -> tuple[str, ...]:
-        """What was left out."""
-        notices = []
+        """What was renamed, and what was left out."""
+        notices = list(self._converted)
         if self._unused:
             names = list(self._unused)[:_SHOWN]
             notices.append(f"not used: {', '.join(names)}{', ...' if len(self._unused) > _SHOWN else ''}")
@@ -108,24 +120,32 @@ class Rows:
             notices.append(f"left out as empty: {self._num_empty} rows, the first is {self._first_empty}")
         return tuple(notices)
 
+    def _in_our_words(self, record: Record) -> Record:
+        fields, notice = read_foreign(record.fields)
+        if notice is not None:
+            self._converted[notice] = None
+        return record._replace(fields=self._method.read_row(record.where, fields))
+
     def _note(self, record: Record, row: Mapping[str, Any]) -> None:
         if len(self._unused) <= _SHOWN:
             self._unused |= dict.fromkeys(str(key) for key in record.fields if key not in row)
 
 
-def _form_of(record: Record) -> Form:
-    """Where there are keys of several kinds, the first in ``_KEYS`` counts."""
+def _form_of(record: Record, method: Method) -> Form:
     fields = record.fields
-    for kind, keys in _KEYS.items():
-        if all(fields.get(key) is not None for key in keys):
-            return Form(
-                kind, kind == "messages" or (kind == "prompt_completion" and isinstance(fields["prompt"], list))
-            )
-    null = next((key for key in COLUMNS[:4] if key in fields and fields[key] is None), None)
+    for kind in method.kinds:
+        if all(fields.get(key) is not None for key in _KEYS[kind]):
+            return Form(kind, kind != "text" and (kind == "messages" or isinstance(fields["prompt"], list)))
+    misfit = method.misfit(fields)
+    if misfit is not None:
+        raise ConfigError(f"{record.where}: {misfit}")
+    wanted = [_KEYS[kind] for kind in reversed(method.kinds)]
+    null = next((key for keys in wanted for key in keys if key in fields and fields[key] is None), None)
     if null is not None:
         raise ConfigError(f"{record.where}: expected a value for '{null}', but it is null; leave out such rows")
+    expected = ", or ".join(" and ".join(f"'{key}'" for key in keys) for keys in wanted)
     found = ", ".join(f"'{key}'" for key in list(fields)[:_SHOWN]) or "nothing"
-    raise ConfigError(f"{record.where}: expected {_EXPECTED}, but found {found}; rename what it is called there")
+    raise ConfigError(f"{record.where}: expected {expected}, but found {found}; rename what it is called there")
 
 
 def _string(record: Record, key: str) -> str:

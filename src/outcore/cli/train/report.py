@@ -17,7 +17,6 @@ from outcore.cli.progress import Show, StepReport, progress
 from outcore.cli.train.nonfinite import finite
 from outcore.cli.train.output import METRICS, PLAN, OutputFolder
 from outcore.cli.train.trace import StepTracer, TraceFile
-from outcore.planning.reservations import tier_bytes
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.runtime.recorder import timing
 from outcore.spec.plan import Tier
@@ -30,20 +29,23 @@ _ELSEWHERE = ("learning_rate", "num_tokens", "moved_bytes", "exposed_s", "epoch"
 class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no types here
     """Follows a run as a callback of its Trainer. As a context manager it ends the bar and closes the files."""
 
-    def __init__(self, console: Console, output: OutputFolder, trace: TraceFile | None) -> None:
+    def __init__(
+        self, console: Console, output: OutputFolder, trace: TraceFile | None, *, peak_bytes: Mapping[Tier, int]
+    ) -> None:
         """Remember where to.
 
         Args:
             console: A terminal gets a bar, anything else plain lines.
             output: Begun when training begins; gets ``plan.json`` and ``metrics.jsonl``.
             trace: Gets a timeline of a few steps.
+            peak_bytes: What the run takes on each tier; activations come on top.
         """
         self._console, self._output, self._trace = console, output, trace
         self._closing = ExitStack()
         self._show: Show
         self._file: TextIO
         self._optimizer: StreamedOptimizer
-        self._peak_bytes: Mapping[Tier, int]
+        self._peak_bytes = peak_bytes
         self._meter: _Meter
         self._reported = (0, 0)  # steps and tokens
         self._tracer: StepTracer | None = None
@@ -59,8 +61,6 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
     ) -> None:
         """Everything is ready: from now on the run leaves something behind."""
         self._optimizer = kwargs["optimizer"]
-        # Nothing is taken later; activations come on top.
-        self._peak_bytes = tier_bytes(self._optimizer.model_spec, self._optimizer.plan)
         self._output.begin()
         self._optimizer.plan.save(self._output.path / PLAN)
         path = self._output.path / METRICS

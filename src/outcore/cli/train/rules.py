@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 from outcore.cli.train.fields import shown
+from outcore.cli.train.methods import Method
 from outcore.cli.train.schema import Setting
 from outcore.core.errors import ConfigError, UnsupportedError
 
@@ -18,17 +20,12 @@ LENGTHS = ("max_steps", "num_train_epochs")
 
 _FEW = 3  # so many settings may be named together where a library does not say which one it means
 _EVALUATION = ("per_device_eval_batch_size", "load_best_model_at_end", "metric_for_best_model", "greater_is_better")
-METRICS = (
-    *("eval_loss", "eval_entropy", "eval_mean_token_accuracy", "eval_num_tokens", "eval_aux_loss"),
-    *("eval_runtime", "eval_samples_per_second", "eval_steps_per_second"),
-)
-"""What an evaluation of SFTTrainer measures; the auxiliary loss is that of mixtures of experts."""
 # What constructors of settings raise: they look for packages and files, too.
 _REFUSALS = (ValueError, TypeError, LookupError, AttributeError, NotImplementedError, ImportError, OSError)
 
 
-def refuse_contradictions(settings: Mapping[str, Setting]) -> None:
-    """Refuse settings that exclude one another.
+def refuse_contradictions(settings: Mapping[str, Setting], method: Method) -> None:
+    """Refuse settings that exclude one another, or what the method does not know.
 
     Raises:
         ConfigError: The first pair that is found.
@@ -38,7 +35,8 @@ def refuse_contradictions(settings: Mapping[str, Setting]) -> None:
     _refuse_unused_intervals(settings)
     _refuse_keeping_what_is_not_saved(settings)
     _refuse_evaluation_without_data(settings)
-    _refuse_unknown_metric(settings.get("metric_for_best_model"))
+    _refuse_unknown_metric(settings.get("metric_for_best_model"), method.metrics)
+    _refuse_unknown_losses(settings.get("loss_type"), method)
     _refuse_other_adapters(settings)
 
 
@@ -54,14 +52,12 @@ def check_lora(lora: Mapping[str, Any], settings: Mapping[str, Setting]) -> None
         LoraConfig(**lora)
 
 
-def check_training(training: Mapping[str, Any], out: str, settings: Mapping[str, Setting]) -> None:
+def check_training(training: Mapping[str, Any], out: str, settings: Mapping[str, Setting], method: Method) -> None:
     """Have TRL and transformers look at their settings together. Nothing is written or said.
 
     Raises:
         ConfigError: They refuse them, or would when the run has begun.
     """
-    from trl import SFTConfig
-
     from outcore.integrations.refusals import refuse_arguments, refuse_optimizer
 
     given = {key: setting for key, setting in settings.items() if "." not in key}
@@ -70,7 +66,7 @@ def check_training(training: Mapping[str, Any], out: str, settings: Mapping[str,
         unchecked = SimpleNamespace(n_gpu=1, **training)
         refuse_arguments(unchecked)
         refuse_optimizer(unchecked)
-        args = SFTConfig(output_dir=out, **training)
+        args = method.config_class()(output_dir=out, **training)
         refuse_arguments(args)
     schedule = {key: setting for key, setting in given.items() if key.startswith("lr_scheduler_")}
     if schedule:
@@ -145,15 +141,29 @@ def _refuse_evaluation_without_data(settings: Mapping[str, Setting]) -> None:
             )
 
 
-def _refuse_unknown_metric(metric: Setting | None) -> None:
+def _refuse_unknown_metric(metric: Setting | None, metrics: Sequence[str]) -> None:
     """The run itself would find out at its first evaluation."""
-    if metric is None or metric.value is None or f"eval_{metric.value.removeprefix('eval_')}" in METRICS:
+    if metric is None or metric.value is None or f"eval_{metric.value.removeprefix('eval_')}" in metrics:
         return
-    short = [name.removeprefix("eval_") for name in METRICS]
-    near = difflib.get_close_matches(metric.value, [*short, *METRICS], n=1, cutoff=0)
+    short = [name.removeprefix("eval_") for name in metrics]
+    near = difflib.get_close_matches(metric.value, [*short, *metrics], n=1, cutoff=0)
     raise ConfigError(
         f"{metric.where}: expected one of {', '.join(short)}, but got {shown(metric.value)}; did you mean '{near[0]}'?"
     )
+
+
+def _refuse_unknown_losses(losses: Setting | None, method: Method) -> None:
+    """The run itself would find out at its first step. TRL lists the names in its help text alone."""
+    if losses is None or not isinstance(losses.value, list):
+        return
+    field = next(f for f in dataclasses.fields(method.config_class()) if f.name == "loss_type")
+    known = list(dict.fromkeys(re.findall(r"`'(\w+)'`", field.metadata["help"])))
+    unknown = next((name for name in losses.value if name not in known), None)
+    if known and unknown is not None:
+        near = difflib.get_close_matches(unknown, known, n=1, cutoff=0)
+        raise ConfigError(
+            f"{losses.where}: expected some of {', '.join(known)}, but got {shown(unknown)}; did you mean '{near[0]}'?"
+        )
 
 
 def _refuse_other_adapters(settings: Mapping[str, Setting]) -> None:

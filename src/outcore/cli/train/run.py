@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from jinja2 import TemplateError
 from rich.console import Console
@@ -20,9 +21,6 @@ from outcore.cli.train.report import RunReport
 from outcore.cli.train.settings import Settings, describe
 from outcore.cli.train.trace import TraceFile
 from outcore.core.errors import ConfigError, OutcoreError, PlanInfeasibleError
-from outcore.planning.reservations import tier_bytes
-from outcore.planning.table import plan_table
-from outcore.runtime.optimizer import StreamedOptimizer
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's names
 # What libraries raise for settings and data that they cannot use. Anything else is a bug, and keeps its traceback.
@@ -47,17 +45,17 @@ def run_train(settings: Settings) -> None:
         if settings.dry_run:
             with tempfile.TemporaryDirectory() as cache:
                 RunData.load(settings, Path(cache))
-            _say(console, "Plan", plan_table(job.spec, job.plan))
+            _say(console, "Plan", job.plan_table())
             return
         with output.opened() as cache:
             data = RunData.load(settings, cache)
-            if tier_bytes(job.spec, job.plan)["disk"]:
+            if job.taken["disk"]:
                 _give_freed_memory_back()
-            _say(console, "Plan", plan_table(job.spec, job.plan))
+            _say(console, "Plan", job.plan_table())
             if output.incomplete:
                 names = ", ".join(path.name for path in output.incomplete)
                 _say(console, "Incomplete", f"{names}: the run was stopped while writing it, so it is removed")
-            with RunReport(console, output, trace) as report:
+            with RunReport(console, output, trace, peak_bytes=job.taken) as report:
                 _train(console, job, data, output, report)
 
 
@@ -77,6 +75,13 @@ def _give_freed_memory_back() -> None:
 def _train(console: Console, job: Job, data: RunData, output: OutputFolder, report: RunReport) -> None:
     with console.status("Preparing the data"):
         trainer = job.trainer(data, report)
+    try:
+        _go_on(console, job, trainer, output)
+    finally:
+        trainer.end()
+
+
+def _go_on(console: Console, job: Job, trainer: Any, output: OutputFolder) -> None:
     resumed = output.checkpoint
     if job.settings.resume and resumed is None:
         _say(console, "Resume", f"nothing was saved in {output.path}: the run begins at step 0")
@@ -90,14 +95,10 @@ def _train(console: Console, job: Job, data: RunData, output: OutputFolder, repo
                 console.print(f"no trace was recorded: {job.settings.trace}", markup=False, soft_wrap=True)
             return
         _say(console, "Resume", f"from {resumed.path}, at step {resumed.step} of {steps}")
-    try:
-        trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed.path))
-        with output.new_model() as folder:
-            outcore.save_pretrained(trainer.model, folder)
-            job.tokenizer.save_pretrained(folder)
-    finally:
-        if isinstance(trainer.optimizer, StreamedOptimizer):
-            trainer.optimizer.close()
+    trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed.path))
+    with output.new_model() as folder:
+        outcore.save_pretrained(trainer.model, folder)
+        job.tokenizer.save_pretrained(folder)
     _say(console, "Done", f"{trainer.state.global_step} steps; the model is in {output.path / MODEL}")
 
 

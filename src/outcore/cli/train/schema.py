@@ -1,4 +1,4 @@
-"""Every setting there is: TRL's ``SFTConfig``, PEFT's ``LoraConfig`` and outcore's own, with types, limits and names.
+"""Every setting there is: TRL's, PEFT's ``LoraConfig`` and outcore's own, with types, limits and names.
 
 The three classes are the list; here stands only what their annotations do not say.
 """
@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 from outcore.cli.train.fields import Mismatch, coerce, in_words, narrowed, shown
 from outcore.cli.train.given import Given
+from outcore.cli.train.methods import Method
 from outcore.core.errors import ConfigError
 from outcore.spec.model import Precision
 
@@ -43,7 +44,7 @@ DEFAULTS: Mapping[str, Any] = {
     "report_to": "none",
     "save_strategy": "no",  # model/ is written at the end in any case
 }
-"""Where the command differs from ``SFTConfig``."""
+"""Where the commands differ from TRL's class."""
 
 _HUB = "upload the finished OUT/model with 'hf upload'"
 _ALWAYS_TRAINS = "this command always trains, and evaluates with --eval-data"
@@ -58,6 +59,7 @@ INSTEAD: Mapping[str, str] = {
     "logging_nan_inf_filter": "--on-nonfinite says what becomes of numbers that are not finite; they are shown as such",
     "resume_from_checkpoint": "--resume continues from the newest checkpoint in --out",
     "save_only_model": "without states no checkpoint can be resumed from, and the final model is in model/ anyway",
+    "precompute_ref_log_probs": "the frozen reference is kept out of core beside the model, and --lora needs none",
     "ignore_data_skip": "a resumed run goes on with the data that comes next",
     "push_to_hub": _HUB,
     "hub_always_push": _HUB,
@@ -92,6 +94,9 @@ class Own:
     on_nonfinite: OnNonfinite = "stop"
     trace: str | None = None
     dry_run: bool = False
+    # SFTConfig has these two, too; DPOConfig has not.
+    eos_token: str | None = None
+    chat_template_path: str | None = None
 
 
 class Limit(NamedTuple):
@@ -144,6 +149,9 @@ LIMITS: Mapping[str, Limit] = {
     "outcore.eval_data": _NAME,
     "outcore.plan": _NAME,
     "outcore.trace": _NAME,
+    "beta": _NOT_NEGATIVE,
+    "ld_alpha": _UP_TO_ONE,
+    "label_smoothing": _UP_TO_ONE,
     "lora.r": _ONE_OR_MORE,
     "lora.lora_alpha": _ONE_OR_MORE,
     "lora.lora_dropout": _BELOW_ONE,
@@ -153,6 +161,7 @@ LIMITS: Mapping[str, Limit] = {
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "include_num_input_tokens_seen": ("all", "non_padding", "no"),
     "pad_to_multiple_of": ("auto",),
+    "f_divergence_type": ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"),
 }
 """Words where the class says text only."""
 
@@ -187,16 +196,23 @@ class Setting(NamedTuple):
 class Schema:
     """The settings by their full names: ``learning_rate``, ``outcore.disk``, ``lora.r``."""
 
-    def __init__(self) -> None:
-        # Imported here: the two take seconds, and a broken YAML file is found before.
-        from trl import SFTConfig
+    def __init__(self, method: Method) -> None:
+        """List them.
 
+        Args:
+            method: Whose class of TRL's counts.
+        """
+        # Imported here: the two take seconds, and a broken YAML file is found before.
+        config = method.config_class()
         try:
             from peft import LoraConfig
         except ImportError:
             LoraConfig = None  # noqa: N806 (a class, if it is there)
         self._has_lora = LoraConfig is not None
-        self.fields = dict(_fields(SFTConfig)) | dict(_fields(Own, "outcore."))
+        self._config_name = config.__name__
+        self.fields = dict(_fields(config))
+        own = dict(_fields(Own, "outcore."))
+        self.fields |= {key: field for key, field in own.items() if key.removeprefix("outcore.") not in self.fields}
         if LoraConfig is not None:
             self.fields |= _fields(LoraConfig, "lora.")
 
@@ -244,7 +260,8 @@ class Schema:
         if near:
             return f"{got}; did you mean '{near[0]}'?"
         return (
-            f"{got}; there are those of trl.SFTConfig, the options of this command, and the sections outcore and lora"
+            f"{got}; there are those of trl.{self._config_name}, the options of this command, and the sections outcore "
+            "and lora"
         )
 
     def _value(self, key: str, given: Given) -> Any:

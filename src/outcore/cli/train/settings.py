@@ -1,16 +1,16 @@
 """What a training run is to do: a YAML file, flags and ``--set`` become one checked value, before anything is touched.
 
 Flags and ``--set`` go over the file. At the top level of the file stand the options of the command (``batch_size``) and
-every field of TRL's ``SFTConfig``, under ``lora:`` those of PEFT's ``LoraConfig``, under ``outcore:`` outcore's own.
-``--set`` takes the same names, with a dot after a section: ``--set lora.r=8``. Paths are relative to the current
-directory, also those in the file; ``~`` is the home directory.
+every field of TRL's ``SFTConfig``, or ``DPOConfig``; under ``lora:`` those of PEFT's ``LoraConfig``, under ``outcore:``
+outcore's own. ``--set`` takes the same names, with a dot after a section: ``--set lora.r=8``. Paths are relative to the
+current directory, also those in the file; ``~`` is the home directory.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from outcore.cli.launcher import refuse_launchers
 from outcore.cli.train.fields import shown
 from outcore.cli.train.given import from_assignments, from_flags
+from outcore.cli.train.methods import FINE_TUNING, Method
 from outcore.cli.train.rules import LENGTHS, check_lora, check_training, refuse_contradictions
 from outcore.cli.train.schema import DEFAULTS, SECTIONS, OnNonfinite, Own, Resume, Schema, Setting
 from outcore.cli.train.yaml_file import read_yaml
@@ -33,15 +34,20 @@ Settled = Mapping[str, Setting]
 class Settings:
     """One training run."""
 
+    method: Method
     model: str
     data: str
     out: Path
     eval_data: str | None
     precision: Precision
     training: Mapping[str, Any]
-    """Fields of ``SFTConfig`` without ``output_dir``. ``packing`` is among them only if the user decided it."""
+    """Fields of TRL's class without ``output_dir``. ``packing`` is among them only if the user decided it."""
     lora: Mapping[str, Any] | None
     """Fields of ``LoraConfig``; None: all weights are trained."""
+    eos_token: str | None
+    """Ends a document or turn, instead of the tokenizer's own."""
+    chat_template: Path | None
+    """Instead of the tokenizer's own."""
     budget: Budget
     plan: Path | None
     device: str | None
@@ -55,13 +61,16 @@ class Settings:
     dry_run: bool
 
 
-def resolve(config: Path | None, flags: Mapping[str, Any], assignments: Sequence[str]) -> Settings:
+def resolve(
+    config: Path | None, flags: Mapping[str, Any], assignments: Sequence[str], method: Method = FINE_TUNING
+) -> Settings:
     """Put a run's settings together. Only ``config`` is read, and nothing is written.
 
     Args:
         config: A YAML file, or None.
         flags: Option -> value, only those that were given.
         assignments: ``KEY=VALUE`` texts.
+        method: What the run trains for.
 
     Raises:
         ConfigError: A file that cannot be read, a name that does not exist, a value that cannot be, settings that
@@ -70,19 +79,21 @@ def resolve(config: Path | None, flags: Mapping[str, Any], assignments: Sequence
     refuse_launchers()  # the libraries below would start to talk to the other ranks
     in_file = [] if config is None else read_yaml(config, SECTIONS)
     on_command_line = [*from_flags(flags), *from_assignments(assignments)]
-    schema = Schema()
+    schema = Schema(method)
     settled = _merged(schema.check(in_file), schema.check(on_command_line))
     _refuse_missing(settled)
-    refuse_contradictions(settled)
+    refuse_contradictions(settled, method)
     lora = _lora(settled)
     if lora is not None:
         check_lora(lora, settled)
     device = _device(settled)
     training = _training(settled, device)
     out = _path(_own(settled, "out"))
-    check_training(training, out, settled)
+    check_training(training, out, settled, method)
     plan, eval_data, trace = (_own(settled, name) for name in ("plan", "eval_data", "trace"))
+    template = training.get("chat_template_path", _own(settled, "chat_template_path"))
     return Settings(
+        method=method,
         model=_path(_own(settled, "model")),
         data=_path(_own(settled, "data")),
         out=Path(out),
@@ -90,6 +101,8 @@ def resolve(config: Path | None, flags: Mapping[str, Any], assignments: Sequence
         precision=_own(settled, "precision"),
         training=training,
         lora=lora,
+        eos_token=training.get("eos_token", _own(settled, "eos_token")),
+        chat_template=None if template is None else Path(_path(template)),
         budget=_budget(settled),
         plan=None if plan is None else Path(_path(plan)),
         device=device,
@@ -192,9 +205,7 @@ def _bytes(settled: Settled, name: str) -> int | None:
 
 def describe(settings: Settings) -> dict[str, str]:
     """Say what a run will do: all that was set, and the defaults that matter. Name -> text, in order of reading."""
-    from trl import SFTConfig
-
-    values = {field.name: field.default for field in dataclasses.fields(SFTConfig)} | dict(settings.training)
+    values = dict(_defaults(settings.method)) | dict(settings.training)
     said = {"model": settings.model, "data": settings.data, "out": str(settings.out)}
     said |= _said_of_training(settings, values)
     said |= {
@@ -219,18 +230,21 @@ _SAID = {
     *("max_steps", "num_train_epochs", "per_device_train_batch_size", "per_device_eval_batch_size", "use_cpu"),
     *("gradient_accumulation_steps", "max_length", "packing", "packing_strategy", "learning_rate", "warmup_steps"),
     *("lr_scheduler_type", "max_grad_norm", "eval_strategy", "eval_steps", "save_strategy", "save_steps"),
-    *("save_total_limit", "seed", "bf16"),
+    *("save_total_limit", "seed", "bf16", "beta", "loss_type"),
 }
-"""Fields of ``SFTConfig`` that ``describe`` puts into words."""
+"""Fields of TRL's classes that ``describe`` puts into words."""
+
+
+def _defaults(method: Method) -> Iterator[tuple[str, Any]]:
+    for field in dataclasses.fields(method.config_class()):
+        make = field.default_factory
+        yield field.name, field.default if make is dataclasses.MISSING else make()
 
 
 def _said_of_training(settings: Settings, values: Mapping[str, Any]) -> dict[str, str]:
     steps, warmup = values["max_steps"], values["warmup_steps"]
     batch, accumulated = values["per_device_train_batch_size"], values["gradient_accumulation_steps"]
     longest = "of any length" if values["max_length"] is None else f"of at most {values['max_length']} tokens"
-    packing = f"packed ({values['packing_strategy']})" if values["packing"] else "not packed"
-    if "packing" not in settings.training:
-        packing = "packed if the data is plain text"
     evaluation = "off"
     if settings.eval_data is not None:
         every = _interval(values["eval_strategy"], values["eval_steps"])
@@ -242,7 +256,7 @@ def _said_of_training(settings: Settings, values: Mapping[str, Any]) -> dict[str
         "precision": f"{settings.precision}{', bf16 autocast' if values['bf16'] else ''}",
         "length": f"{steps} steps" if steps > 0 else f"{values['num_train_epochs']:g} epochs",
         "batch": f"{batch} sequences" + (f", {accumulated} times accumulated" if accumulated > 1 else ""),
-        "sequences": f"{longest}, {packing}",
+        "sequences": f"{longest}, {_said_of_rows(settings, values)}",
         "learning rate": f"{values['learning_rate']:g}, {values['lr_scheduler_type']}, "
         + (f"warmup over {warmup:g} {'steps' if warmup >= 1 else 'of the run'}" if warmup else "no warmup"),
         "clipping": f"gradient norm {values['max_grad_norm']:g}" if values["max_grad_norm"] else "off",
@@ -250,6 +264,14 @@ def _said_of_training(settings: Settings, values: Mapping[str, Any]) -> dict[str
         "checkpoints": checkpoints,
         "seed": str(values["seed"]),
     }
+
+
+def _said_of_rows(settings: Settings, values: Mapping[str, Any]) -> str:
+    if "beta" in values:
+        return f"in pairs; beta {values['beta']:g}, loss {', '.join(values['loss_type'])}"
+    if "packing" not in settings.training:
+        return "packed if the data is plain text"
+    return f"packed ({values['packing_strategy']})" if values["packing"] else "not packed"
 
 
 def _interval(strategy: str, steps: float | None) -> str:

@@ -1,0 +1,92 @@
+"""The frozen copy that preferences are measured against: out of core beside the model, within the same budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from outcore.core.errors import PlanInfeasibleError
+from outcore.core.quantities import format_bytes
+from outcore.planning.reservations import tier_bytes
+from outcore.spec.budget import Budget
+from outcore.spec.model import ModelSpec
+from outcore.spec.plan import Plan, Tier
+
+
+class Planned(NamedTuple):
+    """A model, and where it lives."""
+
+    spec: ModelSpec
+    plan: Plan
+
+    @property
+    def taken(self) -> Mapping[Tier, int]:
+        """Bytes on each tier."""
+        return tier_bytes(self.spec, self.plan)
+
+
+Planner = Callable[[Budget], Planned]
+Bytes = Mapping[str, int]
+"""By tier."""
+
+
+def plan_both(budget: Budget, model: Planner, reference: Planner) -> tuple[Planned, Planned]:
+    """Share a budget among a model and its reference.
+
+    Args:
+        budget: With a number for every tier that is allowed.
+        model: Plans what is trained within a budget.
+        reference: The same for the frozen copy.
+
+    Returns:
+        Model and reference, together within the budget. Of the shares that let both fit it is the first: in proportion
+        to what they need, then no more than the reference must have, then no more than the model must have.
+
+    Raises:
+        PlanInfeasibleError: None does. ``required_bytes`` is the least of both together.
+    """
+    given = _bytes(budget)
+    ours, other = _least(budget, model), _least(budget, reference)
+    fraction = sum(other.values()) / (sum(ours.values()) + sum(other.values()))
+    in_proportion = {tier: min(nbytes, max(other[tier], int(fraction * nbytes))) for tier, nbytes in given.items()}
+    for share in (in_proportion, other, _less(given, ours)):
+        try:
+            second = reference(_budget(budget, {**share, "disk": given["disk"]}))
+            return model(_budget(budget, _less(given, second.taken))), second
+        except PlanInfeasibleError:
+            continue
+    raise _infeasible(given, ours, other)
+
+
+def _least(budget: Budget, planner: Planner) -> Bytes:
+    """The least on the device, then on the host, then on disk, on the tiers that are allowed."""
+    next_to_nothing = {tier: min(1, nbytes) for tier, nbytes in _bytes(budget).items()}
+    try:
+        return dict(planner(_budget(budget, next_to_nothing)).taken.items())
+    except PlanInfeasibleError as error:
+        return error.required_bytes
+
+
+def _bytes(budget: Budget) -> dict[str, int]:
+    return {"device": budget.device or 0, "host": budget.host or 0, "disk": budget.disk_bytes or 0}
+
+
+def _budget(like: Budget, nbytes: Bytes) -> Budget:
+    disk_bytes = None if like.disk is None else nbytes["disk"]
+    return Budget(device=nbytes["device"], host=nbytes["host"], disk=like.disk, disk_bytes=disk_bytes)
+
+
+def _less(given: Bytes, taken: Bytes | Mapping[Tier, int]) -> Bytes:
+    return {tier: max(0, given[tier] - nbytes) for tier, nbytes in taken.items()}
+
+
+def _infeasible(given: Bytes, ours: Bytes, other: Bytes) -> PlanInfeasibleError:
+    lines = [
+        "expected a budget for the model and its frozen reference together, but no share of it lets both fit; the "
+        "least that would do is:"
+    ]
+    for tier, nbytes in given.items():
+        parts = f"{format_bytes(ours[tier])} for the model and {format_bytes(other[tier])} for the reference"
+        lines.append(f"{tier:<6}  budget {format_bytes(nbytes)}: {parts}")
+    lines.append("give that much, or train adapters, which need no reference (--lora RANK)")
+    return PlanInfeasibleError("\n".join(lines), {tier: ours[tier] + other[tier] for tier in ours})
