@@ -119,7 +119,7 @@ for _name in _ASKED_OFTEN.split():
 
 
 class WatchedParameter(Parameter):
-    """A parameter on the device whose master is elsewhere: remembers that ``data`` was asked for.
+    """A parameter on the device whose master or home is elsewhere: remembers that ``data`` was asked for or replaced.
 
     Through ``data`` it can be changed without its version counter telling.
     """
@@ -136,6 +136,7 @@ class WatchedParameter(Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        type(self).touched.add(self.place)
         _TENSOR.data.__set__(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:

@@ -19,8 +19,10 @@ import torch
 
 from outcore.core.errors import OutcoreError, UnsupportedError
 from outcore.runtime.absent import requires_grad_refusal
+from outcore.runtime.access import Access
 from outcore.runtime.checks import Doubts, Rhythm, Summary, summary_of
 from outcore.runtime.device import Device
+from outcore.runtime.edits import OwnEdits
 from outcore.runtime.inner_graph import drop_saved, foreign_leaves, guarded_leaf, save_weights_by_place, without_hooks
 from outcore.runtime.replay import AutocastCacheOff, ForwardState, Surroundings
 from outcore.runtime.side_outputs import active_recording, emptied, hand_over, recording_apart
@@ -47,6 +49,7 @@ class Services(NamedTuple):
     sink: GradientSink
     device: Device
     doubts: Doubts
+    access: Access
 
 
 @dataclass(eq=False)
@@ -70,6 +73,8 @@ class Call:
     recording: Mapping[str, Any] | None = None
     summary: Summary | None = None
     """Of all results, where recompute is to be held against them."""
+    edited: list[int] = field(default_factory=list)
+    """Parameters that forward itself may have changed, before a recompute."""
 
     def release(self) -> None:
         """Let go of what a backward needs: this object lives as long as the loss does."""
@@ -83,7 +88,8 @@ class UnitCall:
     def __init__(self, unit: Unit, index: int, services: Services) -> None:
         """Take over ``unit.module.forward``."""
         self.unit, self._index = unit, index
-        self._weights, self._sink, self._device, self._doubts = services
+        self._weights, self._sink, self._device, self._doubts, access = services
+        self._edits = OwnEdits(unit, access)
         self._rhythm = Rhythm()
         self._forward = unit.module.forward
         # Makes backward run when nothing else needs a gradient, and tells an ordinary backward() from one for chosen
@@ -147,9 +153,12 @@ class UnitCall:
 
     def _run_plain(self, args: Any, kwargs: Any, phase: Phase) -> Any:
         with self._bound(phase), AutocastCacheOff():
+            self._edits.begin()
             result = self._forward(*args, **kwargs)
             tensors, _ = take_apart(result, self._where)
             self._refuse_weights_outside(tensors)
+            edits = self._edits.end()
+        self._edits.write_home(edits)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             raise UnsupportedError(
                 f"{self._where} is frozen and no argument needs a gradient, but its result does: a tensor with "
@@ -183,8 +192,11 @@ class UnitCall:
             self._refuse_changes()
             saving = drop_saved(self._where) if recomputes else save_weights_by_place(self.unit, self._where)
             recording = active_recording()
+            self._edits.begin()
             outputs, out_structure = self._run(structure, inner, saving, recording)
             self._refuse_weights_outside(outputs)
+            edits = self._edits.end()
+        self._edits.write_home(edits)
         if state is not None:
             state.drop_unchanged()
         if [_version(t) for t in tensors] != versions:
@@ -194,7 +206,8 @@ class UnitCall:
         made = [t for t in outputs if t.grad_fn is not None]
         foreign = foreign_leaves(made, inner, self.unit.params, start, self._where)
         call = Call(structure, wants_grad, foreign, [t.shape for t in made], made, self._weights_version(), state)
-        call.summary = summary_of(outputs, out_structure) if is_checked else None
+        call.edited = self._edits.suspects if recomputes else []
+        call.summary = summary_of(outputs, out_structure) if is_checked or call.edited else None
         call.recording = emptied(recording)
         call.foreign_versions = [_version(t) for t in foreign]
         call.watched = _sharing(made, tensors) if recomputes else list(range(len(made)))
@@ -317,7 +330,7 @@ class UnitCall:
                 )
             return call.graph
         inner = [guarded_leaf(t, self._where) if w else t for t, w in zip(saved, call.wants_grad, strict=True)]
-        with call.state.restored():
+        with call.state.restored(), self._edits.undone(call.edited):
             outputs, structure = self._run(call.inputs, inner, nullcontext(), call.recording)
         made = [t for t in outputs if t.grad_fn is not None]
         if [t.shape for t in made] != call.shapes:
@@ -327,10 +340,15 @@ class UnitCall:
                 "random numbers and buffers"
             )
         if call.summary is not None:
-            found = summary_of(outputs, structure)
-            is_early = self._rhythm.is_early
-            self._doubts.compare(call.summary, found, self._where, is_early=is_early, is_exact=False)
+            self._compare(call, call.summary, summary_of(outputs, structure))
         return inner, made
+
+    def _compare(self, call: Call, before: Summary, after: Summary) -> None:
+        why = ""
+        if call.edited:
+            names = ", ".join(f"'{self.unit.spec.params[i].name}'" for i in call.edited)
+            why = f"the block changes its own parameters in forward ({names}), which recompute begins with"
+        self._doubts.compare(before, after, self._where, is_early=self._rhythm.is_early, why=why)
 
 
 class UnitFunction(torch.autograd.Function):

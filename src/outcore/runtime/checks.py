@@ -80,7 +80,7 @@ class Doubts:
         self._device = device
         self._pending: list[tuple[str, torch.Tensor, Handle | None]] = []
 
-    def compare(self, before: Summary, after: Summary, where: str, *, is_early: bool, is_exact: bool) -> None:
+    def compare(self, before: Summary, after: Summary, where: str, *, is_early: bool, why: str) -> None:
         """Hold a recompute's results against those of its forward.
 
         Args:
@@ -88,19 +88,21 @@ class Doubts:
             after: Of the recompute.
             where: Names the unit.
             is_early: ``settle`` is to wait for the outcome.
-            is_exact: No difference passes as rounding.
+            why: They could differ, if that is known. Then no difference passes as rounding.
 
         Raises:
             UnsupportedError: They differ, and the host can tell at once.
         """
         if not _same_values(before.plain, after.plain):
-            raise UnsupportedError(_refusal(where, f"gave {after.plain} beside its tensors, forward {before.plain}"))
+            raise UnsupportedError(
+                _refusal(where, f"gave {after.plain} beside its tensors, forward {before.plain}", why)
+            )
         if [t.form for t in before.tensors] != [t.form for t in after.tensors]:
-            raise UnsupportedError(_refusal(where, "gave results of other shapes or dtypes than forward"))
+            raise UnsupportedError(_refusal(where, "gave results of other shapes or dtypes than forward", why))
         for i, (one, two) in enumerate(zip(before.tensors, after.tensors, strict=True)):
-            for differs in _differs(one, two, is_exact=is_exact):
+            for differs in _differs(one, two, is_exact=bool(why)):
                 found = f"gave another result than forward (result {i}, shape {tuple(one.form[0])})"
-                message = _refusal(where, found)
+                message = _refusal(where, found, why)
                 if differs.device.type != "cpu":
                     mark = None if is_early else self._device.mark(f"results of {where} compared")
                     self._pending.append((message, differs, mark))
@@ -125,12 +127,15 @@ class Doubts:
                 raise UnsupportedError(message)
 
 
-def _refusal(where: str, found: str) -> str:
-    return (
-        f"{where}: recompute {found}; the block depends on something besides its arguments, its modules' attributes "
-        "and buffers, and the usual random generators, such as a global, a closure or an object that it got. "
-        "Move that into a buffer, make the block deterministic, or give this unit the policy keep in the plan"
-    )
+_UNKNOWN = (
+    "the block depends on something besides its arguments, its modules' attributes and buffers, and the usual random "
+    "generators, such as a global, a closure or an object that it got"
+)
+
+
+def _refusal(where: str, found: str, why: str) -> str:
+    remedy = "Change them outside of forward" if why else "Move that into a buffer, make the block deterministic"
+    return f"{where}: recompute {found}; {why or _UNKNOWN}. {remedy}, or give this unit the policy keep in the plan"
 
 
 def _same_values(a: list[Any], b: list[Any]) -> bool:

@@ -8,6 +8,9 @@ asked for (which has a version counter of its own).
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
 
 from outcore.core.errors import UnsupportedError
@@ -46,6 +49,69 @@ def take_edits(unit: Unit, access: Access, device: Device) -> None:
     if is_moved:
         unit.point_at(buffer)
     unit.note_versions()
+
+
+class OwnEdits:
+    """What a unit does to its own parameters in forward: weight clipping, codebooks, projections onto a constraint.
+
+    On the device such an edit is where the next update starts. In a slot it would be lost, so it is written home as
+    soon as the unit is unbound. Seen as in [Note: edits].
+    """
+
+    def __init__(self, unit: Unit, access: Access) -> None:
+        """Nothing is edited yet."""
+        self._unit, self._access = unit, access
+        self._versions: list[int] = []
+        self.suspects: list[int] = []
+        """Parameters that the last forward may have changed."""
+
+    def begin(self) -> None:
+        """Forward is about to run, on present parameters."""
+        if not self._unit.is_resident:
+            self._unit.touched.clear()
+        self._versions = [p._version for p in self._unit.params]
+
+    @torch.no_grad()
+    def end(self) -> dict[int, torch.Tensor]:
+        """Forward ran. Returns what to write home.
+
+        Raises:
+            UnsupportedError: A parameter got another shape, dtype or order in memory.
+        """
+        unit = self._unit
+        moved = [i for i, p in enumerate(unit.params) if p._version != self._versions[i]]
+        self.suspects = sorted({*moved, *unit.touched}) if moved or unit.touched else []
+        return self._changed() if self.suspects and not (unit.is_resident or unit.is_gathered) else {}
+
+    def _changed(self) -> dict[int, torch.Tensor]:
+        unit, changed = self._unit, {}
+        for i in self.suspects:
+            value = unit.params[i].detach()
+            refuse_other_form(unit.spec.params[i], value)
+            refuse_other_strides(unit.spec.params[i], value)
+            if not same_bytes(self._access.read_weight(unit, i), value.cpu()):
+                changed[i] = value.clone()
+        return changed
+
+    def write_home(self, changed: dict[int, torch.Tensor]) -> None:
+        """Write what ``end`` returned. The unit is not bound any more."""
+        for i, value in changed.items():
+            self._access.write_weight(self._unit, i, value)
+
+    @contextmanager
+    def undone(self, suspects: Sequence[int]) -> Iterator[None]:
+        """Take back what a recompute does to parameters that its forward changed: they are edited already."""
+        if not suspects:
+            yield
+            return
+        tensors = [(self._unit.params[i], self._unit.params[i].data) for i in suspects]
+        values = [tensor.clone() for _, tensor in tensors]
+        try:
+            yield
+        finally:
+            for (param, tensor), value in zip(tensors, values, strict=True):
+                tensor.copy_(value)
+                param.data = tensor
 
 
 def refuse_other_form(spec: ParamSpec, tensor: torch.Tensor) -> None:

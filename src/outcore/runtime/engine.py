@@ -126,7 +126,7 @@ class Engine:
                 else:
                     unit.mark_absent(device=self.device.torch_device)
             self.device.synchronize()
-            services = Services(self.weights, self.gradients, self.device, self._doubts)
+            services = Services(self.weights, self.gradients, self.device, self._doubts, self.access)
             for index, unit in enumerate(self.units[1:], start=1):
                 call = UnitCall(unit, index, services)
                 unit.module.__dict__["forward"] = call

@@ -86,7 +86,7 @@ class Unit:
         self.is_present = False
         self.versions: list[int] = []
         self.touched: set[int] = set()
-        self._present_class = watched_class(self.touched) if self.is_resident and self.has_master else Parameter
+        self._present_class = Parameter if self.is_resident and not self.has_master else watched_class(self.touched)
         # Views are made once per buffer; buffers live as long as the unit.
         self._absent_views: dict[torch.device, list[torch.Tensor]] = {}
         self._views: dict[tuple[str, Region], list[torch.Tensor]] = {}
