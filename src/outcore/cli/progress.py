@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from outcore.core.quantities import format_bytes
 
 LINES = 10  # how many lines a whole run prints where there is no terminal
+_STATUS_WIDTH = 75  # what stands beside the bar where there is room for all of it
 WORTH_SAYING = 0.01  # of the time: a lane that is waited for less is not mentioned
 
 
@@ -36,25 +38,26 @@ def progress(console: Console, steps: int, *, done: int = 0) -> Iterator[Show]:
     """Show loss, tokens/s, what the run waits for, bytes moved and time left of every step that is reported.
 
     Args:
-        console: A terminal gets a bar, anything else plain lines.
+        console: A terminal gets a bar, which stays as it was at the end; anything else gets plain lines.
         steps: Of the whole run.
         done: How many of them an earlier run did.
     """
     start_s, step, tokens = time.perf_counter(), done, 0
 
-    def status(report: StepReport) -> str:
+    def parts(report: StepReport) -> Iterator[str]:
         nonlocal step, tokens
         step, tokens = step + 1, tokens + report.tokens
-        return _status(report, tokens, time.perf_counter() - start_s)
+        return _parts(report, tokens, time.perf_counter() - start_s)
 
     if console.is_terminal:
+        room = console.width - _bar_width(console) - len(f"step {steps}/{steps} 00:00:00   ") - 1
         with _bar(console) as bar:
             task = bar.add_task("train", total=steps, completed=done, status="")
-            yield lambda report: bar.update(task, advance=1, status=status(report))
+            yield lambda report: bar.update(task, advance=1, status=_fitting(parts(report), room))
         return
 
     def line(report: StepReport) -> None:
-        text = status(report)
+        text = "  ".join(parts(report))
         if step in (done + 1, steps) or step % max(1, steps // LINES) == 0:
             left_s = (time.perf_counter() - start_s) / (step - done) * (steps - step)
             console.print(f"step {step}/{steps}  {text}  {left_s:.0f} s left", soft_wrap=True)
@@ -66,18 +69,30 @@ def _bar(console: Console) -> Progress:
     columns = (
         TextColumn("step"),
         MofNCompleteColumn(),
-        BarColumn(),
-        TextColumn("{task.fields[status]}"),
-        TimeRemainingColumn(),
+        BarColumn(bar_width=_bar_width(console)),
+        TextColumn("{task.fields[status]}", table_column=Column(no_wrap=True)),
+        TimeRemainingColumn(elapsed_when_finished=True),
     )
-    return Progress(*columns, console=console, transient=True)
+    return Progress(*columns, console=console)
 
 
-def _status(report: StepReport, tokens: int, elapsed_s: float) -> str:
-    said = (f"loss {report.loss:.3f}", f"{tokens / elapsed_s:,.0f} tokens/s", _waiting(report.exposed_s, elapsed_s))
-    return "  ".join(part for part in (*said, f"{format_bytes(report.moved_bytes)} moved") if part)
+def _bar_width(console: Console) -> int:
+    return max(5, min(40, console.width - _STATUS_WIDTH))
 
 
-def _waiting(exposed_s: Mapping[str, float], elapsed_s: float) -> str:
-    lane, seconds = max(exposed_s.items(), key=lambda item: item[1], default=("", 0.0))
-    return f"{seconds / elapsed_s:.0%} waiting for {lane}" if seconds > WORTH_SAYING * elapsed_s else ""
+def _fitting(parts: Iterator[str], room: int) -> str:
+    """As many of them as there is room for, the first ones first."""
+    said = ""
+    for part in parts:
+        longer = f"{said}  {part}" if said else part
+        said = longer if len(longer) <= room else said
+    return said
+
+
+def _parts(report: StepReport, tokens: int, elapsed_s: float) -> Iterator[str]:
+    yield f"loss {report.loss:.3f}"
+    yield f"{tokens / elapsed_s:,.0f} tokens/s"
+    lane, seconds = max(report.exposed_s.items(), key=lambda item: item[1], default=("", 0.0))
+    if seconds > WORTH_SAYING * elapsed_s:
+        yield f"{seconds / elapsed_s:.0%} waiting for {lane}"
+    yield f"{format_bytes(report.moved_bytes)} moved"

@@ -9,6 +9,7 @@ somebody truncates would kill the process.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -44,6 +45,8 @@ _DTYPES = {
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER_BYTES = 100 * 10**6  # what the format allows
+
+_SAMPLE_BYTES = 256  # of a tensor, to tell weights apart
 
 TensorSpec = tuple[str, torch.dtype, tuple[int, ...]]
 """Name, dtype and shape of a tensor that will be written."""
@@ -118,6 +121,23 @@ class WeightsDirectory:
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of a tensor as it stands in the file."""
         return self._entry(name).dtype
+
+    def digest(self) -> str:
+        """Of names, dtypes, shapes and, of each tensor, some bytes in its middle: other weights have another one.
+
+        Raises:
+            DiskError: A file cannot be read.
+        """
+        found = hashlib.blake2b(digest_size=16)
+        for name, entry in sorted(self._entries.items()):
+            found.update(f"{name} {entry.dtype} {entry.shape} ".encode())
+            try:
+                with entry.file.open("rb", buffering=0) as file:
+                    file.seek(entry.offset + max(0, entry.nbytes // 2 - _SAMPLE_BYTES // 2))
+                    found.update(file.read(min(entry.nbytes, _SAMPLE_BYTES)))
+            except OSError as error:
+                raise disk_error(f"weights '{entry.file}', tensor '{name}': expected its bytes", error) from error
+        return found.hexdigest()
 
     def read(self, name: str) -> torch.Tensor:
         """Read one tensor into fresh host memory.

@@ -23,10 +23,12 @@ from outcore.core.errors import ConfigError
 from outcore.core.quantities import format_bytes
 
 PLAN, METRICS, MODEL = "plan.json", "metrics.jsonl", "model"
+SETTINGS = "settings.json"
+"""In a checkpoint: the run that wrote it."""
 _CACHE = ".outcore-data-"
 _STATE = "trainer_state.json"  # what a Trainer writes last into a checkpoint
 _IS_OURS = re.compile(rf"{re.escape(PLAN)}|{re.escape(METRICS)}|{re.escape(_CACHE)}.*|checkpoint-\d+")
-_NOT_OF_A_MODEL = ("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "training_args.bin", _STATE)
+_NOT_OF_A_MODEL = ("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "training_args.bin", _STATE, SETTINGS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,13 +10,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from jinja2 import TemplateError
 from rich.console import Console
 
 import outcore
 from outcore.cli.train.job import Job, RunData
 from outcore.cli.train.nonfinite import NonFiniteStepError
-from outcore.cli.train.output import MODEL, OutputFolder
+from outcore.cli.train.output import MODEL, SETTINGS, Checkpoint, OutputFolder
+from outcore.cli.train.record import RunRecord
 from outcore.cli.train.report import RunReport
 from outcore.cli.train.settings import Settings, describe
 from outcore.cli.train.trace import TraceFile
@@ -42,6 +44,9 @@ def run_train(settings: Settings) -> None:
     with _explained(output):
         job = Job.of(settings)
         output.refuse_full(job.written_bytes())
+        record = RunRecord.of(settings, job.source)
+        if output.checkpoint is not None:
+            _changes(record, output.checkpoint)
         if settings.dry_run:
             with tempfile.TemporaryDirectory() as cache:
                 RunData.load(settings, Path(cache))
@@ -56,7 +61,7 @@ def run_train(settings: Settings) -> None:
                 names = ", ".join(path.name for path in output.incomplete)
                 _say(console, "Incomplete", f"{names}: the run was stopped while writing it, so it is removed")
             with RunReport(console, output, trace, peak_bytes=job.taken) as report:
-                _train(console, job, data, output, report)
+                _train(console, job, data, output, report, record)
 
 
 def _give_freed_memory_back() -> None:
@@ -72,34 +77,54 @@ def _give_freed_memory_back() -> None:
         libc.malloc_trim(0)
 
 
-def _train(console: Console, job: Job, data: RunData, output: OutputFolder, report: RunReport) -> None:
+def _train(
+    console: Console, job: Job, data: RunData, output: OutputFolder, report: RunReport, record: RunRecord
+) -> None:
     with console.status("Preparing the data"):
         trainer = job.trainer(data, report)
     try:
-        _go_on(console, job, trainer, output)
+        steps = _steps(trainer)
+        trainer.record = record.with_data(job.settings.data, trainer.train_dataset, trainer.args, steps)
+        _go_on(console, job, trainer, output, steps)
     finally:
         trainer.end()
 
 
-def _go_on(console: Console, job: Job, trainer: Any, output: OutputFolder) -> None:
+def _go_on(console: Console, job: Job, trainer: Any, output: OutputFolder, steps: int) -> None:
     resumed = output.checkpoint
     if job.settings.resume and resumed is None:
         _say(console, "Resume", f"nothing was saved in {output.path}: the run begins at step 0")
-    if resumed is not None:
-        *_, steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
-        if resumed.step >= steps:
-            output.begin()
-            output.model_of(resumed, best=trainer.args.load_best_model_at_end)
-            _say(console, "Done", f"nothing is left to do: {resumed.path} is at step {resumed.step} of {steps}")
-            if job.settings.trace is not None:
-                console.print(f"no trace was recorded: {job.settings.trace}", markup=False, soft_wrap=True)
-            return
-        _say(console, "Resume", f"from {resumed.path}, at step {resumed.step} of {steps}")
+    elif resumed is not None:
+        changes = _changes(trainer.record, resumed)
+        _say(console, "Resume", "\n".join([f"from {resumed.path}, at step {resumed.step} of {steps}", *changes]))
+    if resumed is not None and resumed.step >= steps:
+        output.begin()
+        output.model_of(resumed, best=trainer.args.load_best_model_at_end)
+        _say(console, "Done", f"nothing is left to do: {resumed.path} is at step {resumed.step} of {steps}")
+        if job.settings.trace is not None:
+            console.print(f"no trace was recorded: {job.settings.trace}", markup=False, soft_wrap=True)
+        return
     trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed.path))
     with output.new_model() as folder:
         outcore.save_pretrained(trainer.model, folder)
         job.tokenizer.save_pretrained(folder)
     _say(console, "Done", f"{trainer.state.global_step} steps; the model is in {output.path / MODEL}")
+
+
+def _steps(trainer: Any) -> int:
+    """Of the whole run. Asking for a data loader draws a random number, which training must not miss."""
+    with torch.random.fork_rng(devices=[]):
+        *_, steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
+    return int(steps)
+
+
+def _changes(record: RunRecord, checkpoint: Checkpoint) -> list[str]:
+    """What is other than in the checkpoint's run and is used from here on, a line each."""
+    before = RunRecord.load(checkpoint.path)
+    if before is None:
+        return [f"its settings are not known: there is no {SETTINGS} in it, and nothing was compared"]
+    changes = record.changes_since(before, checkpoint.path)
+    return _aligned(changes).splitlines() if changes else []
 
 
 @contextmanager

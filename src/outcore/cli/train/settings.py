@@ -205,7 +205,7 @@ def _bytes(settled: Settled, name: str) -> int | None:
 
 def describe(settings: Settings) -> dict[str, str]:
     """Say what a run will do: all that was set, and the defaults that matter. Name -> text, in order of reading."""
-    values = dict(_defaults(settings.method)) | dict(settings.training)
+    values = dict(defaults(settings.method)) | dict(settings.training)
     said = {"model": settings.model, "data": settings.data, "out": str(settings.out)}
     said |= _said_of_training(settings, values)
     said |= {
@@ -235,7 +235,8 @@ _SAID = {
 """Fields of TRL's classes that ``describe`` puts into words."""
 
 
-def _defaults(method: Method) -> Iterator[tuple[str, Any]]:
+def defaults(method: Method) -> Iterator[tuple[str, Any]]:
+    """Fields of TRL's class with their defaults."""
     for field in dataclasses.fields(method.config_class()):
         make = field.default_factory
         yield field.name, field.default if make is dataclasses.MISSING else make()
