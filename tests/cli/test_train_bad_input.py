@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from outcore.cli.train import output
+from outcore.cli.train.byte_tokenizer import byte_tokenizer
 
 from .conftest import CONFIG, Run, write_json, write_jsonl
 
@@ -55,7 +56,7 @@ OPTIONS: list[Case] = [
     option("save-every", "0", "--save-every: expected .* above 0"),
     option("keep", "2", "--keep: expected checkpoints to be saved"),
     option("lora", "0", "--lora: expected .* of 1 or more"),
-    option("device", "tpu", "--device: expected one of cpu.* but got 'tpu'"),
+    option("device", "tpu", "--device: expected 'cpu' or 'cuda' .* but got 'tpu'"),
     option("device-memory", "20 giraffes", "--device-memory: expected bytes .* but got '20 giraffes'"),
     option("host-memory", "-1", "--host-memory: expected bytes"),
     option(
@@ -115,6 +116,13 @@ MODELS: list[Case] = [
     option("model", "{config:hidden_size=null}", "--model '.*'"),
     option("model", "{weights:gone}", "expected weights .* but there are none in"),
     option("model", "{weights:cut}", "--model .*model.safetensors"),
+    option("model", "{weights:nan}", "lm_head.weight': expected finite values, but 8,320 of 8,320 are nan or infinite"),
+    option("model", "{weights:int8}", "full precision, but 'lm_head.weight' is .* quantized .torch.int8.*; name the"),
+    option("model", "{weights:complex}", "lm_head.weight': expected a dtype .*'C64'; complex weights"),
+    option("model", "{config:num_hidden_layers=1000000000}", "at most 10,000 layers or experts"),
+    ("no chat template", {"--model": "{untemplated}", "--data": "{chat}"}, "--set chat_template_path=FILE.jinja"),
+    option("set", "optim=adamw_bnb_8bit", "--set optim: expected optim to be one of adamw_torch"),
+    option("device", "cuda", "--device: expected a GPU for 'cuda', but .*torch [0-9.]+"),
     option("model", "{weights:other}", "expected .*lm_head.weight.* shape"),
 ]
 DATA: list[Case] = [
@@ -251,8 +259,24 @@ class World:
         elif change == "cut":
             path.write_bytes(path.read_bytes()[:-100])
         else:
-            save_file({**load_file(path), "lm_head.weight": torch.zeros(7, 32)}, path, {"format": "pt"})
+            values = {
+                "nan": torch.full((260, 32), torch.nan),
+                "int8": torch.zeros(260, 32, dtype=torch.int8),
+                "complex": torch.zeros(260, 32, dtype=torch.complex64),
+                "other": torch.zeros(7, 32),
+            }
+            save_file({**load_file(path), "lm_head.weight": values[change]}, path, {"format": "pt"})
         return copy
+
+    def untemplated(self) -> Path:
+        """A model whose tokenizer has no chat template."""
+        tokenizer = byte_tokenizer()
+        tokenizer.chat_template = None
+        tokenizer.save_pretrained(self._folder)
+        return self._folder / "config.json"
+
+    def chat(self) -> Path:
+        return self.rows('{"messages": [{"role": "user", "content": "a"}]}')
 
     def _file(self, name: str, content: str) -> Path:
         (self._folder / name).write_text(content)

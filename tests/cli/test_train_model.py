@@ -198,7 +198,9 @@ class TestFinding:
 
     def test_code_of_its_own_is_not_needed_for_what_is_known(self, tmp_path: Path):
         path = write_config(tmp_path, auto_map={"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"})
-        assert build_model(find_model(str(path)), "fp32").__module__.startswith("transformers.")
+        with pytest.warns(UserWarning, match=r"code of its own \(auto_map\), which is never run; .* transformers' own"):
+            source = find_model(str(path))
+        assert build_model(source, "fp32").__module__.startswith("transformers.")
 
 
 class TestHub:
@@ -340,6 +342,11 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
     "code of its own": (
         config(model_type="own", auto_map={"AutoConfig": "x.Y"}),
         r"its own code \(auto_map\) is not run",
+    ),
+    "too many layers": (config(num_hidden_layers=10**9), "at most 10,000 layers.* has num_hidden_layers 1,000,000,000"),
+    "too many experts": (
+        config(text_config={"num_local_experts": 10**8}),
+        "at most 10,000 .* has num_local_experts 100,000,000",
     ),
     "quantized": (config(quantization_config={"quant_method": "gptq"}), "full precision, but it is quantized"),
     "encoder and decoder": (config(config={"model_type": "t5"}), "t5 has an encoder and a decoder"),

@@ -201,6 +201,7 @@ F32 = {"dtype": "F32", "shape": [2]}
         (b'{"a": {}, "a": {}}', "a name stands there twice"),
         (header(a=F32), "expected dtype, shape and data_offsets"),
         (header(a=F32 | {"dtype": "F1", "data_offsets": [0, 8]}), "expected a dtype of F64"),
+        (header(a=F32 | {"dtype": "C64", "data_offsets": [0, 8]}), "complex weights .C64. must be saved as real ones"),
         (header(a=F32 | {"dtype": ["F32"], "data_offsets": [0, 8]}), "expected a dtype of F64"),
         (header(a=F32 | {"shape": [-2], "data_offsets": [0, 8]}), "non-negative integers"),
         (header(a=F32 | {"shape": [True], "data_offsets": [0, 8]}), "non-negative integers"),

@@ -13,11 +13,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import outcore
+from outcore.core.errors import ConfigError
 from outcore.memory.weights_file import WeightsDirectory
 from outcore.runtime import engine as engine_module
 from outcore.saving.load_plan import plan_loading
 
 from . import small
+
+BUDGET = outcore.Budget(device="8MiB", host="16MiB")
 
 
 def saved(model: Any, folder: Path, **options: Any) -> Path:
@@ -289,7 +292,9 @@ class TestRefusals:
     def test_quantized(self, tmp_path: Path):
         name = "model.layers.1.mlp.up_proj.weight"
         folder = rewritten(saved(small.build("llama"), tmp_path), lambda t: t.update({name: t[name].to(torch.int8)}))
-        self.refused(folder, "up_proj.weight' is torch.float32 in the model and quantized .torch.int8.")
+        self.refused(
+            folder, "up_proj.weight' is torch.float32 in .* quantized .torch.int8.*; name the model that it was"
+        )
 
     def test_no_checkpoint(self, tmp_path: Path):
         self.refused(tmp_path / "nowhere", "expected model.safetensors")
@@ -332,3 +337,27 @@ def test_holds_one_tensor_at_a_time(name: str, tmp_path: Path, monkeypatch: pyte
     sizes = {n: t.nbytes for n, t in load_file(folder / "model.safetensors").items()}
     assert total[0] == sum(sizes.values()), "a tensor was read twice, or not at all"
     assert most[0] <= 2 * largest < total[0] / 4
+
+
+class TestFinite:
+    @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    def test_not_finite(self, tmp_path: Path, value: float, dtype: torch.dtype):
+        """Found while it is read, in any dtype."""
+
+        def change(tensors: dict[str, torch.Tensor]) -> None:
+            changed = tensors["model.layers.1.mlp.up_proj.weight"].to(dtype)
+            changed.view(-1)[-3] = value
+            tensors["model.layers.1.mlp.up_proj.weight"] = changed
+
+        folder, model = rewritten(saved(small.build("llama"), tmp_path), change), small.build("llama", meta=True)
+        with pytest.raises(ConfigError, match="up_proj.weight': expected finite values, but 1 of [0-9,]+ are nan"):
+            outcore.prepare(model, None, weights=folder, budget=BUDGET)
+
+    def test_large_values_are_finite(self, tmp_path: Path):
+        def change(tensors: dict[str, torch.Tensor]) -> None:
+            tensors["model.layers.1.mlp.up_proj.weight"].fill_(torch.finfo(torch.float32).max)
+
+        folder, model = rewritten(saved(small.build("llama"), tmp_path), change), small.build("llama", meta=True)
+        outcore.prepare(model, None, weights=folder, budget=BUDGET)
+        outcore.close(model)

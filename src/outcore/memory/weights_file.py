@@ -43,6 +43,10 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_ADVICE_ON_DTYPES = (
+    "complex weights (C64) must be saved as real ones (torch.view_as_real) for a model that takes them so; others are "
+    "quantized: name the model that they were made from"
+)
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER_BYTES = 100 * 10**6  # what the format allows
 
@@ -268,7 +272,9 @@ def _entry_of(name: str, fields: object, path: Path, base: int) -> _Entry:
         raise ConfigError(f"{where}: expected dtype, shape and data_offsets, but got {fields!r}")
     dtype = _DTYPES.get(fields["dtype"]) if isinstance(fields["dtype"], str) else None
     if dtype is None:
-        raise ConfigError(f"{where}: expected a dtype of {', '.join(_DTYPES)}, but got {fields['dtype']!r}")
+        raise ConfigError(
+            f"{where}: expected a dtype of {', '.join(_DTYPES)}, but got {fields['dtype']!r}; {_ADVICE_ON_DTYPES}"
+        )
     shape, offsets = _sizes(fields["shape"], where), _sizes(fields["data_offsets"], where)
     entry = _Entry(path, base + (offsets[0] if offsets else 0), dtype, shape)
     if len(offsets) != 2 or offsets[1] - offsets[0] != entry.nbytes:

@@ -183,8 +183,16 @@ def _refuse_parameter(name: str, param: nn.Parameter) -> None:
     if str(param.dtype).removeprefix("torch.") not in DTYPE_BYTES:
         raise ConfigError(
             f"expected parameters of dtype {' or '.join(DTYPE_BYTES)}, but '{name}' is {param.dtype}; "
-            "convert it first, for example with model.to(torch.bfloat16)"
+            f"{_advice_on(param.dtype)}"
         )
+
+
+def _advice_on(dtype: torch.dtype) -> str:
+    if dtype.is_complex:
+        return "a conversion would drop its imaginary part: keep both parts in a real parameter (torch.view_as_real)"
+    if not dtype.is_floating_point or dtype.itemsize == 1:
+        return "it is quantized, or nothing to train: load the model in full precision, or make it a buffer"
+    return "convert it first, for example with model.to(torch.bfloat16)"
 
 
 def _refuse_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:

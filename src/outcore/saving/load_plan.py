@@ -62,6 +62,22 @@ class LoadPlan:
             self._made = group, group.convert(self._directory.read)
         return self._made[1][name]
 
+    def read_finite(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Read a weight; see ``read``.
+
+        Raises:
+            ConfigError: It is nan or infinite somewhere: no step could mend that.
+        """
+        value = self.read(tensor)
+        if value.numel() and not all(bound.isfinite() for bound in torch.aminmax(value)):  # as fast as memory
+            count = value.numel() - int(value.isfinite().sum())
+            raise ConfigError(
+                f"weights '{self._directory.path}', tensor '{self._sources[id(tensor)][1]}': expected finite values, "
+                f"but {count:,} of {value.numel():,} are nan or infinite; fetch the files again, or name a checkpoint "
+                "from before its training diverged"
+            )
+        return value
+
     def forget(self) -> None:
         """Let go of the group that was read last."""
         self._made = None
@@ -93,13 +109,16 @@ def plan_loading(model: nn.Module, path: str | Path) -> LoadPlan:
     loaded: dict[str, Group] = {}
     unexpected: list[str] = []
     mismatched: list[str] = []
+    quantized: list[str] = []
     for group in groups:
         for name, made in _shapes(group, directory).items():
             if name in state:
                 loaded[name] = group
                 mismatched += _mismatch(name, made, state[name][0])
+                quantized += _quantized(name, made, state[name][0])
             elif not is_ignored(base, name, when="unexpected"):
                 unexpected += [source for _, source in group.sources]
+    _refuse_quantized(path, quantized)
     _refuse_mismatch(path, mismatched)
     _assign(plan, state, loaded, tied_targets(base), directory)
     _refuse_names(path, _missing(base, plan, state), list(dict.fromkeys(unexpected)), directory.names())
@@ -161,6 +180,10 @@ def _mismatch(name: str, made: torch.Tensor, place: Place) -> list[str]:
         return [
             f"'{name}' has shape {tuple(place.tensor.shape)} in the model and {tuple(made.shape)} in the checkpoint"
         ]
+    return []
+
+
+def _quantized(name: str, made: torch.Tensor, place: Place) -> list[str]:
     if place.tensor.is_floating_point() and (not made.is_floating_point() or made.dtype.itemsize < 2):
         return [f"'{name}' is {place.tensor.dtype} in the model and quantized ({made.dtype}) in the checkpoint"]
     return []
@@ -189,6 +212,14 @@ def _assign(
 
 def _read(group: Group, name: str, directory: WeightsDirectory) -> torch.Tensor:
     return group.convert(directory.read)[name]
+
+
+def _refuse_quantized(path: str | Path, quantized: Sequence[str]) -> None:
+    if quantized:
+        raise ConfigError(
+            f"weights '{path}': expected weights in full precision, but {_few(quantized)}; name the model that it was "
+            "quantized from, or load it where it can be dequantized and save that"
+        )
 
 
 def _refuse_mismatch(path: str | Path, mismatched: Sequence[str]) -> None:

@@ -86,6 +86,21 @@ class Job:
         )
         return cls(settings=settings, source=source, tokenizer=tokenizer, model=model, reference=reference)
 
+    def load_data(self, cache: Path) -> RunData:
+        """Load and check what the run trains on.
+
+        Raises:
+            ConfigError: It cannot be used, or not with this tokenizer.
+        """
+        data = RunData.load(self.settings, cache)
+        if data.training.is_conversational and self.tokenizer.chat_template is None:
+            raise ConfigError(
+                f"--data '{self.settings.data}': expected a tokenizer with a chat template, since its rows are "
+                f"messages, but that of '{self.settings.model}' has none; give one with --set "
+                "chat_template_path=FILE.jinja, for instance that of the same model made for chats, or train on text"
+            )
+        return data
+
     @property
     def taken(self) -> Mapping[Tier, int]:
         """Bytes on each tier, those of the reference included."""

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from outcore.memory.weights_file import WeightsDirectory
 from outcore.spec.model import Precision
 
 _CONFIG, _GENERATION_CONFIG = "config.json", "generation_config.json"
+_COUNTS = re.compile("(layers?|experts)$")
+_MOST = 10_000  # modules of a kind: more would take minutes and gigabytes to build, before anything is planned
 _CONFIG_BYTES = 2**24  # what is longer is something else
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _TOKENIZER_FILES = (
@@ -244,6 +247,12 @@ def _load_config(name: str, file: Path, source: str) -> PretrainedConfig:
         raise ConfigError(f"{where}: expected a directory or a config.json, but it is a pipe, socket or device")
     raw = _parse(where, file)
     _check_config(where, raw)
+    if "auto_map" in raw:
+        warnings.warn(
+            f"{where}: {_CONFIG} names code of its own (auto_map), which is never run; the model is transformers' own "
+            f"{raw['model_type']}",
+            stacklevel=2,
+        )
     try:
         config = AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever a configuration's class makes of values that it does not expect
@@ -286,10 +295,25 @@ def _check_config(where: str, raw: dict[str, Any]) -> None:
             f"{where}: expected a model_type that transformers {transformers.__version__} knows, but got '{kind}'; "
             f"{advice}"
         )
+    for key, number in _counts(raw):
+        if number > _MOST:
+            raise ConfigError(
+                f"{where}: expected a model that can be built, of at most {_MOST:,} layers or experts, but "
+                f"{_CONFIG} has {key} {number:,}; correct it"
+            )
     if raw.get("quantization_config") is not None:
         raise ConfigError(
             f"{where}: expected weights in full precision, but it is quantized; name the model that it was made from"
         )
+
+
+def _counts(raw: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """How many modules a configuration asks for; also one that is nested."""
+    for key, value in raw.items():
+        if isinstance(value, dict):
+            yield from _counts(value)
+        elif type(value) is int and _COUNTS.search(key):
+            yield key, value
 
 
 def _check_causal(where: str, config: PretrainedConfig) -> None:

@@ -49,11 +49,11 @@ def run_train(settings: Settings) -> None:
             _changes(record, output.checkpoint)
         if settings.dry_run:
             with tempfile.TemporaryDirectory() as cache:
-                RunData.load(settings, Path(cache))
+                job.load_data(Path(cache))
             _say(console, "Plan", job.plan_table())
             return
         with output.opened() as cache:
-            data = RunData.load(settings, cache)
+            data = job.load_data(cache)
             if job.taken["disk"]:
                 _give_freed_memory_back()
             _say(console, "Plan", job.plan_table())

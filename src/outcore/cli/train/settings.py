@@ -22,7 +22,7 @@ from outcore.cli.train.methods import FINE_TUNING, Method
 from outcore.cli.train.rules import LENGTHS, check_lora, check_training, refuse_contradictions
 from outcore.cli.train.schema import DEFAULTS, SECTIONS, OnNonfinite, Own, Resume, Schema, Setting
 from outcore.cli.train.yaml_file import read_yaml
-from outcore.core.errors import ConfigError
+from outcore.core.errors import ConfigError, OutcoreError
 from outcore.core.quantities import format_bytes, parse_bytes
 from outcore.spec.budget import Budget
 from outcore.spec.model import Precision
@@ -157,6 +157,8 @@ def _device(settled: Settled) -> str | None:
     there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kinds = ["cpu"] if there is None else ["cpu", there.type, f"{there.type}:0"]
     if asked.value not in kinds:
+        if there is None:
+            _refuse_absent(asked)
         raise ConfigError(
             f"{asked.where}: expected one of {', '.join(kinds)}, but got {shown(asked.value)}; to use another "
             "accelerator, let the environment show only that one (CUDA_VISIBLE_DEVICES)"
@@ -167,6 +169,16 @@ def _device(settled: Settled) -> str | None:
             f"{shown(use_cpu.value)} ({use_cpu.where}); remove one of them"
         )
     return str(asked.value)
+
+
+def _refuse_absent(asked: Setting) -> None:
+    """Let outcore say why it sees none."""
+    from outcore.runtime.device_open import open_device
+
+    try:
+        open_device(asked.value).close()
+    except OutcoreError as error:
+        raise ConfigError(f"{asked.where}: {str(error).removeprefix('device: ')}") from error
 
 
 def _training(settled: Settled, device: str | None) -> dict[str, Any]:
