@@ -13,11 +13,23 @@ import torch
 LANE_EXIT_S = 5.0  # a closed lane's thread may still be on its last instructions
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch finds none"))
+    has_gpu = torch.cuda.is_available()
+    for item in items:
+        if "gpu" in item.keywords and not has_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch finds none"))
+        group = _stays_together(item)
+        if group is not None:
+            item.add_marker(pytest.mark.xdist_group(group))
+
+
+def _stays_together(item: pytest.Item) -> str | None:
+    """Which tests run one behind the other: of control groups and signals, and those that share a costly fixture."""
+    if item.path.parent.name == "system":
+        return "system"
+    shares = any(found[-1].scope == "module" for found in item._fixtureinfo.name2fixturedefs.values())
+    return item.path.name if shares else None
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,0 +1,38 @@
+"""Pages that repeat what the code says must say what it says now."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from outcore.runtime.lanes import Lane
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+
+def reference() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_reference", DOCS / "make_reference.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_reference_is_what_the_docstrings_say():
+    made = reference()
+    assert made.PAGE.read_text() == made.page(), "run: python docs/make_reference.py"
+
+
+def test_the_index_names_every_page():
+    linked = set(re.findall(r"\]\((\w+\.md)\)", (DOCS / "README.md").read_text()))
+    assert linked == {page.name for page in DOCS.glob("*.md")} - {"README.md"}
+
+
+@pytest.mark.parametrize("page", ["glossary.md", "lanes.md", "performance.md"])
+def test_every_lane_is_explained(page: str):
+    first_cells = re.findall(r"^\|([^|]*)\|", (DOCS / page).read_text(), flags=re.MULTILINE)
+    named = {name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)}
+    assert {lane.value for lane in Lane} <= named
