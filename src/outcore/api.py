@@ -30,6 +30,7 @@ from outcore.runtime.one_process import refuse_several_processes, refuse_wrapped
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.runtime.race import RaceChecker
 from outcore.runtime.unit import Unit
+from outcore.saving.conversions import refuse_prefixes
 from outcore.saving.export import save_model, stream_tensors
 from outcore.saving.first_values import FirstValues
 from outcore.spec.budget import Budget, Limits
@@ -318,6 +319,7 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
         )
     refuse_several_processes("prepare")
     refuse_wrapped("prepare", model)
+    refuse_prefixes(model)
     steps = options.accumulation_steps
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
         raise ConfigError(f"prepare: expected accumulation_steps to be a positive integer or None, but got {steps!r}")

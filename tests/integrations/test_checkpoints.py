@@ -166,30 +166,60 @@ def test_saving_before_anything_was_prepared(tmp_path):
     exactly(weights(LlamaForCausalLM.from_pretrained(tmp_path / "first")), weights(llama()))
 
 
-def test_incomplete_checkpoints(tmp_path):
-    """Without states or without the scheduler, the plain Trainer begins both anew."""
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Of steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    with streamed(folder) as side:
+        language(side, folder, save_strategy="steps", save_steps=2).train()
+    return folder
 
-    changes = {**SAVES, "save_steps": 2}  # a scheduler acts on the step after the next
 
-    def run(side, folder):
-        language(side, tmp_path / folder, **changes).train()
-        seen = []
-        for lost in ("optimizer*", "scheduler.pt"):
-            rest = tmp_path / folder / f"without {lost}"
-            shutil.copytree(tmp_path / folder / "checkpoint-2", rest)
-            next(rest.glob(lost)).unlink()
-            trainer = language(side, tmp_path / folder / "again", **changes)
-            trainer.train(resume_from_checkpoint=str(rest))
-            seen.append((logs(trainer), weights(trainer.model)))
-        return seen
-
-    want = run(Plain(), "plain")
+def resume(folder, tmp_path):
     with streamed(tmp_path) as side:
-        exactly(run(side, "outcore"), want)
+        language(side, tmp_path / "again").train(resume_from_checkpoint=str(folder))
+
+
+@pytest.mark.parametrize(
+    ("lost", "said"),
+    [
+        (["optimizer.safetensors"], "optimizer.safetensors is not there"),
+        (["scheduler.pt"], "scheduler.pt is not there"),
+        (["trainer_state.json"], "trainer_state.json is not there"),
+        (["optimizer.safetensors", "scheduler.pt"], "optimizer.safetensors and scheduler.pt are not there"),
+    ],
+    ids=" ".join,
+)
+def test_incomplete_checkpoints(lost, said, checkpoints, tmp_path):
+    """The plain Trainer begins states and schedule anew, without a word, if one of them is missing."""
+    rest = tmp_path / "rest"
+    shutil.copytree(checkpoints / "checkpoint-2", rest)
+    for name in lost:
+        (rest / name).unlink()
+    with pytest.raises(outcore.ConfigError, match=f"expected a whole checkpoint in '.*', but {said}, .*begin anew"):
+        resume(rest, tmp_path)
+
+
+def test_parts_of_two_checkpoints(checkpoints, tmp_path):
+    mixed = tmp_path / "mixed"
+    shutil.copytree(checkpoints / "checkpoint-4", mixed)
+    shutil.copy(checkpoints / "checkpoint-2" / "optimizer.safetensors", mixed)
+    with pytest.raises(
+        outcore.ConfigError, match="trainer_state.json is of step 4 and optimizer.safetensors of step 2"
+    ):
+        resume(mixed, tmp_path)
+
+
+def test_checkpoint_without_random_state(checkpoints, tmp_path):
+    rest = tmp_path / "rest"
+    shutil.copytree(checkpoints / "checkpoint-2", rest)
+    (rest / "rng_state.pth").unlink()
+    with pytest.warns(UserWarning, match="has no rng_state.pth"):
+        resume(rest, tmp_path)
 
 
 @pytest.mark.parametrize("job", [language, sft_lora])
 def test_no_checkpoint_there(job, tmp_path):
     with streamed(tmp_path) as side:
-        with pytest.raises(outcore.ConfigError, match=r"model.safetensors in '.*nowhere', but there is none"):
+        with pytest.raises(outcore.ConfigError, match=r"in '.*nowhere', but "):
             job(side, tmp_path / "outcore").train(resume_from_checkpoint=str(tmp_path / "nowhere"))

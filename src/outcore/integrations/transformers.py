@@ -20,13 +20,14 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_N
 
 from outcore.api import close, prepare, save_pretrained
 from outcore.core.errors import ConfigError
+from outcore.integrations.checkpoints import refuse_incomplete
 from outcore.integrations.refusals import refuse_accelerator, refuse_arguments, refuse_model, refuse_optimizer
 from outcore.memory.weights_file import WeightsDirectory
 from outcore.runtime.module_guard import attachment_of
 from outcore.runtime.one_process import refuse_several_processes
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.saving.conversions import is_adapter_model
-from outcore.saving.training_state import has_states, load_states, load_weights, save_states
+from outcore.saving.training_state import check_adapters, has_states, load_states, load_weights, save_states
 from outcore.spec.budget import Budget
 from outcore.spec.model import Precision
 from outcore.spec.plan import Plan
@@ -157,14 +158,16 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
     # Checkpoints.
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Stream a checkpoint's weights in: now, or when the model is prepared."""
+        """Stream a checkpoint's weights in: now, or when the model is prepared. Without its other parts, refuse."""
+        refuse_incomplete(resume_from_checkpoint)
         if attachment_of(self.model) is not None:
             load_weights(self.model, resume_from_checkpoint)
             return
-        stem = "adapter_model" if is_adapter_model(self.model) else "model"
-        if not WeightsDirectory.is_there(resume_from_checkpoint, stem):
+        if is_adapter_model(self.model):
+            check_adapters(self.model, resume_from_checkpoint)
+        elif not WeightsDirectory.is_there(resume_from_checkpoint, "model"):
             raise ConfigError(
-                f"resume_from_checkpoint: expected {stem}.safetensors in '{resume_from_checkpoint}', but there is none"
+                f"resume_from_checkpoint: expected model.safetensors in '{resume_from_checkpoint}', but there is none"
                 "; name a folder that a run of this model saved"
             )
         self._outcore_checkpoint = resume_from_checkpoint
@@ -185,20 +188,19 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
         torch.save(self.args, os.path.join(directory, TRAINING_ARGS_NAME))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save_states(self.optimizer, output_dir)
+        save_states(self.optimizer, output_dir, step=self.state.global_step)
         torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Resume from a checkpoint of this Trainer, or of the plain one; from neither's, with new states."""
-        if checkpoint is None or not os.path.isfile(scheduler := os.path.join(checkpoint, SCHEDULER_NAME)):
+        """Resume from a checkpoint of this Trainer, or of the plain one; that it is whole was checked before."""
+        if checkpoint is None:
             return
-        plain = os.path.join(checkpoint, OPTIMIZER_NAME)
         if has_states(checkpoint):
             load_states(self.optimizer, checkpoint)
-        elif os.path.isfile(plain):
-            self.optimizer.load_state_dict(torch.load(plain, map_location="cpu", weights_only=True, mmap=True))
         else:
-            return
+            plain = os.path.join(checkpoint, OPTIMIZER_NAME)
+            self.optimizer.load_state_dict(torch.load(plain, map_location="cpu", weights_only=True, mmap=True))
+        scheduler = os.path.join(checkpoint, SCHEDULER_NAME)
         self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
 
     # Logs.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -106,9 +106,8 @@ def _owned_tensors(model: nn.Module, modules: Sequence[nn.Module]) -> list[tuple
     """Per unit: its named parameters and the bytes of its buffers. What several units reach belongs to the root."""
     owners: dict[int, set[int]] = {}
     _collect_owners(model, 0, {id(m): i for i, m in enumerate(modules)}, owners, set())
-    for head in output_embeddings(model):
-        for param in head.parameters():
-            owners.setdefault(id(param), set()).add(0)
+    for param in _read_outside(model):
+        owners.setdefault(id(param), set()).add(0)
     params: list[list[tuple[str, nn.Parameter]]] = [[] for _ in modules]
     buffer_bytes = [0] * len(modules)
     for name, param in model.named_parameters():
@@ -116,6 +115,16 @@ def _owned_tensors(model: nn.Module, modules: Sequence[nn.Module]) -> list[tuple
     for buffer in model.buffers():
         buffer_bytes[_owner(owners[id(buffer)])] += align_up(buffer.nbytes, PARAM_ALIGN_BYTES)
     return [(p, align_up(b, PAGE_BYTES)) for p, b in zip(params, buffer_bytes, strict=True)]
+
+
+def _read_outside(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters that somebody reads outside of their module's call: heads by fused losses, AdaLoRA's by its loss."""
+    for head in output_embeddings(model):
+        yield from head.parameters()
+    for module in model.modules():
+        if any(kind.__name__ == "AdaLoraLayer" for kind in type(module).__mro__):
+            adapters = ("lora_A", "lora_B", "lora_E", "ranknum")
+            yield from (p for n, p in module.named_parameters() if n.partition(".")[0] in adapters)
 
 
 def _owner(units: set[int]) -> int:
@@ -137,12 +146,25 @@ def _collect_owners(
 
 
 def _refuse_unusable(model: nn.Module) -> None:
+    _refuse_unstable(model)
     for name, param in model.named_parameters():
         _refuse_parameter(name, param)
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             _refuse_embedding(name, module)
     _refuse_overlap(model)
+
+
+def _refuse_unstable(model: nn.Module) -> None:
+    """A module that makes its parameters anew when they are listed leaves nobody anything to hold on to."""
+    before, now = dict(model.named_parameters()), dict(model.named_parameters())
+    name = next((name for name, param in before.items() if now.get(name) is not param), None)
+    if name is not None:
+        raise UnsupportedError(
+            f"expected parameters that stay the same objects, but '{name}' is made anew whenever it is listed, as PEFT "
+            "does with adapters on nn.MultiheadAttention, which it merges in every forward; leave that module out of "
+            "target_modules"
+        )
 
 
 def _refuse_parameter(name: str, param: nn.Parameter) -> None:

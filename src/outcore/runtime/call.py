@@ -92,6 +92,7 @@ class UnitCall:
         self._edits = OwnEdits(unit, access)
         self._rhythm = Rhythm()
         self._forward = unit.module.forward
+        self._own_forward = unit.module.__dict__.get("forward")  # of this very module, as patches leave it
         # Makes backward run when nothing else needs a gradient, and tells an ordinary backward() from one for chosen
         # inputs.
         self._anchor = torch.empty(0, requires_grad=True)
@@ -108,6 +109,8 @@ class UnitCall:
         """Give ``forward`` back. Graphs made so far cannot be walked any more."""
         self._is_closed = True
         self.unit.module.__dict__.pop("forward", None)
+        if self._own_forward is not None:
+            self.unit.module.__dict__["forward"] = self._own_forward
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -117,11 +120,15 @@ class UnitCall:
         arguments = args, tuple(kwargs), tuple(kwargs.values())
         has_caches = any(_is_cache(value) for value in (*args, *arguments[2]))
         tensors, structure = take_apart(_without_caches(arguments) if has_caches else arguments, self._where)
-        if not (self._trains or any(t.requires_grad for t in tensors)):
+        needs_graph = self._trains or any(t.requires_grad for t in tensors)
+        if has_caches and (needs_graph or self._weights.has_steps):
+            _refuse_filled_caches(arguments, self._where)
+            # From frozen units too: what they put in would reach those behind them.
+            args, _, values = _without_caches(arguments)
+            kwargs = dict(zip(kwargs, values, strict=True))
+        if not needs_graph:
             self._refuse_changes()
             return self._run_plain(args, kwargs, Phase.FORWARD)
-        if has_caches:
-            _refuse_filled_caches(arguments, self._where)
         self._refuse_transforms()
         call, inner, outputs, out_structure = self._run_forward(tensors, structure)
         if call.outputs:

@@ -52,7 +52,7 @@ class Weights:
         self._units, self._homes, self._device, self._traffic = units, homes, device, traffic
         self._transfers = DiskTransfers(homes, device, traffic)
         self._index = {unit: i for i, unit in enumerate(units)}
-        self._has_steps = has_steps
+        self.has_steps = has_steps
         self.refusal: OutcoreError | None = None
         """Why no unit may run any more."""
         self._on_device = SlotCache(homes.slots("device", "weights"), device, "slot free")
@@ -154,7 +154,7 @@ class Weights:
         return Held(tuple(self._on_device.holders), tuple(self._on_host.holders))
 
     def _follow(self, visit: Visit) -> None:
-        if self._has_steps and visit.phase is not Phase.INFERENCE:
+        if self.has_steps and visit.phase is not Phase.INFERENCE:
             self._cursor = self._step
             self._step.follow(visit)
         else:

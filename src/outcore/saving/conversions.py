@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from outcore.core.errors import UnsupportedError
+
 Read = Callable[[str], torch.Tensor]
 """Name -> tensor, on either side."""
 
@@ -76,6 +78,23 @@ def is_adapter_model(module: nn.Module) -> bool:
     """Whether it is a model wrapped by peft. Imports nothing."""
     library = sys.modules.get("peft.peft_model")
     return library is not None and isinstance(module, library.PeftModel)
+
+
+def refuse_prefixes(model: nn.Module) -> None:
+    """Refuse adapters that pass trained tensors to blocks as a key-value cache.
+
+    Raises:
+        UnsupportedError: Naming the adapter.
+    """
+    configs: Mapping[str, Any] = model.peft_config if is_adapter_model(model) else {}  # type: ignore[assignment]
+    for name, config in configs.items():
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        if kind in ("PREFIX_TUNING", "CARTRIDGE"):
+            raise UnsupportedError(
+                f"prepare: expected adapters inside of blocks or prompts before them, but adapter '{name}' is {kind}: "
+                "what it trains reaches blocks as a key-value cache, to which recompute would append a second time; "
+                "use LoraConfig, PromptTuningConfig or PromptEncoderConfig"
+            )
 
 
 def loading_groups(model: nn.Module, names: Iterable[str], state: Mapping[str, Any]) -> tuple[list[Group], Rules]:

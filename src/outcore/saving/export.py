@@ -140,7 +140,9 @@ def _adapter_names(model: nn.Module) -> set[str]:
     name_of = {id(tensor): name for name, tensor in state.items()}
     names = {p.name for p in places(model) if p.tensor.requires_grad}
     configs: Mapping[str, Any] = model.peft_config  # type: ignore[assignment]
-    for adapter in configs:
+    for adapter, config in configs.items():
+        if getattr(config.peft_type, "value", config.peft_type) == "ADALORA":
+            continue  # peft looks at values; all that it saves is trained
         picked = get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter)
         names |= {name_of[id(tensor)] for tensor in picked.values() if id(tensor) in name_of}
     return names

@@ -36,12 +36,13 @@ def has_states(directory: str | Path) -> bool:
     return WeightsDirectory.is_there(directory, _STEM)
 
 
-def save_states(optimizer: StreamedOptimizer, directory: str | Path) -> None:
+def save_states(optimizer: StreamedOptimizer, directory: str | Path, *, step: int | None = None) -> None:
     """Write optimizer states, steps and the settings of param groups. Updates that are under way are waited for.
 
     Args:
         optimizer: Prepared.
         directory: Made if missing; an older save there is replaced when the new one is complete.
+        step: Of the whole run, for ``saved_step``.
 
     Raises:
         UnsupportedError: A setting of a param group that JSON cannot hold.
@@ -52,13 +53,22 @@ def save_states(optimizer: StreamedOptimizer, directory: str | Path) -> None:
     engine = optimizer.engine
     engine.refuse_if_closed()
     trained = dict(_trained(optimizer))
-    described = {
+    described: dict[str, Any] = {
         "steps": {name: unit.steps[i] for name, (unit, i) in trained.items()},
         "groups": [{k: _plain(k, v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
     }
+    if step is not None:
+        described["step"] = step
     specs = [spec for name, (unit, i) in trained.items() for spec in _specs(name, unit, i)]
     metadata = {_KEY: json.dumps(described)}
     write_safetensors(directory, specs, _values(engine, trained), stem=_STEM, metadata=metadata)
+
+
+def saved_step(directory: str | Path) -> int | None:
+    """The step of the run that ``save_states`` was told; None if it was told none."""
+    metadata = WeightsDirectory.open(directory, _STEM).metadata.get(_KEY, "{}")
+    step = json.loads(metadata).get("step")
+    return None if step is None else int(step)
 
 
 def load_states(optimizer: StreamedOptimizer, directory: str | Path) -> None:
@@ -123,9 +133,44 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
 def _load_adapters(model: nn.Module, directory: str | Path) -> None:
     from peft import load_peft_weights, set_peft_model_state_dict
 
-    if not any((Path(directory) / name).is_file() for name in ("adapter_model.safetensors", "adapter_model.bin")):
-        raise ConfigError(f"weights '{directory}': expected adapter_model.safetensors there, but there is none")
-    set_peft_model_state_dict(model, load_peft_weights(str(directory), device="cpu"))
+    check_adapters(model, directory)
+    for name in _adapters(model):
+        values = load_peft_weights(str(_adapter_folder(directory, name)), device="cpu")
+        set_peft_model_state_dict(model, values, adapter_name=name)
+
+
+def check_adapters(model: nn.Module, directory: str | Path) -> None:
+    """Refuse a folder from which the adapters of a model cannot be had whole. Reads nothing.
+
+    Raises:
+        ConfigError: An adapter is not there.
+        UnsupportedError: One of a kind that peft does not save whole.
+    """
+    for name, config in _adapters(model).items():
+        folder = _adapter_folder(directory, name)
+        if not _has_adapter(folder):
+            raise ConfigError(
+                f"weights '{directory}': expected adapter_model.safetensors in '{folder}', but there is none for "
+                f"adapter '{name}'; name a folder that a run of this model saved"
+            )
+        if getattr(config.peft_type, "value", config.peft_type) == "P_TUNING":
+            raise UnsupportedError(
+                f"weights '{directory}': expected adapters that peft saves whole, but of adapter '{name}' (P_TUNING) "
+                "it saves the prompts and not the encoder that makes them; train it in one run"
+            )
+
+
+def _adapters(model: nn.Module) -> Mapping[str, Any]:
+    return model.peft_config  # type: ignore[return-value]
+
+
+def _adapter_folder(directory: str | Path, name: str) -> Path:
+    """Where peft saves an adapter: one that is named otherwise than ``default`` has a folder of its own."""
+    return Path(directory) / ("" if name == "default" else name)
+
+
+def _has_adapter(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("adapter_model.safetensors", "adapter_model.bin"))
 
 
 def _trained(optimizer: StreamedOptimizer) -> Iterator[tuple[str, tuple[Unit, int]]]:
