@@ -18,7 +18,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     has_gpu = torch.cuda.is_available()
     for item in items:
         if "gpu" in item.keywords and not has_gpu:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch finds none"))
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device; tests/simulated_gpu runs it on one"))
         group = _stays_together(item)
         if group is not None:
             item.add_marker(pytest.mark.xdist_group(group))

@@ -51,13 +51,14 @@ def test_allocated_memory_is_aligned(device):
 
 
 def test_registered_memory_is_pinned_everywhere_and_no_longer_afterwards(device):
-    memory = device_cuda.aligned_bytes((3 << 20) + 4096, torch.device("cpu"))
-    assert device.register_host(memory)
-    assert all(memory[start : start + 4096].is_pinned() for start in range(0, memory.numel(), 1 << 19))
-    middle = memory[1 << 19 : 5 << 19].fill_(3)
-    assert torch.equal(middle.to("cuda", non_blocking=True).cpu(), middle)
-    device.unregister_host(memory)
-    assert not memory[: 1 << 19].is_pinned()
+    with HostMemory.open((3 << 20) + 4096) as opened:  # its tensor's storage begins where the registration does
+        memory = opened.tensor
+        assert device.register_host(memory)
+        assert all(memory[start : start + 4096].is_pinned() for start in range(0, memory.numel(), 1 << 19))
+        middle = memory[1 << 19 : 5 << 19].fill_(3)
+        assert torch.equal(middle.to("cuda", non_blocking=True).cpu(), middle)
+        device.unregister_host(memory)
+        assert not memory[: 1 << 19].is_pinned()
 
 
 def test_a_refused_registration_leaves_no_error_behind(device):

@@ -1,0 +1,104 @@
+"""A CUDA device made of threads: builds and loads it, and gives ``torch.cuda`` the functions that it lacks.
+
+Nothing here may import torch before ``load``: torch looks its CUDA hooks up once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+SOURCES = ("machine.cpp", "device.cpp", "operators.cpp", "python.cpp")
+_library: ctypes.CDLL | None = None
+
+
+def why_not() -> str | None:
+    """Why the simulator cannot be built here, if it cannot."""
+    return None if shutil.which("g++") else "needs g++ to build the simulated GPU"
+
+
+def build() -> Path:
+    """Compile what is not compiled yet, one file per core at a time; cached by sources and version of torch."""
+    torch_folder = Path(importlib.util.find_spec("torch").origin).parent
+    version = (torch_folder / "version.py").read_text()
+    texts = [version, *((FOLDER / name).read_text() for name in (*SOURCES, "machine.h", "device.h"))]
+    key = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "outcore-simulated-gpu" / key
+    library = cache / "libsimulated_gpu.so"
+    if library.exists():
+        return library
+    cache.mkdir(parents=True, exist_ok=True)
+    include = [f"-I{torch_folder / 'include'}", f"-I{torch_folder / 'include/torch/csrc/api/include'}"]
+    compiler = ["g++", "-std=c++20", "-O1", "-fPIC", "-w", *include, "-c"]
+    objects = [cache / f"{Path(name).stem}.{os.getpid()}.o" for name in SOURCES]
+    jobs = [subprocess.Popen([*compiler, FOLDER / s, "-o", o]) for s, o in zip(SOURCES, objects, strict=True)]
+    if any([job.wait() for job in jobs]):
+        raise RuntimeError("the simulated GPU does not compile")
+    fresh = library.with_suffix(f".{os.getpid()}.so")
+    libs = ["-L", torch_folder / "lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch_folder / 'lib'}"]
+    subprocess.run(["g++", "-shared", *objects, "-o", fresh, *libs], check=True)
+    for made in objects:
+        made.unlink()
+    fresh.rename(library)
+    return library
+
+
+def load(**knobs: float) -> None:
+    """Make torch see a CUDA device. To be called before torch is imported.
+
+    Args:
+        knobs: See ``set_knobs``.
+    """
+    global _library
+    _library = ctypes.CDLL(str(build()), mode=ctypes.RTLD_GLOBAL)
+    _library.sim_set.argtypes = [ctypes.c_char_p, ctypes.c_double]
+    for name in ("sim_num_syncs", "sim_num_operations", "sim_free_bytes"):
+        getattr(_library, name).restype = ctypes.c_int64
+    for name in ("sim_register_host", "sim_unregister_host"):
+        getattr(_library, name).argtypes = [ctypes.c_void_p, ctypes.c_size_t][: 2 if name == "sim_register_host" else 1]
+    _library.sim_sleep.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_double]
+    set_knobs(**knobs)
+    import torch_cuda  # imports torch, which now finds the device
+
+    torch_cuda.install(_library)
+
+
+def set_knobs(**values: float) -> None:
+    """Change the machine.
+
+    ``num_devices``, ``capacity_bytes`` (of each), ``poison`` (1: freed memory is filled with NaN), ``sync_mode`` (2:
+    raise where an operation blocks the host), ``refuse_registration`` (so many are refused), ``h2d_bytes_per_s``,
+    ``d2h_bytes_per_s``, ``compute_bytes_per_s`` (0: as fast as it goes), ``delay_s`` (at most, before each operation),
+    ``fail_at`` (the operation so many from now fails; -1: none).
+    """
+    for name, value in values.items():
+        _library.sim_set(name.encode(), float(value))
+
+
+@contextlib.contextmanager
+def knobs(**values: float) -> Iterator[None]:
+    """Change the machine for a while; afterwards everything that was changed is as it was at first."""
+    first = {"poison": 1, "capacity_bytes": 8 << 30, "num_devices": 1, "fail_at": -1}
+    set_knobs(**values)
+    try:
+        yield
+    finally:
+        set_knobs(**{name: first.get(name, 0) for name in values})
+
+
+def num_syncs() -> int:
+    """How often an operation has blocked the host."""
+    return _library.sim_num_syncs()
+
+
+def num_operations() -> int:
+    """How many operations were given to streams."""
+    return _library.sim_num_operations()
