@@ -122,7 +122,11 @@ class Attention(nn.Module):
     def __init__(self, width: int, rng: random.Random) -> None:
         super().__init__()
         self.heads, self.drop, self.causal = rng.choice((1, 2, 4)), rng.choice((0.0, 0.1)), rng.random() < 0.5
-        self.norm, self.qkv, self.out = nn.RMSNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width, bias=False)
+        self.norm, self.qkv, self.out = (
+            nn.RMSNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width, bias=False),
+        )
 
     def forward(self, x: torch.Tensor) -> Any:
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
@@ -149,7 +153,9 @@ class Encoder(nn.Module):
 
     def __init__(self, width: int, rng: random.Random) -> None:
         super().__init__()
-        self.layer = nn.TransformerEncoderLayer(width, 2, 2 * width, 0.1, batch_first=True, norm_first=rng.random() < 0.5)
+        self.layer = nn.TransformerEncoderLayer(
+            width, 2, 2 * width, 0.1, batch_first=True, norm_first=rng.random() < 0.5
+        )
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.layer(x), None
@@ -161,7 +167,9 @@ class Convolution(nn.Module):
     def __init__(self, width: int, rng: random.Random) -> None:
         super().__init__()
         self.conv = nn.Conv1d(width, width, 3, padding=1, groups=rng.choice((1, 2)))
-        self.norm = nn.BatchNorm1d(width, momentum=rng.choice((0.1, None))) if rng.random() < 0.5 else nn.GroupNorm(2, width)
+        self.norm = (
+            nn.BatchNorm1d(width, momentum=rng.choice((0.1, None))) if rng.random() < 0.5 else nn.GroupNorm(2, width)
+        )
 
     def forward(self, x: torch.Tensor) -> Any:
         return x + functional.silu(self.norm(self.conv(x.transpose(1, 2)))).transpose(1, 2), None
@@ -211,7 +219,9 @@ class Recurrent(nn.Module):
         self.rnn = kind(width, width, layers, batch_first=True, dropout=0.1 if layers == 2 else 0.0)
 
     def forward(self, x: torch.Tensor) -> Any:
-        return x + self.rnn(self.norm(x))[0], None
+        # oneDNN has no bf16 LSTM for every CPU.
+        with torch.backends.mkldnn.flags(enabled=False):
+            return x + self.rnn(self.norm(x))[0], None
 
 
 class Experts(nn.Module):
@@ -266,7 +276,9 @@ class Bare(nn.Module):
     def __init__(self, width: int, rng: random.Random) -> None:
         super().__init__()
         self.gain, self.bias = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.randn(width) * 0.1)
-        self.some = nn.ParameterList([nn.Parameter(torch.randn(width, 3) * 0.2), nn.Parameter(torch.randn(3, width) * 0.2)])
+        self.some = nn.ParameterList(
+            [nn.Parameter(torch.randn(width, 3) * 0.2), nn.Parameter(torch.randn(3, width) * 0.2)]
+        )
         self.unused = nn.Linear(3, 2)
         self.empty = nn.Parameter(torch.zeros(0, 4)) if rng.random() < 0.3 else None
         self.linear = nn.Linear(width, width)

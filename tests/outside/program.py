@@ -22,7 +22,16 @@ OPTIMIZERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("Adagrad", {"lr": 1e-2, "initial_accumulator_value": 0.1}),
 )
 SCHEDULES = ("none", "none", "lambda", "cosine", "onecycle", "step", "plateau", "chained")
-HOOKS = ("forward", "forward_pre", "backward", "tensor", "parameter", "parameter_look", "optimizer_pre", "optimizer_post")
+HOOKS = (
+    "forward",
+    "forward_pre",
+    "backward",
+    "tensor",
+    "parameter",
+    "parameter_look",
+    "optimizer_pre",
+    "optimizer_post",
+)
 LOOKS = ("eval", "no_grad", "norms", "total_norm", "state_dict", "states", "parameters", "collect", "train_twice")
 ERRORS = ("ValueError", "RuntimeError", "MemoryError", "KeyboardInterrupt")
 LEGAL = tuple(
@@ -49,7 +58,11 @@ def make_program(seed: int) -> Program:
     program["plan"] = _plan(rng, len(program["model"]["blocks"]))
     program["loop"] = _loop(rng, program)
     program["hooks"] = [
-        {"kind": rng.choice(HOOKS), "block": rng.randrange(len(program["model"]["blocks"])), "early": rng.random() < 0.5}
+        {
+            "kind": rng.choice(HOOKS),
+            "block": rng.randrange(len(program["model"]["blocks"])),
+            "early": rng.random() < 0.5,
+        }
         for _ in range(rng.choice((0, 0, 0, 1, 2)))
     ]
     return program
@@ -73,7 +86,9 @@ def _model(rng: random.Random) -> dict[str, Any]:
         "tied": rng.random() < 0.3,
         "frozen_embedding": rng.random() < 0.15,
         "same": [rng.randrange(count), rng.randrange(count)] if rng.random() < 0.1 else None,  # one module, two places
-        "shared": [rng.randrange(count), rng.randrange(count)] if rng.random() < 0.1 else None,  # one weight, two blocks
+        "shared": [rng.randrange(count), rng.randrange(count)]
+        if rng.random() < 0.1
+        else None,  # one weight, two blocks
         "trips": rng.random() < 0.3,
     }
 

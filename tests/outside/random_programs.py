@@ -1,8 +1,8 @@
 """Train random programs plain and prepared, and count how they agree. Writes a JSON report.
 
-    python tests/outside/random_programs.py --count 200 --seed 0 --json report.json
-    python tests/outside/random_programs.py --only 17            # one program, with everything that is known of it
-    python tests/outside/random_programs.py --shrink 17          # the smallest program found with the same verdict
+python tests/outside/random_programs.py --count 200 --seed 0 --json report.json
+python tests/outside/random_programs.py --only 17            # one program, with everything that is known of it
+python tests/outside/random_programs.py --shrink 17          # the smallest program found with the same verdict
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def summary(results: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
         "seconds": round(seconds, 1),
         "verdicts": dict(collections.Counter(r["verdict"] for r in results).most_common()),
         "refusals": dict(refusals.most_common()),
-        "failures": [{k: str(r.get(k, ""))[:300] for k in ("seed", "verdict", "kind", "message", "where")} for r in bad],
+        "failures": [
+            {k: str(r.get(k, ""))[:300] for k in ("seed", "verdict", "kind", "message", "where")} for r in bad
+        ],
     }
 
 
@@ -94,7 +96,14 @@ class Pool:
                 worker = None
             results.append(result)
             if result["verdict"] not in GOOD:
-                print(seed, result["verdict"], result.get("kind", ""), result.get("message", "")[:200], file=sys.stderr, flush=True)
+                print(
+                    seed,
+                    result["verdict"],
+                    result.get("kind", ""),
+                    result.get("message", "")[:200],
+                    file=sys.stderr,
+                    flush=True,
+                )
         if worker is not None:
             worker.end()
 
@@ -106,7 +115,12 @@ class Worker:
         command = [sys.executable, __file__, "--worker"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
         )
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
@@ -128,7 +142,11 @@ class Worker:
             self._process.kill()
             return {"seed": seed, "verdict": "hang", "message": f"no answer after {longest_s} s"}
         if not line:
-            return {"seed": seed, "verdict": "crash", "message": f"the process ended with status {self._process.wait()}"}
+            return {
+                "seed": seed,
+                "verdict": "crash",
+                "message": f"the process ended with status {self._process.wait()}",
+            }
         return json.loads(line)
 
     def end(self) -> None:
@@ -177,7 +195,7 @@ def shrunk(program: dict[str, Any], result: dict[str, Any]) -> tuple[dict[str, A
     from outside.driver import run_program
 
     def key(r: dict[str, Any]) -> tuple[Any, ...]:
-        return r["verdict"], r.get("kind"), r.get("sentence")
+        return r["verdict"], r.get("kind"), r.get("message", "").split(": ")[1:2]
 
     changed = True
     while changed:
