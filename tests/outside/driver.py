@@ -105,7 +105,7 @@ class Side:
     def finish_group(self, group: dict[str, Any]) -> list[dict[str, Any]]:
         return [group]
 
-    def build_schedule(self, optimizer: torch.optim.Optimizer) -> Any:
+    def build_schedule(self, optimizer: torch.optim.Optimizer) -> Any:  # noqa: PLR0911
         s, kind = torch.optim.lr_scheduler, self.program["schedule"]["kind"]
         if kind == "lambda":
             return s.LambdaLR(optimizer, lambda step: 1.0 / (step + 1))
@@ -451,7 +451,7 @@ class Loop:
         self.note("parameters", side.read())
         self.note("states", side.states())
 
-    def end_step(self, step: dict[str, Any]) -> None:
+    def end_step(self, step: dict[str, Any]) -> None:  # noqa: C901, PLR0912
         side, scaler = self.side, self.scaler
         if step["scales"] is not None:
             for p in side.clipped():
@@ -674,10 +674,16 @@ PLACES: list[str] = []
 # -- verdicts ---------------------------------------------------------------------------------------------------------
 
 
+_USES_A_WEIGHT_TWICE = ("twice", "bare", "recurrent", "normed")
+"""Under autocast the plain loop casts a weight once and sums its gradients in bf16."""
+
+
 def has_documented_rounding(program: Program) -> bool:
     """Whether the model leaves open in which order gradients are summed."""
     model = program["model"]
     micros = [m for s in program["loop"]["steps"] for m in s["micros"]]
+    if program["autocast"] and any(b["kind"] in _USES_A_WEIGHT_TWICE for b in model["blocks"]):
+        return True
     # One backward pass through two forwards calls every block twice.
     return bool(model["same"] or model["shared"]) or any(
         len(set(m["order"])) < len(m["order"]) or m["way"] == "sum" for m in micros
@@ -754,10 +760,12 @@ def _left(folder: Path, before: set[threading.Thread]) -> str:
 
 
 def _compare(program: Program, want: list[tuple[str, Any]], got: list[tuple[str, Any]]) -> dict[str, Any]:
-    worst, first = 0.0, ""
+    worst, first, may_round = 0.0, "", has_documented_rounding(program)
     for (name, a), (other, b) in zip(want, got, strict=False):
         if name != other:
             return {"verdict": "wrong", "message": f"'{name}' in the plain loop, '{other}' in the prepared one"}
+        if name.endswith(": calls") and may_round:
+            continue  # hooks saw what rounds
         for path, gap in _gaps(a, b, name):
             if gap and not first:
                 first = f"{path}: differs by {gap:.3g}"
@@ -769,12 +777,12 @@ def _compare(program: Program, want: list[tuple[str, Any]], got: list[tuple[str,
         }
     if not worst:
         return {"verdict": "equal"}
-    if has_documented_rounding(program) and worst < 0.1:
+    if may_round and worst < 0.1:
         return {"verdict": "rounding", "message": first, "worst": worst}
     return {"verdict": "wrong", "message": first, "worst": worst, "places": list(PLACES)}
 
 
-def _gaps(a: Any, b: Any, path: str) -> Iterator[tuple[str, float]]:
+def _gaps(a: Any, b: Any, path: str) -> Iterator[tuple[str, float]]:  # noqa: C901
     if isinstance(a, dict) and isinstance(b, dict):
         if set(a) != set(b):
             yield f"{path}: only in one: {sorted(set(a) ^ set(b))}", float("inf")

@@ -31,6 +31,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first program; the others follow")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=60.0, help="the longest that one program may take")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no further program after so long")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", type=int)
     parser.add_argument("--shrink", type=int)
@@ -41,10 +42,10 @@ def main() -> int:
     if args.only is not None or args.shrink is not None:
         return show(args.only, args.shrink)
     start_s = time.monotonic()
-    results = Pool(args.jobs, args.seconds).run(range(args.seed, args.seed + args.count))
+    results = Pool(args.jobs, args.seconds, args.minutes * 60).run(range(args.seed, args.seed + args.count))
     report = summary(results, time.monotonic() - start_s)
     if args.json:
-        args.json.write_text(json.dumps({**report, "programs": results}, indent=1) + "\n")
+        args.json.write_text(json.dumps({**report, "results": results}, indent=1) + "\n")
     print(json.dumps(report, indent=2))
     return 0 if all(r["verdict"] in GOOD for r in results) else 1
 
@@ -53,6 +54,7 @@ def summary(results: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
     refusals = collections.Counter(f"{r['kind']}: {r['sentence']}" for r in results if r["verdict"] == "refused")
     bad = [r for r in results if r["verdict"] not in GOOD]
     return {
+        "programs": len(results),
         "seconds": round(seconds, 1),
         "verdicts": dict(collections.Counter(r["verdict"] for r in results).most_common()),
         "refusals": dict(refusals.most_common()),
@@ -68,8 +70,8 @@ def summary(results: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
 class Pool:
     """Workers that run one program after another; one that takes too long, or dies, is replaced."""
 
-    def __init__(self, jobs: int, longest_s: float) -> None:
-        self._jobs, self._longest_s = jobs, longest_s
+    def __init__(self, jobs: int, longest_s: float, all_s: float) -> None:
+        self._jobs, self._longest_s, self._end_s = jobs, longest_s, time.monotonic() + all_s
 
     def run(self, seeds: Any) -> list[dict[str, Any]]:
         waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -85,7 +87,7 @@ class Pool:
 
     def _serve(self, waiting: Any, results: list[dict[str, Any]]) -> None:
         worker = None
-        while True:
+        while time.monotonic() < self._end_s:
             try:
                 seed = waiting.get_nowait()
             except queue.Empty:
@@ -229,7 +231,7 @@ PLAIN_MICRO = {"rows": 2, "length": 7, "seed": 1, "way": "one", "between": [], "
 PLAIN_BLOCK = {"style": "tensor", "call": "position", "frozen": "no", "kind": "mlp"}
 
 
-def simpler(program: dict[str, Any]) -> Any:
+def simpler(program: dict[str, Any]) -> Any:  # noqa: C901, PLR0912
     """Programs with one thing less."""
     steps = program["loop"]["steps"]
     for i in range(len(steps)):
@@ -281,7 +283,7 @@ def simpler(program: dict[str, Any]) -> Any:
                 yield new
 
 
-def without_block(program: dict[str, Any], b: int) -> dict[str, Any] | None:
+def without_block(program: dict[str, Any], b: int) -> dict[str, Any] | None:  # noqa: C901
     if len(program["model"]["blocks"]) <= 2:
         return None
     new = copy.deepcopy(program)

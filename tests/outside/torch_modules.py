@@ -71,7 +71,12 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, call: Callable[[],
     return [*seen, *(t.detach().clone() for t in model.state_dict().values() if isinstance(t, torch.Tensor))]
 
 
-def compare(build: Callable[[], nn.Module], call: Callable[[nn.Module], Any], make: Callable[[nn.Module], Any]) -> str:
+def compare(  # noqa: PLR0911
+    build: Callable[[], nn.Module],
+    call: Callable[[nn.Module], Any],
+    make: Callable[[nn.Module], Any],
+    units: Callable[[nn.Module], list[str]] | None = None,
+) -> str:
     """Verdict of plain against prepared, on each tier."""
     try:
         torch.manual_seed(0)
@@ -87,9 +92,10 @@ def compare(build: Callable[[], nn.Module], call: Callable[[nn.Module], Any], ma
                 optimizer = make(model)
                 for group in optimizer.param_groups:
                     group["fused"] = None
-                plan = _plan(model, optimizer, home)
+                named = None if units is None else units(model)
+                plan = _plan(model, optimizer, home, named)
                 budget = outcore.Budget(disk=folder)
-                with outcore.prepare(model, optimizer, plan=plan, budget=budget) as (model, prepared):
+                with outcore.prepare(model, optimizer, plan=plan, budget=budget, units=named) as (model, prepared):
                     got = train(model, prepared, lambda: call(model))
             except OutcoreError as error:
                 return f"refused: {type(error).__name__}: {error}"
@@ -112,13 +118,13 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5))
 
 
-def _plan(model: nn.Module, optimizer: torch.optim.Optimizer, home: str) -> Any:
+def _plan(model: nn.Module, optimizer: torch.optim.Optimizer, home: str, named: list[str] | None) -> Any:
     from outcore.optim.rules import rule_for
     from outcore.planning.partition import partition
     from outcore.planning.pools import LEAST, pools_for
     from outcore.spec.plan import Plan, UnitPlan
 
-    cut = partition(model, state_names=rule_for(optimizer).state_names(optimizer.param_groups)).spec
+    cut = partition(model, units=named, state_names=rule_for(optimizer).state_names(optimizer.param_groups)).spec
     units = []
     for i, unit in enumerate(cut.units):
         weights = "device" if i == 0 else home
