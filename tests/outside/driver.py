@@ -227,7 +227,7 @@ class Plain(Side):
         self.model.load_state_dict(saved[0])
         for n, p in self.updated.items():
             p.copy_(saved[1][n])
-        self.optimizer.load_state_dict(saved[2])
+        self.optimizer.load_state_dict(_copied(saved[2]))  # torch takes some of its tensors as they are
 
     def states(self) -> dict[str, Any]:
         names = {id(p): n for n, p in self.updated.items()}
@@ -357,7 +357,7 @@ class Prepared(Side):
 
     def load(self, saved: Any) -> None:
         self.model.load_state_dict(saved[0])
-        self.optimizer.load_state_dict(saved[2])
+        self.optimizer.load_state_dict(_copied(saved[2]))  # torch takes some of its tensors as they are
 
     def states(self) -> dict[str, Any]:
         return _with_moments({n: s for n, s in _states(self.optimizer, self.names).items() if n in self.trained})

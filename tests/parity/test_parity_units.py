@@ -27,6 +27,20 @@ def check(case: Case, folder: Path, **more: Any) -> None:
     assert_equal(plain_loop(case.name, case.setting, **both), run(case, folder, **more))
 
 
+# -- optimizers
+
+
+@KINDS
+def test_adagrad_begins_with_a_sum_that_bf16_cannot_hold(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from . import loops
+
+    options = {"lr": 1e-2, "initial_accumulator_value": 0.1}
+    monkeypatch.setitem(loops.OPTIMIZERS, "adagrad_from", (torch.optim.Adagrad, options))
+    check(Case("patchwork", kind, Setting(precision="bf16", optimizer="adagrad_from", steps=2)), tmp_path)
+
+
 # -- units and plans
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -37,7 +37,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._is_complete = True
         self.step_was_skipped = False
         for param, values in list(original.state.items()):
-            engine.load_state(param, values)
+            if _has_begun(original, values):
+                engine.load_state(param, values)
         original.state.clear()
 
     @property
@@ -164,3 +165,15 @@ class StreamedOptimizer(torch.optim.Optimizer):
         raise UnsupportedError(
             "expected optimizer.state_dict() to save, but the prepared optimizer itself is being copied or pickled"
         )
+
+
+def _has_begun(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> bool:
+    """Whether states say more than that there were none.
+
+    Adagrad has a sum before its first step, but rounded to the dtype that the weights had when it was built.
+    """
+    if "sum" not in values or float(values["step"]):
+        return True
+    total = values["sum"]
+    initial = float(optimizer.defaults["initial_accumulator_value"])
+    return not total.is_meta and bool((total != torch.full_like(total, initial)).any())
