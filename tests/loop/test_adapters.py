@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def adapted(kind, name="default"):
     build, config = KINDS[kind]
     model = build()
     torch.manual_seed(12)
-    return get_peft_model(model, config, adapter_name=name)
+    return get_peft_model(model, copy.deepcopy(config), adapter_name=name)
 
 
 def trained_alone(model):
@@ -143,6 +144,18 @@ def test_prompts_whose_encoder_is_not_saved(tmp_path):
     with prepared(model, trained_alone(model), "host", tmp_path) as (model, _):
         outcore.save_pretrained(model, tmp_path / "saved")
         with pytest.raises(outcore.UnsupportedError, match="of adapter 'default' .P_TUNING. it saves the prompts and"):
+            load_weights(model, tmp_path / "saved")
+
+
+def test_ranks_of_adalora_that_are_settled(tmp_path):
+    """From then on peft saves tensors of other shapes than the model had at prepare."""
+    model = make(functools.partial(adapted, "adalora"))
+    with prepared(model, trained_alone(model), "host", tmp_path) as (model, _):
+        model.peft_config["default"].rank_pattern = {}
+        outcore.save_pretrained(model, tmp_path / "saved")
+        config = tmp_path / "saved" / "adapter_config.json"
+        config.write_text(config.read_text().replace('"rank_pattern": {}', '"rank_pattern": {"q_proj": [true]}'))
+        with pytest.raises(outcore.UnsupportedError, match="of adapter 'default' .ADALORA. the ranks are settled"):
             load_weights(model, tmp_path / "saved")
 
 

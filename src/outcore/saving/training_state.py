@@ -140,12 +140,14 @@ def _load_adapters(model: nn.Module, directory: str | Path) -> None:
 
 
 def check_adapters(model: nn.Module, directory: str | Path) -> None:
-    """Refuse a folder from which the adapters of a model cannot be had whole. Reads nothing.
+    """Refuse a folder from which the adapters of a model cannot be had whole. Reads their configuration.
 
     Raises:
         ConfigError: An adapter is not there.
         UnsupportedError: One of a kind that peft does not save whole.
     """
+    from peft import PeftConfig
+
     for name, config in _adapters(model).items():
         folder = _adapter_folder(directory, name)
         if not _has_adapter(folder):
@@ -153,7 +155,13 @@ def check_adapters(model: nn.Module, directory: str | Path) -> None:
                 f"weights '{directory}': expected adapter_model.safetensors in '{folder}', but there is none for "
                 f"adapter '{name}'; name a folder that a run of this model saved"
             )
-        if getattr(config.peft_type, "value", config.peft_type) == "P_TUNING":
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        if kind == "ADALORA" and PeftConfig.from_pretrained(str(folder)).rank_pattern:
+            raise UnsupportedError(
+                f"weights '{directory}': expected adapters of the shapes that they have here, but of adapter '{name}' "
+                "(ADALORA) the ranks are settled and its tensors have shrunk; train it in one run"
+            )
+        if kind == "P_TUNING":
             raise UnsupportedError(
                 f"weights '{directory}': expected adapters that peft saves whole, but of adapter '{name}' (P_TUNING) "
                 "it saves the prompts and not the encoder that makes them; train it in one run"
