@@ -120,6 +120,7 @@ def test_the_commands_and_options_are_these():
     ]
     assert options == {
         "demo": ["device", "folder", "steps"],
+        "env": ["as_json"],
         "train": sorted([*trains, "packing"]),
         "dpo": sorted([*trains, "beta"]),
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from transformers import LlamaForCausalLM
 
 import outcore
 from outcore.cli import plain_loop
+from outcore.cli.folders import usual_folders
 from outcore.cli.launcher import refuse_launchers
 from outcore.cli.progress import StepReport, progress
 from outcore.core.errors import ConfigError, DiskError, UnsupportedError
@@ -101,13 +101,9 @@ def _prepared(device: str | None, folder: Path) -> AbstractContextManager[Pair]:
 
 
 def _disk_folder(wanted: Path | None) -> Path:
-    """The folder that was asked for, or the first of a few that can serve the disk tier.
-
-    Not only the temporary one: it is in memory on many machines.
-    """
-    usual = (Path.cwd(), Path("/var/tmp"), Path.home(), Path(tempfile.gettempdir()))
+    """The folder that was asked for, or the first of a few that can serve the disk tier."""
     reasons = []
-    for folder in (wanted,) if wanted else usual:
+    for folder in (wanted,) if wanted else usual_folders():
         try:
             DiskStore.open([folder], nbytes=1).close()
         except DiskError as error:

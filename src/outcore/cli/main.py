@@ -23,8 +23,21 @@ from outcore.core.errors import ConfigError, OutcoreError, PlanInfeasibleError
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
+def _show_version(value: bool) -> None:  # noqa: FBT001 (Typer calls it)
+    if value:
+        from importlib.metadata import version
+
+        print(f"outcore {version('outcore')}")
+        raise typer.Exit
+
+
 @app.callback()
-def outcore() -> None:
+def outcore(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", help="Say the version and stop.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
     """Train models that do not fit: device, host and disk as one memory, with the results of the plain PyTorch loop."""
 
 
@@ -42,6 +55,16 @@ def demo(
 
     if not run_demo(steps=steps, device=device, folder=folder):
         raise typer.Exit(1)
+
+
+@app.command()
+def env(
+    *, as_json: Annotated[bool, typer.Option("--json", help="As a JSON object, with sizes in bytes.")] = False
+) -> None:
+    """Say what is installed, what this machine has, and what outcore would take of it."""
+    from outcore.cli.environment import report
+
+    print(report(as_json=as_json))
 
 
 def _run(method: Method, given: Mapping[str, Any]) -> None:

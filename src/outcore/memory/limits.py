@@ -31,6 +31,28 @@ def host_free_bytes(root: Path = _ROOT) -> int:
     return max(0, min([available, *_cgroup_free_bytes(root)]))
 
 
+def host_total_bytes(root: Path = _ROOT) -> int:
+    """Host memory of the machine.
+
+    Args:
+        root: Folder in place of ``/``.
+    """
+    fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
+    return int(fields["MemTotal"].split()[0]) * 1024
+
+
+def host_limit_bytes(root: Path = _ROOT) -> int | None:
+    """The least that a control group of this process or one above it allows; None: no less than the machine has.
+
+    Args:
+        root: Folder in place of ``/``.
+    """
+    names = ("memory.max", "memory.high", "memory.limit_in_bytes")
+    limits = [limit for group in _groups(root, "memory") for limit in _numbers(group, *names)]
+    least = min(limits, default=None)
+    return None if least is None or least >= host_total_bytes(root) else least
+
+
 def disk_free_bytes(path: Path) -> int:
     """Space that this user may take on the filesystem of a path, which may still have to be made."""
     absolute = path.absolute()
