@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -16,8 +17,8 @@ REPORTS = [
 ]
 
 
-def show(reports: list[StepReport], steps: int, *, is_terminal: bool = False, done: int = 0) -> str:
-    console = Console(file=io.StringIO(), force_terminal=is_terminal, width=120)
+def show(reports: list[StepReport], steps: int, *, is_terminal: bool = False, done: int = 0, width: int = 120) -> str:
+    console = Console(file=io.StringIO(), force_terminal=is_terminal, width=width)
     with progress(console, steps, done=done) as report:
         for one in reports:
             report(one)
@@ -49,6 +50,18 @@ def test_a_terminal_shows_a_bar():
     text = show(REPORTS, 4, is_terminal=True)
     assert "━" in text
     assert "loss 2.000" in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_bar_keeps_to_its_line_and_stays_at_the_end(width):
+    report = StepReport(loss=2.345, tokens=10**9, moved_bytes=2**40, exposed_s={"states_read": 1e3})
+    text = show([report] * 4, 10_000, is_terminal=True, done=9_996, width=width)
+    lines = re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", text).replace("\r", "\n").splitlines()
+    assert max(map(len, lines)) <= width
+    last = next(line for line in reversed(lines) if line.strip())
+    assert last.startswith("step 10000/10000 ")
+    assert "loss 2.345  " in last
+    assert re.search(r" 0:00:0\d$", last.rstrip())
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from accelerate import Accelerator
 from rich.console import Console
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -178,7 +180,11 @@ class TestTerminal:
         assert lines[0] == "Settings"
         assert "Plan" in lines
         assert len([line for line in lines if line.startswith("step ")]) == 4
-        assert lines[-1] == f"4 steps; the model is in {tmp_path / 'run' / 'model'}"
+        end = [" ".join(line.split()) for line in lines[lines.index("Done") :]]
+        assert end[1] == "steps 4"
+        assert end[2] == f"final loss {read_jsonl(tmp_path / 'run' / 'metrics.jsonl')[-1]['loss']:.4f}"
+        assert [line.split()[0] for line in end[3:7]] == ["speed", "time", "peak", "model"]
+        assert end[-1] == f"print(pipeline('text-generation', '{tmp_path / 'run' / 'model'}')('Hello'))"
         assert "\x1b" not in done.out
         assert all(line.startswith("note: ") for line in done.err.splitlines())
 
@@ -193,6 +199,57 @@ class TestTerminal:
         assert "━" in screen.getvalue()
         assert "step 4: eval_loss" in screen.getvalue()
         assert "step 4/4  loss" not in screen.getvalue(), "no plain lines beside the bar"
+
+    def test_at_80_columns_nothing_breaks_and_the_snippet_works(
+        self, command, config_json, text, tmp_path, monkeypatch
+    ):
+        monkeypatch.chdir(tmp_path)
+        screen = io.StringIO()
+        monkeypatch.setattr(
+            train_run, "Console", lambda **options: Console(file=screen, force_terminal=True, width=80, **options)
+        )
+        shared = (
+            "train",
+            "--model",
+            "config.json",
+            "--data",
+            "text.txt",
+            "--out",
+            "run",
+            *SHORT,
+            "--disk",
+            ".",
+            *TIERS,
+        )
+        assert command(*shared).status == 0
+        shown = re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", screen.getvalue()).replace("\r", "\n")
+        lines = [line.rstrip() for line in shown.splitlines()]
+        assert max(map(len, lines)) <= 80
+        assert any(line.startswith("step 4/4 ") for line in lines[: lines.index("Done")]), "the bar stays"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exec(lines[-2] + "\n" + lines[-1].replace("('Hello')", "('Hello', max_new_tokens=1)"), {})
+
+    def test_facts_are_said_before_the_run(self, command, config_json, text, tmp_path):
+        shared = ("train", "--model", config_json, "--data", text, *SHORT, "--disk", tmp_path, *TIERS, "--lora", 2)
+        done = command(*shared, "--eval-data", text, "--out", tmp_path / "run", "--dry-run")
+        assert done.status == 0, done.err
+        said = {}
+        for line in done.out.splitlines():
+            name, _, value = line.partition("  ")
+            said[name] = value.strip()
+        assert f"torch {torch.__version__} sees no accelerator" in done.out
+        assert said["parameters"] == "42,688"
+        assert (said["trained"], said["frozen"]) == ("2,784 (6.52%)", "39,904 (93.48%)")
+        assert said["device budget"] == "260.00 KiB (266,240 bytes)"
+        assert said["disk budget"].endswith(f" bytes) in {tmp_path}")
+        assert said["rows"] == "101, packed, 4,840 tokens"
+        assert said["an epoch"] == "51 steps"
+        assert said["a step"] == "95 tokens on average"
+        assert said["the run"] == "4 steps, 0.08 epochs"
+        assert said["evaluation"].startswith("101 rows") or "evaluation  101 rows" in done.out
+        assert not re.search(r"\bif\b|up to|what is free", done.out)
+        assert not (tmp_path / "run").exists()
 
     def test_what_is_cut_is_said_once_with_its_number(self, command, config_json, chats, tmp_path):
         shared = ("train", "--model", config_json, "--data", chats, *SHORT, "--seq-len", 40, "--eval-data", chats)

@@ -59,6 +59,16 @@ def read_topology(root: Path = _ROOT) -> Topology:
     return Topology(tuple(nodes), cpu_quota(root))
 
 
+def processor_name(root: Path = _ROOT) -> str:
+    """What the processor calls itself; where it does not, its architecture.
+
+    Args:
+        root: Folder in place of ``/``.
+    """
+    named = re.search(r"^model name\s*:\s*(.+)$", _text(root / "proc/cpuinfo"), re.MULTILINE)
+    return named[1].strip() if named is not None else os.uname().machine
+
+
 def memory_nodes(root: Path = _ROOT) -> tuple[int, ...]:
     """Numbers of the NUMA nodes whose memory this process may use and which are near to cores that it may use.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.memory.topology import processor_name
 from outcore.runtime.device import Device
 from outcore.runtime.device_cpu import CpuDevice
 from outcore.runtime.device_cuda import CudaDevice
@@ -48,3 +49,16 @@ def open_device(
             f"install a build of torch for it or pass device='cpu'"
         )
     return CudaDevice(wanted, faults, race_checker)
+
+
+def device_name(torch_device: torch.device | str | None = None) -> str:
+    """What a device is called by who made it; of the CPU with the threads that compute on it.
+
+    Args:
+        torch_device: As for ``open_device``.
+    """
+    wanted = torch.device(torch_device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if wanted.type == "cpu":
+        threads = torch.get_num_threads()
+        return f"cpu ({processor_name()}, {threads} {'thread' if threads == 1 else 'threads'})"
+    return f"{wanted} ({torch.cuda.get_device_name(wanted)})"

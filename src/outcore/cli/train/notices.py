@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,4 +63,12 @@ class _Once(logging.Handler):
         if text not in self._said:
             self._said.add(text)
             short = text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
-            print(f"note: {short}", file=sys.stderr)
+            print(_fitting(f"note: {short}"), file=sys.stderr)
+
+
+def _fitting(text: str) -> str:
+    """On a terminal, broken between words; elsewhere one line."""
+    if not sys.stderr.isatty():
+        return text
+    columns = shutil.get_terminal_size().columns
+    return textwrap.fill(text, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

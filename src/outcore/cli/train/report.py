@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self, TextIO, final
 
@@ -17,6 +19,7 @@ from outcore.cli.progress import Show, StepReport, progress
 from outcore.cli.train.nonfinite import finite
 from outcore.cli.train.output import METRICS, PLAN, OutputFolder
 from outcore.cli.train.trace import StepTracer, TraceFile
+from outcore.core.quantities import format_bytes
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.runtime.recorder import timing
 from outcore.spec.plan import Tier
@@ -49,6 +52,9 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
         self._meter: _Meter
         self._reported = (0, 0)  # steps and tokens
         self._tracer: StepTracer | None = None
+        self._begun_s = time.perf_counter()
+        self._summary: dict[str, str] = {}
+        self._trained = (0, 0, 0.0)  # steps, tokens and seconds of this run
 
     def __enter__(self) -> Self:
         return self
@@ -73,7 +79,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
         if self._trace is not None:
             self._tracer = StepTracer(self._trace, recorder, done=state.global_step, steps=state.max_steps)
             self._closing.callback(self._tracer.close)
-        self._reported = (state.global_step, 0)
+        self._reported, self._begun_s = (state.global_step, 0), time.perf_counter()
         self._meter = _Meter(self._optimizer)
 
     def on_step_begin(
@@ -112,6 +118,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
             steps, tokens = now[0] - self._reported[0], now[1] - self._reported[1]
             self._reported = now
             lap = self._meter.lap(steps=steps, tokens=tokens)
+            self._add_up(logs["loss"], steps, tokens, steps * lap["step_s"])
             self._write(line | _training(logs) | lap | {"peak_bytes": self._peak_bytes})
             moved_bytes, exposed_s = sum(self._optimizer.traffic().values()), self._optimizer.exposed_s()
             self._show(StepReport(loss=logs["loss"], tokens=tokens, moved_bytes=moved_bytes, exposed_s=exposed_s))
@@ -128,6 +135,28 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """That was no training."""
         self._meter.go_on()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The bar stays as it is."""
+        self._closing.close()
+
+    def summary(self) -> dict[str, str]:
+        """What the run was: name -> text."""
+        took = timedelta(seconds=round(time.perf_counter() - self._begun_s))
+        planned = ", ".join(f"{tier} {format_bytes(n)}" for tier, n in self._peak_bytes.items() if n)
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return self._summary | {
+            "time": f"{took}, evaluation and saving included",
+            "peak memory": f"{planned}, without activations; this process {format_bytes(resident)} resident",
+        }
+
+    def _add_up(self, loss: float, steps: int, tokens: int, took_s: float) -> None:
+        done = self._trained
+        steps, tokens, took_s = self._trained = (done[0] + steps, done[1] + tokens, done[2] + took_s)
+        speed = f"{tokens / took_s:,.0f} tokens/s, {took_s / steps:.3g} s per step"
+        self._summary = {"final loss": f"{loss:.4f}", "speed": speed}
 
     def _pause_before(self, control: TrainerControl) -> None:
         if control.should_evaluate or control.should_save:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import tempfile
+import textwrap
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import torch
 from jinja2 import TemplateError
 from rich.console import Console
+from transformers import TrainerCallback
 
 import outcore
+from outcore.api import free_budget
+from outcore.cli.train.facts import Length, facts_of_data, facts_of_model
 from outcore.cli.train.job import Job, RunData
 from outcore.cli.train.nonfinite import NonFiniteStepError
 from outcore.cli.train.output import MODEL, SETTINGS, Checkpoint, OutputFolder
@@ -40,17 +45,17 @@ def run_train(settings: Settings) -> None:
     console = Console(highlight=False)
     output = OutputFolder(settings.out, resume=settings.resume)
     trace = None if settings.trace is None else TraceFile(settings.trace, out=settings.out)
-    _say(console, "Settings", _aligned(describe(settings)))
+    _say_items(console, "Settings", describe(settings))
     with _explained(output):
-        job = Job.of(settings)
+        budget = free_budget(settings.budget, device=settings.device)
+        job = Job.of(dataclasses.replace(settings, budget=budget))
         output.refuse_full(job.written_bytes())
+        _say_items(console, "Model", facts_of_model(job))
         record = RunRecord.of(settings, job.source)
         if output.checkpoint is not None:
             _changes(record, output.checkpoint)
         if settings.dry_run:
-            with tempfile.TemporaryDirectory() as cache:
-                job.load_data(Path(cache))
-            _say(console, "Plan", job.plan_table())
+            _dry_run(console, job, output, record)
             return
         with output.opened() as cache:
             data = job.load_data(cache)
@@ -77,45 +82,75 @@ def _give_freed_memory_back() -> None:
         libc.malloc_trim(0)
 
 
+def _dry_run(console: Console, job: Job, output: OutputFolder, record: RunRecord) -> None:
+    """Do all that comes before training, in a folder of its own."""
+    with tempfile.TemporaryDirectory() as cache:
+        data = job.load_data(Path(cache))
+        _say(console, "Plan", job.plan_table())
+        if job.reference is not None:  # its weights would be read
+            return
+        elsewhere = dataclasses.replace(job, settings=dataclasses.replace(job.settings, out=Path(cache)))
+        with _trainer(console, elsewhere, data, TrainerCallback(), record) as (trainer, _):
+            if output.checkpoint is not None:
+                _changes(trainer.record, output.checkpoint)
+
+
 def _train(
     console: Console, job: Job, data: RunData, output: OutputFolder, report: RunReport, record: RunRecord
 ) -> None:
+    with _trainer(console, job, data, report, record) as (trainer, length):
+        if not _is_over(console, job, trainer, output, length.steps):
+            resumed = output.checkpoint
+            trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed.path))
+            with output.new_model() as folder:
+                outcore.save_pretrained(trainer.model, folder)
+                job.tokenizer.save_pretrained(folder)
+            _say_end(console, job, trainer, output, report)
+
+
+@contextmanager
+def _trainer(
+    console: Console, job: Job, data: RunData, follower: TrainerCallback, record: RunRecord
+) -> Iterator[tuple[Any, Length]]:
+    """Tokenize the data, say what it is, and have everything put together while the block runs."""
     with console.status("Preparing the data"):
-        trainer = job.trainer(data, report)
+        trainer = job.trainer(data, follower)
     try:
-        steps = _steps(trainer)
-        trainer.record = record.with_data(job.settings.data, trainer.train_dataset, trainer.args, steps)
-        _go_on(console, job, trainer, output, steps)
+        length = Length.of(trainer)
+        trainer.record = record.with_data(job.settings.data, trainer.train_dataset, trainer.args, length.steps)
+        _say_items(console, "Data", facts_of_data(trainer.record.data, length, trainer))
+        yield trainer, length
     finally:
         trainer.end()
 
 
-def _go_on(console: Console, job: Job, trainer: Any, output: OutputFolder, steps: int) -> None:
+def _is_over(console: Console, job: Job, trainer: Any, output: OutputFolder, steps: int) -> bool:
+    """Say what the run goes on with, and whether nothing is left to do."""
     resumed = output.checkpoint
-    if job.settings.resume and resumed is None:
-        _say(console, "Resume", f"nothing was saved in {output.path}: the run begins at step 0")
-    elif resumed is not None:
-        changes = _changes(trainer.record, resumed)
-        _say(console, "Resume", "\n".join([f"from {resumed.path}, at step {resumed.step} of {steps}", *changes]))
-    if resumed is not None and resumed.step >= steps:
-        output.begin()
-        output.model_of(resumed, best=trainer.args.load_best_model_at_end)
-        _say(console, "Done", f"nothing is left to do: {resumed.path} is at step {resumed.step} of {steps}")
-        if job.settings.trace is not None:
-            console.print(f"no trace was recorded: {job.settings.trace}", markup=False, soft_wrap=True)
-        return
-    trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed.path))
-    with output.new_model() as folder:
-        outcore.save_pretrained(trainer.model, folder)
-        job.tokenizer.save_pretrained(folder)
-    _say(console, "Done", f"{trainer.state.global_step} steps; the model is in {output.path / MODEL}")
+    if resumed is None:
+        if job.settings.resume:
+            _say(console, "Resume", f"nothing was saved in {output.path}: the run begins at step 0")
+        return False
+    changes = _changes(trainer.record, resumed)
+    _say(console, "Resume", "\n".join([f"from {resumed.path}, at step {resumed.step} of {steps}", *changes]))
+    if resumed.step < steps:
+        return False
+    output.begin()
+    output.model_of(resumed, best=trainer.args.load_best_model_at_end)
+    _say(console, "Done", f"nothing is left to do: {resumed.path} is at step {resumed.step} of {steps}")
+    if job.settings.trace is not None:
+        console.print(f"no trace was recorded: {job.settings.trace}", markup=False, soft_wrap=True)
+    return True
 
 
-def _steps(trainer: Any) -> int:
-    """Of the whole run. Asking for a data loader draws a random number, which training must not miss."""
-    with torch.random.fork_rng(devices=[]):
-        *_, steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
-    return int(steps)
+def _say_end(console: Console, job: Job, trainer: Any, output: OutputFolder, report: RunReport) -> None:
+    left_out = f", {trainer.num_skipped:,} of them without an update" if trainer.num_skipped else ""
+    model = output.path / MODEL
+    steps = f"{trainer.state.global_step:,}{left_out}"
+    _say_items(console, "Done", {"steps": steps, **report.summary(), "model": str(model)})
+    if job.settings.lora is None or job.source.weights is not None:  # adapters need the model below them
+        snippet = f"from transformers import pipeline\nprint(pipeline('text-generation', {str(model)!r})('Hello'))"
+        _say(console, "Try it", snippet)
 
 
 def _changes(record: RunRecord, checkpoint: Checkpoint) -> list[str]:
@@ -178,6 +213,18 @@ def _say(console: Console, title: str, text: str) -> None:
     console.print(text, markup=False, soft_wrap=True)
 
 
-def _aligned(items: Mapping[str, str]) -> str:
-    width = max(len(name) for name in items)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in items.items())
+def _say_items(console: Console, title: str, items: Mapping[str, str]) -> None:
+    _say(console, title, _aligned(items, console.width if console.is_terminal else None))
+
+
+def _aligned(items: Mapping[str, str], columns: int | None = None) -> str:
+    """Names and values below one another; values within so many columns, if their words are that short."""
+    width = max(len(name) for name in items) + 2
+    rows: list[str] = []
+    for name, value in items.items():
+        lines = [value]
+        if columns is not None:
+            room = max(20, columns - width)
+            lines = textwrap.wrap(value, room, break_long_words=False, break_on_hyphens=False) or [""]
+        rows += [f"{label:<{width}}{line}" for label, line in zip_longest([name], lines, fillvalue="")]
+    return "\n".join(rows)

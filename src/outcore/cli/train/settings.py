@@ -23,7 +23,7 @@ from outcore.cli.train.rules import LENGTHS, check_lora, check_training, refuse_
 from outcore.cli.train.schema import DEFAULTS, SECTIONS, OnNonfinite, Own, Resume, Schema, Setting
 from outcore.cli.train.yaml_file import read_yaml
 from outcore.core.errors import ConfigError, OutcoreError
-from outcore.core.quantities import format_bytes, parse_bytes
+from outcore.core.quantities import parse_bytes
 from outcore.spec.budget import Budget
 from outcore.spec.model import Precision
 
@@ -222,9 +222,7 @@ def describe(settings: Settings) -> dict[str, str]:
     said |= _said_of_training(settings, values)
     said |= {
         "LoRA": "off, all weights are trained" if settings.lora is None else _list(settings.lora),
-        "budget": _said_of_budget(settings.budget),
         "plan": "made for this run" if settings.plan is None else str(settings.plan),
-        "device": settings.device or "the accelerator if there is one",
     }
     rest = {
         name: str(value)
@@ -269,7 +267,7 @@ def _said_of_training(settings: Settings, values: Mapping[str, Any]) -> dict[str
         "precision": f"{settings.precision}{', bf16 autocast' if values['bf16'] else ''}",
         "length": f"{steps} steps" if steps > 0 else f"{values['num_train_epochs']:g} epochs",
         "batch": f"{batch} sequences" + (f", {accumulated} times accumulated" if accumulated > 1 else ""),
-        "sequences": f"{longest}, {_said_of_rows(settings, values)}",
+        "sequences": ", ".join([longest, *_said_of_rows(settings, values)]),
         "learning rate": f"{values['learning_rate']:g}, {values['lr_scheduler_type']}, "
         + (f"warmup over {warmup:g} {'steps' if warmup >= 1 else 'of the run'}" if warmup else "no warmup"),
         "clipping": f"gradient norm {values['max_grad_norm']:g}" if values["max_grad_norm"] else "off",
@@ -279,12 +277,11 @@ def _said_of_training(settings: Settings, values: Mapping[str, Any]) -> dict[str
     }
 
 
-def _said_of_rows(settings: Settings, values: Mapping[str, Any]) -> str:
+def _said_of_rows(settings: Settings, values: Mapping[str, Any]) -> Iterator[str]:
     if "beta" in values:
-        return f"in pairs; beta {values['beta']:g}, loss {', '.join(values['loss_type'])}"
-    if "packing" not in settings.training:
-        return "packed if the data is plain text"
-    return f"packed ({values['packing_strategy']})" if values["packing"] else "not packed"
+        yield f"in pairs; beta {values['beta']:g}, loss {', '.join(values['loss_type'])}"
+    elif "packing" in settings.training:  # else it follows from the data
+        yield f"packed ({values['packing_strategy']})" if values["packing"] else "not packed"
 
 
 def _interval(strategy: str, steps: float | None) -> str:
@@ -293,11 +290,6 @@ def _interval(strategy: str, steps: float | None) -> str:
     return {"no": "none before the end", "epoch": "every epoch", "best": "whenever evaluation is best"}.get(
         strategy, strategy
     )
-
-
-def _said_of_budget(budget: Budget) -> str:
-    device, host = ("what is free" if size is None else format_bytes(size) for size in (budget.device, budget.host))
-    return f"device {device}, host {host}, disk {', '.join(budget.paths) or 'not used'}"
 
 
 def _list(values: Mapping[str, Any]) -> str:
