@@ -277,16 +277,17 @@ def _prepare(
         rule,
         Promises(accumulation_steps=plan.accumulation_steps, clipping=options.clipping),
     )
-    _switch_off_checkpointing(model)
     try:
-        first_values.take_over(engine.device.torch_device)
         for param, values in optimizer.state.items() if optimizer is not None else ():
             engine.check_state(param, values)
+        first_values.take_over(engine.device.torch_device)
         engine.attach(first_values.of)
         streamed = None if optimizer is None else StreamedOptimizer(engine, optimizer)
-    except BaseException:
+    except BaseException as error:
+        error.add_note(f"outcore.prepare() did not come to its end; {engine.what_is_left()}")
         engine.close()
         raise
+    _switch_off_checkpointing(model)
     _ENGINES.add(engine)
     close_at_exit(engine)
     return Prepared(model, streamed)

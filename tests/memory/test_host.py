@@ -82,6 +82,19 @@ def test_more_than_is_free_is_refused(monkeypatch):
         HostMemory.open(2**20 + 1)
 
 
+def test_what_is_touched_later_counts_as_taken_at_once(monkeypatch):
+    monkeypatch.setattr(host, "host_free_bytes", lambda: 3 * 2**20)
+    before = resident_bytes()
+    with HostMemory.open(2**21, is_touched=False) as memory:
+        with pytest.raises(MemoryBudgetError, match=r"expected 2.00 MiB to be free, but only 1.00 MiB are"):
+            HostMemory.open(2**21)
+        memory.tensor[5] = 3
+        memory.touch()
+        assert resident_bytes() - before >= 2**21
+        assert memory.tensor[5] == 3
+        HostMemory.open(2**21).close()  # the system counts it now
+
+
 def test_a_system_that_refuses(monkeypatch):
     monkeypatch.setattr(host, "host_free_bytes", lambda: 2**62)
     with pytest.raises(MemoryBudgetError, match="the system refuses: Cannot allocate memory"):

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
+import pytest
 import torch
 from torch import nn
 
 import outcore
+from outcore.memory.allocator import resident_bytes
+from outcore.runtime import engine
 
 
 class Block(nn.Module):
@@ -106,3 +112,91 @@ def test_a_closed_model_can_be_collected(tmp_path: Path) -> None:
     del model, optimizer
     gc.collect()
     assert alive() is None
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, after: Callable[[int], object]) -> None:
+    """Call ``after`` with the number of units that were moved in, before each of them becomes absent."""
+    fill, count = engine.fill_unit, itertools.count(1)
+
+    def filled(*args: Any) -> None:
+        fill(*args)
+        after(next(count))
+
+    monkeypatch.setattr(engine, "fill_unit", filled)
+
+
+def test_model_and_arenas_never_stand_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    model, optimizer = prepared(tmp_path, 65, depth=6)  # what libraries load at first use is there before
+    train(model, optimizer, 1, 65)
+    outcore.close(model)
+    watch(monkeypatch, lambda _: seen.append(resident_bytes()))
+    rss_bytes()
+    before = resident_bytes()
+    model, optimizer = prepared(tmp_path, 641, depth=16)
+    weights = sum(p.numel() * 4 for p in model.parameters())
+    taken = optimizer.plan.tier_bytes["device"] + optimizer.plan.tier_bytes["host"]
+    try:
+        assert weights > 90e6
+        assert resident_bytes() - before > 0.99 * taken  # all pages are there
+        assert max(*seen, resident_bytes()) - before < taken + 0.15 * weights
+        train(model, optimizer, 3, 641)
+        optimizer.engine._held_back.give_back()
+        # Beside the plan: the scratch of the workers, the lanes' stacks, what torch keeps.
+        assert resident_bytes() - before < taken + 0.3 * weights
+    finally:
+        outcore.close(model)
+
+
+def test_states_that_the_optimizer_has_move_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Stack(65, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, 1, 65)
+    left, load = [], engine.Engine.load_state
+
+    def loaded(*args: Any) -> None:
+        left.append(len(optimizer.state))
+        load(*args)
+
+    monkeypatch.setattr(engine.Engine, "load_state", loaded)
+    outcore.prepare(model, optimizer, budget=outcore.Budget(disk=tmp_path))
+    outcore.close(model)
+    assert left == list(reversed(range(len(left))))
+
+
+def test_an_error_while_moving_says_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(count: int) -> None:
+        if count == 3:
+            raise KeyboardInterrupt
+
+    watch(monkeypatch, fail)
+    torch.manual_seed(0)
+    model, twin = Stack(65, 4), Stack(65, 4)
+    twin.load_state_dict(model.state_dict())
+    with pytest.raises(KeyboardInterrupt) as caught:
+        outcore.prepare(model, torch.optim.AdamW(model.parameters()), budget=outcore.Budget(disk=tmp_path))
+    assert caught.value.__notes__ == [
+        "outcore.prepare() did not come to its end; the parameters of 2 of 5 units had been moved and are gone (the "
+        "last unit: 'layers.0'), the others have their values still: build or load the model again"
+    ]
+    for name in ("layers.1.up.weight", "layers.3.norm.bias"):
+        assert torch.equal(model.get_parameter(name), twin.get_parameter(name))
+    with pytest.raises(outcore.AbsentParameterError):
+        model.layers[0].up.weight.sum()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_before_moving_leaves_the_model_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: int) -> None:
+        raise OSError("no")
+
+    watch(monkeypatch, fail)
+    model = Stack(65, 4)
+    x = torch.randn(5, 65)
+    want = model(x)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(OSError, match="no") as caught:
+        outcore.prepare(model, optimizer, budget=outcore.Budget(disk=tmp_path))
+    assert "those that had values keep them" in caught.value.__notes__[0]
+    assert torch.equal(model(x), want)
+    train(model, optimizer, 1, 65)

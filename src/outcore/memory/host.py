@@ -36,10 +36,12 @@ _MAP_FIXED_NOREPLACE = 0x100000
 # By address; see [Note: fork].
 _live_mappings: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
 
+_untouched: weakref.WeakSet[HostMemory] = weakref.WeakSet()
+
 
 @final
 class HostMemory:
-    """A piece of host memory that is resident until ``close``."""
+    """A piece of host memory that stays resident until ``close``."""
 
     def __init__(self, mapping: mmap.mmap, tensor: torch.Tensor) -> None:
         """Only ``open`` calls this."""
@@ -48,19 +50,20 @@ class HostMemory:
         self._pid = os.getpid()
 
     @classmethod
-    def open(cls, nbytes: int, *, inherit: bool = False) -> Self:
+    def open(cls, nbytes: int, *, inherit: bool = False, is_touched: bool = True) -> Self:
         """Take ``nbytes`` from the system, zeroed.
 
         Args:
             nbytes: Size.
             inherit: A forked child sees the memory, copied on write. Else it has none of it, and forks cost nothing.
+            is_touched: All of it is resident at once. Else ``touch`` makes it so, and until then it counts as taken.
 
         Raises:
             MemoryBudgetError: The machine or this container does not have them, or the system refuses.
 
         Memory: ``nbytes`` of host memory, rounded up to 4 KiB.
         """
-        free_bytes = host_free_bytes()
+        free_bytes = host_free_bytes() - sum(memory.nbytes for memory in _untouched)
         what = f"host memory: expected {format_bytes(nbytes)} to be free"
         todo = "lower the host budget, or stop what else uses memory on this machine or in this container"
         if nbytes > free_bytes:
@@ -79,8 +82,17 @@ class HostMemory:
         start = align_up(address, HUGE_PAGE_BYTES) - address
         _use_huge_pages(mapping, start, size // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
         tensor = torch.from_numpy(np.frombuffer(mapping, np.uint8, nbytes, start))
-        tensor[::PAGE_BYTES] = 0  # touches each page
-        return cls(mapping, tensor)
+        memory = cls(mapping, tensor)
+        _untouched.add(memory)
+        if is_touched:
+            memory.touch()
+        return memory
+
+    def touch(self) -> None:
+        """Make every page resident; what was written stays. Nobody else may write meanwhile."""
+        if self in _untouched:
+            _untouched.discard(self)
+            self.tensor[::PAGE_BYTES].bitwise_or_(0)
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -99,6 +111,7 @@ class HostMemory:
 
         Memory registered with a driver must be unregistered first. A forked child has nothing to give back.
         """
+        _untouched.discard(self)
         mapping, self._mapping, self._tensor = self._mapping, None, None
         if mapping is not None and os.getpid() == self._pid:
             mapping.madvise(mmap.MADV_DONTNEED)  # see [Note: mapping lifetime]

@@ -258,11 +258,20 @@ class Device(abc.ABC):
         self.close()
 
     @abc.abstractmethod
-    def allocate(self, nbytes: int) -> torch.Tensor:
+    def allocate(self, nbytes: int, *, is_touched: bool = True) -> torch.Tensor:
         """Device memory: 1D uint8 of ``nbytes``, aligned to 4 KiB, not initialised.
+
+        Args:
+            nbytes: Size.
+            is_touched: False: where device memory is host memory, pages are taken as they are written, the rest by
+                ``touch_memory``.
 
         Memory: device, ``nbytes`` and at most 4 KiB more, until the tensor and its views are gone.
         """
+
+    @abc.abstractmethod
+    def touch_memory(self) -> None:
+        """Take what ``allocate`` left to be taken later. Nothing may be in flight."""
 
     @abc.abstractmethod
     def register_host(self, memory: torch.Tensor) -> bool:

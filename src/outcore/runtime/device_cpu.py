@@ -27,11 +27,16 @@ class CpuDevice(Device):
         super().__init__(torch.device("cpu"), HostExecution(), faults, race_checker)
         self._memory: list[HostMemory] = []
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
+    def allocate(self, nbytes: int, *, is_touched: bool = True) -> torch.Tensor:
         """Memory straight from the system, so that closing gives it back; a forked data loader may read in it."""
-        memory = HostMemory.open(nbytes, inherit=True)
+        memory = HostMemory.open(nbytes, inherit=True, is_touched=is_touched)
         self._memory.append(memory)
         return memory.tensor
+
+    def touch_memory(self) -> None:
+        """Make it resident."""
+        for memory in self._memory:
+            memory.touch()
 
     def _finish_copies(self) -> None:
         """Copies are over when they return."""

@@ -182,9 +182,12 @@ class CudaDevice(Device):
         self._cuda = CudaExecution(torch.device("cuda", index))
         super().__init__(self._cuda.torch_device, self._cuda, faults, race_checker)
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
+    def allocate(self, nbytes: int, *, is_touched: bool = True) -> torch.Tensor:
         """Memory of torch's caching allocator, cut to begin at a page."""
         return aligned_bytes(nbytes, self.torch_device)
+
+    def touch_memory(self) -> None:
+        """The driver has no pages to take later."""
 
     def register_host(self, memory: torch.Tensor) -> bool:
         """Pin with cudaHostRegister in one piece: a copy from one registration into the next may be refused."""

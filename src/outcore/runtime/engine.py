@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from outcore.core.errors import ConfigError, LaneError, OutcoreError, UnsupportedError
+from outcore.memory.allocator import WORTH_BYTES, HeldBack
 from outcore.optim.rules import Hyper, UpdateRule
 from outcore.optim.sums import run_here
 from outcore.planning.partition import Partition
@@ -107,25 +108,37 @@ class Engine:
         self.access = Access(self.homes, device, self.weights)
         self.places = {id(p): (u, i) for u in self.units for i, p in enumerate(u.params)}
         self.is_closed = False
+        self._held_back = HeldBack()
+        self._moved: list[Unit] = []
         self._undo: list[Callable[[], None]] = []
 
     def attach(self, values: Callable[[Unit], Values]) -> None:
         """Move the model in: fill homes unit by unit, make parameters absent, take over forward.
+
+        A unit's own bytes are freed as soon as they are home, so that model and arenas never stand side by side.
 
         Args:
             values: Unit -> first values of its parameters; asked for in module order.
         """
         with self._closing_on_error():
             initial = self._rule.initial_value if self._rule is not None else _zero
+            freed_bytes = 0
             for unit in self.units:
                 for i, param in enumerate(unit.params[: unit.num_trainable]):
                     self._undo.append(param.register_post_accumulate_grad_hook(self.gradients.hook(unit, i)).remove)
                 fill_unit(unit, self.homes, values(unit), initial)
+                self.device.synchronize()
+                self._moved.append(unit)
                 if unit.is_resident:
                     unit.point_at(unit.device_buffer())
                 else:
                     unit.mark_absent(device=self.device.torch_device)
-            self.device.synchronize()
+                freed_bytes += unit.spec.weight_bytes
+                if freed_bytes >= WORTH_BYTES:
+                    freed_bytes = 0
+                    self._held_back.give_back()
+            self.homes.settle()
+            self._held_back.give_back()
             services = Services(self.weights, self.gradients, self.device, self._doubts, self.access)
             for index, unit in enumerate(self.units[1:], start=1):
                 call = UnitCall(unit, index, services)
@@ -133,6 +146,17 @@ class Engine:
                 self._undo.append(call.restore)
             self._guard = ModuleGuard(self)
             self._undo.append(self._guard.remove)
+
+    def what_is_left(self) -> str:
+        """For the error that ends ``attach``: which part of the model has its own values still."""
+        if not self._moved:
+            return "no parameter had been moved yet, and those that had values keep them"
+        if len(self._moved) == len(self.units):
+            return "all parameters had been moved and are gone: build or load model and optimizer again"
+        return (
+            f"the parameters of {len(self._moved)} of {len(self.units)} units had been moved and are gone (the last "
+            f"unit: '{self._moved[-1].label}'), the others have their values still: build or load the model again"
+        )
 
     # A step.
 
@@ -154,6 +178,7 @@ class Engine:
             take_edits(unit, self.access, self.device)
         with self._refusing_what_follows():
             self._submit_updates(held, hypers)
+        self._held_back.give_back_if_due()
 
     def _submit_updates(self, held: Mapping[str, Mapping[int, GradHandle]], hypers: Mapping[int, Hyper]) -> None:
         cache: dict[int, tuple[torch.Tensor, Handle | None]] = {}
@@ -283,7 +308,7 @@ class Engine:
                 for undo in self._undo:  # the last is undone first
                     undoing.callback(undo)
             self._undo.clear()
-            for unit in self.units:
+            for unit in self._moved:
                 unit.mark_absent(device=self.device.torch_device)
                 for param in unit.params:
                     if param.grad is not None:

@@ -77,7 +77,7 @@ class Homes:
     """All memory of a run: an arena per tier, a home per unit and kind, pools of slots."""
 
     def __init__(self, model: ModelSpec, plan: Plan, device: Device, paths: Sequence[Path]) -> None:
-        """Allocate everything.
+        """Allocate everything. Pages are taken as they are written, and the rest by ``settle``.
 
         Args:
             model: Units in the plan's order.
@@ -98,12 +98,10 @@ class Homes:
         self._device, self._host, self.disk = device, None, None
         self.host_is_pinned = False
         try:
-            device_arena = Arena("device", device.allocate(total["device"]))
+            device_arena = Arena("device", device.allocate(total["device"], is_touched=False))
             if total["disk"]:
                 self.disk = DiskStore.open(paths, total["disk"])
-            self._host = HostMemory.open(total["host"]) if total["host"] else None
-            if self._host is not None:
-                self.host_is_pinned = device.register_host(self._host.tensor)
+            self._host = HostMemory.open(total["host"], is_touched=False) if total["host"] else None
         except BaseException:
             self.close()
             raise
@@ -124,6 +122,13 @@ class Homes:
                     self._add_slot(plan, item.owner, home)
             else:
                 self.homes[item.owner, item.kind] = home  # type: ignore[index]
+
+    def settle(self) -> None:
+        """First values are written: take all pages that nobody has touched, and pin host memory."""
+        self._device.touch_memory()
+        if self._host is not None:
+            self._host.touch()
+            self.host_is_pinned = self._device.register_host(self._host.tensor)
 
     def _add_slot(self, plan: Plan, owner: str, buffer: Buffer) -> None:
         _, index, _ = owner.split("/")

@@ -36,10 +36,10 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self.param_groups = engine.groups = original.param_groups
         self._is_complete = True
         self.step_was_skipped = False
-        for param, values in list(original.state.items()):
+        for param in list(original.state):  # one by one: they need not stand twice
+            values = original.state.pop(param)
             if _has_begun(original, values):
                 engine.load_state(param, values)
-        original.state.clear()
 
     @property
     def plan(self) -> Plan:

@@ -1,0 +1,62 @@
+"""Memory that was freed, but that the C library's allocator holds back from the system.
+
+[Note: held back] glibc keeps what is freed below something that is not. Activations and gradients come and go in
+another order every step, so what it keeps grows to a multiple of what a step uses: 180 MiB beside a plan of 366 MiB.
+``malloc_trim`` gives whole pages back wherever they lie. It takes time, and so does touching the pages again; so it is
+called where memory has grown, and seldom enough to cost about a hundredth of the time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from pathlib import Path
+from typing import final
+
+from outcore.core.quantities import PAGE_BYTES
+
+WORTH_BYTES = 32 * 2**20
+"""Growth that is worth a call."""
+_REST = 100  # times as long as the last call took
+_LEAST_REST_S = 1.0
+_STATM = Path("/proc/self/statm")
+
+
+def give_back() -> None:
+    """Give freed memory back to the system, where the C library can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl has not
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
+def resident_bytes() -> int:
+    """Memory of this process that no file backs."""
+    pages = _STATM.read_text().split()
+    return (int(pages[1]) - int(pages[2])) * PAGE_BYTES
+
+
+@final
+class HeldBack:
+    """Gives memory back now and then. See [Note: held back]."""
+
+    def __init__(self) -> None:
+        """Nothing is given back yet."""
+        self._known_bytes = 0
+        self._due_s = 0.0
+
+    def give_back_if_due(self) -> None:
+        """To be called often: after each step."""
+        now = time.monotonic()
+        if now < self._due_s:
+            return
+        if resident_bytes() - self._known_bytes < WORTH_BYTES:
+            self._due_s = now + _LEAST_REST_S
+            return
+        self.give_back()
+        taken_s = time.monotonic() - now
+        self._due_s = now + max(_REST * taken_s, _LEAST_REST_S)
+
+    def give_back(self) -> None:
+        """At once."""
+        give_back()
+        self._known_bytes = resident_bytes()
