@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
-from .rig import Block, Tower, batch, same
+from .rig import WIDTH, Block, Tower, batch, same
 
 pytestmark = [
     pytest.mark.parametrize("kind", ["device", "host"]),
@@ -80,3 +81,61 @@ def test_backward_inside_and_another_context_around(kind, policy, tmp_path):
         return before, loss, late
 
     same(drive, kind, tmp_path, policy=policy)
+
+
+class Twice(nn.Module):
+    """One cast of the weight serves both uses, so both gradients are added in bf16."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + torch.tanh(self.up(torch.tanh(self.up(x))))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.rnn = kind(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x):
+        with torch.backends.mkldnn.flags(enabled=False):  # which has no bf16 kernel for every width
+            return x + self.rnn(x)[0].to(x.dtype)
+
+
+BUILDS = {"twice": Twice, "lstm": lambda: Recurrent(nn.LSTM), "gru": lambda: Recurrent(nn.GRU)}
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")
+@pytest.mark.parametrize("name", BUILDS)
+def test_a_weight_used_twice_in_one_block(kind, policy, name, tmp_path):
+    def context():
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+
+    options = {"policy": policy, "units": ["blocks.*"]}
+    same(drive_with(context), kind, tmp_path, build=lambda: Tower(BUILDS[name]), **options)
+
+
+class AroundBlocks(Tower):
+    """A layer of the root runs before, between and after units."""
+
+    def __init__(self):
+        super().__init__()
+        self.between = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, ids):
+        x = self.between(self.embed(ids))
+        for block in self.blocks:
+            x = self.between(block(x))
+        return self.head(x)
+
+
+def test_a_weight_of_the_root_used_around_units(kind, policy, tmp_path):
+    # The first kept call of a unit empties the cache, to find out whether the unit needs one.
+    def context():
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+
+    options = {"policy": policy, "rounding": 1e-3 if policy == "keep" else 0.0}
+    sgd = {"optimizer": lambda m: torch.optim.SGD(m.parameters(), 0.1)}
+    same(drive_with(context), kind, tmp_path, build=AroundBlocks, units=[Block], **options, **sgd)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -23,8 +23,15 @@ from outcore.runtime.access import Access
 from outcore.runtime.checks import Doubts, Rhythm, Summary, summary_of
 from outcore.runtime.device import Device
 from outcore.runtime.edits import OwnEdits
-from outcore.runtime.inner_graph import drop_saved, foreign_leaves, guarded_leaf, save_weights_by_place, without_hooks
-from outcore.runtime.replay import AutocastCacheOff, ForwardState, Surroundings
+from outcore.runtime.inner_graph import (
+    drop_saved,
+    foreign_leaves,
+    guarded_leaf,
+    save_weights_by_place,
+    uses_cast_twice,
+    without_hooks,
+)
+from outcore.runtime.replay import AutocastCacheOff, ForwardState, OwnAutocastCache, Surroundings
 from outcore.runtime.side_outputs import active_recording, emptied, hand_over, recording_apart
 from outcore.runtime.structure import Structure, storage_of, take_apart
 from outcore.runtime.unit import Unit
@@ -91,6 +98,7 @@ class UnitCall:
         self._weights, self._sink, self._device, self._doubts, access = services
         self._edits = OwnEdits(unit, access)
         self._rhythm = Rhythm()
+        self._casts_twice: bool | None = None
         self._forward = unit.module.forward
         self._own_forward = unit.module.__dict__.get("forward")  # of this very module, as patches leave it
         # Makes backward run when nothing else needs a gradient, and tells an ordinary backward() from one for chosen
@@ -200,7 +208,8 @@ class UnitCall:
             saving = drop_saved(self._where) if recomputes else save_weights_by_place(self.unit, self._where)
             recording = active_recording()
             self._edits.begin()
-            outputs, out_structure = self._run(structure, inner, saving, recording)
+            modes = saving, AutocastCacheOff() if recomputes else self._autocast_cache()
+            outputs, out_structure = self._run(structure, inner, modes, recording)
             self._refuse_weights_outside(outputs)
             edits = self._edits.end()
         self._edits.write_home(edits)
@@ -220,7 +229,17 @@ class UnitCall:
         call.watched = _sharing(made, tensors) if recomputes else list(range(len(made)))
         if not recomputes:
             call.graph = inner, list(made)
+            self._learn_about_casts(made)
         return call, inner, outputs, out_structure
+
+    def _autocast_cache(self) -> AbstractContextManager[None]:
+        """For a forward whose graph is kept. Its first run under autocast tells whether the unit needs a cache."""
+        is_on = torch.is_autocast_cache_enabled() and self._casts_twice is not False
+        return OwnAutocastCache(is_on=True) if is_on else AutocastCacheOff()
+
+    def _learn_about_casts(self, made: Sequence[torch.Tensor]) -> None:
+        if self._casts_twice is None and torch.is_autocast_enabled(self._device.torch_device.type):
+            self._casts_twice = uses_cast_twice(made, self.unit.params)
 
     def _is_checked(self, state: ForwardState, tensors: Sequence[torch.Tensor], wants_grad: Sequence[bool]) -> bool:
         """Whether recompute is to be held against this forward."""
@@ -231,13 +250,18 @@ class UnitCall:
         return is_due
 
     def _run(
-        self, structure: Structure, tensors: Sequence[torch.Tensor], saving: Any, recording: Mapping[str, Any] | None
+        self,
+        structure: Structure,
+        tensors: Sequence[torch.Tensor],
+        modes: Sequence[AbstractContextManager[Any]],
+        recording: Mapping[str, Any] | None,
     ) -> tuple[list[torch.Tensor], Structure]:
         """Run the block on inner tensors. The results are what it returns, and what was recorded beside it."""
         nest = structure.fill(tensors)
         args, names, values = nest
         try:
-            with torch.enable_grad(), saving, AutocastCacheOff(), recording_apart(recording) as added:
+            saving, caching = modes
+            with torch.enable_grad(), saving, caching, recording_apart(recording) as added:
                 result = self._forward(*args, **dict(zip(names, values, strict=True)))
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error):
@@ -338,7 +362,9 @@ class UnitCall:
             return call.graph
         inner = [guarded_leaf(t, self._where) if w else t for t, w in zip(saved, call.wants_grad, strict=True)]
         with call.state.restored(), self._edits.undone(call.edited):
-            outputs, structure = self._run(call.inputs, inner, nullcontext(), call.recording)
+            outputs, structure = self._run(
+                call.inputs, inner, (nullcontext(), call.state.autocast_cache()), call.recording
+            )
         made = [t for t in outputs if t.grad_fn is not None]
         if [t.shape for t in made] != call.shapes:
             raise UnsupportedError(

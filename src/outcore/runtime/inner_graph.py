@@ -59,6 +59,30 @@ def foreign_leaves(
     return list(found.values())
 
 
+def uses_cast_twice(outputs: Sequence[torch.Tensor], params: Sequence[Parameter]) -> bool:
+    """Whether one cast of a parameter, as autocast makes and caches it, goes into more than one operation."""
+    own = {id(p) for p in params}
+    seen: set[Any] = {None}
+    stack: list[Any] = [t.grad_fn for t in outputs]
+    casts: set[Any] = set()
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for edge, _ in node.next_functions:
+            if edge is not None and edge.name() == "ToCopyBackward0" and _leaf_of(edge) in own:
+                if edge in casts:
+                    return True
+                casts.add(edge)
+            stack.append(edge)
+    return False
+
+
+def _leaf_of(cast: Any) -> int:
+    return id(getattr(cast.next_functions[0][0], "variable", None))
+
+
 def guarded_leaf(tensor: torch.Tensor, where: str) -> torch.Tensor:
     """A leaf that stands for an argument inside the block; gradients must come to it through the results."""
 

@@ -27,6 +27,26 @@ class AutocastCacheOff:
         torch.set_autocast_cache_enabled(self._was)
 
 
+class OwnAutocastCache:
+    """A cache of casts for one run of a unit, so that a weight which it uses twice is cast once, as in a plain loop.
+
+    Then both gradients are added before they are cast back, in the lower precision. The cache is empty before and
+    afterwards, since there is one for all: what was cached of other weights is cast again.
+    """
+
+    def __init__(self, *, is_on: bool) -> None:
+        self._is_on = is_on
+
+    def __enter__(self) -> None:
+        self._was = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(self._is_on)
+        torch.clear_autocast_cache()
+
+    def __exit__(self, *_: object) -> None:
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(self._was)
+
+
 class Surroundings:
     """What a unit may see besides its arguments."""
 
@@ -55,6 +75,7 @@ class ForwardState:
         self._random = GlobalRandom(is_thorough=self._is_thorough)
         self._kinds = dict.fromkeys(("cpu", around.device.torch_device.type))
         self._autocast = _autocast_modes(self._kinds)
+        self._caches_casts = torch.is_autocast_cache_enabled()
         self._registered = _Registered(around.registered)
         self._attributes = around.attributes.take()
         mutable = [self._attributes.mutable, mutable_in(objects)] if objects else [self._attributes.mutable]
@@ -66,6 +87,10 @@ class ForwardState:
     def flags(self) -> Hashable:
         """Equal for two forwards in the same modes."""
         return tuple([values[0] for values in self._attributes.values])
+
+    def autocast_cache(self) -> OwnAutocastCache:
+        """For the recompute."""
+        return OwnAutocastCache(is_on=self._caches_casts)
 
     def look_closely(self) -> None:
         """Look also where looking takes long."""
