@@ -233,8 +233,7 @@ class Device(abc.ABC):
     def stop(self) -> None:
         """Let running operations finish, fail the queued ones, join the threads; memory stays. Idempotent.
 
-        Raises:
-            LaneError: An operation does not end.
+        Raises LaneError if an operation does not end.
         """
         self._finalizer()
 
@@ -242,9 +241,6 @@ class Device(abc.ABC):
         """``stop``, and give back what ``allocate`` took. Idempotent.
 
         ``synchronize`` first to have everything done. Waiting for a handle that was still queued raises ``LaneError``.
-
-        Raises:
-            LaneError: An operation does not end.
         """
         try:
             self.stop()
@@ -261,11 +257,7 @@ class Device(abc.ABC):
     def allocate(self, nbytes: int, *, is_touched: bool = True) -> torch.Tensor:
         """Device memory: 1D uint8 of ``nbytes``, aligned to 4 KiB, not initialised.
 
-        Args:
-            nbytes: Size.
-            is_touched: False: where device memory is host memory, pages are taken as they are written, the rest by
-                ``touch_memory``.
-
+        Where it is host memory, ``is_touched=False`` leaves its pages to whoever writes them, and to ``touch_memory``.
         Memory: device, ``nbytes`` and at most 4 KiB more, until the tensor and its views are gone.
         """
 
@@ -275,10 +267,7 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def register_host(self, memory: torch.Tensor) -> bool:
-        """Pin host memory in place, so that copies to and from it are asynchronous and fast.
-
-        Args:
-            memory: Contiguous, aligned to 4 KiB; must stay alive until ``unregister_host``.
+        """Pin host memory (contiguous, aligned, alive until ``unregister_host``) in place: its copies are fast then.
 
         Returns:
             False if the driver refuses; the memory is then pageable, as before.
