@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -98,7 +100,28 @@ def test_demo_uses_all_tiers_and_leaves_nothing(tmp_path):
     assert done.stderr == ""
     for part in ("step 3/3", "before", "after", "device", "host", "disk", "Yes, bit for bit.", "6 of 6 losses"):
         assert part in done.stdout
+    before, _, _ = done.stdout.partition("step 1/3")
+    for part in ("parameters", "of training state", "Budgets: device", "Plan"):
+        assert part in before, "what will run is said before it runs"
+    assert re.search(r"^Peak memory of the process, .* included: [\d.]+ [MG]iB$", done.stdout, re.MULTILINE)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_speeds_are_the_medians_of_both_loops_and_their_ratio():
+    def steps() -> Iterator[tuple[float, float]]:
+        for seconds in (0.3, 0.01, 0.01):
+            time.sleep(seconds)
+            yield seconds, 1.0
+
+    got, median_s = demo._timed(steps())
+    assert [loss for loss, _ in got] == [0.3, 0.01, 0.01]
+    assert 0.01 <= median_s < 0.3
+    counts = {"steps": 6, "equal_losses": 6, "equal_norms": 6, "tensors": 9, "equal_tensors": 9}
+    comparison = demo.Comparison(**counts, plain_step_s=0.5, streamed_step_s=0.75)
+    assert comparison.speeds() == (
+        "Median of these steps: plain loop 0.500 s (2,048 tokens/s), streamed 0.750 s (1,365 tokens/s), "
+        "1.50 times as long."
+    )
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import resource
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from statistics import median
 from typing import cast
 
 import torch
@@ -59,6 +62,7 @@ def run_demo(*, steps: int, device: str | None, folder: Path | None) -> bool:
     _train(console, text, steps=steps, device=device, folder=folder)
     comparison = _compare(text, folder)
     console.print(f"\n[bold]Does it equal the plain loop?[/bold] {comparison}", soft_wrap=True)
+    console.print(comparison.speeds(), soft_wrap=True)
     return comparison.is_equal
 
 
@@ -67,6 +71,9 @@ def _train(console: Console, text: torch.Tensor, *, steps: int, device: str | No
     unseen = list(islice(plain_loop.batches(held_out, seed=1), 4))
     with _prepared(device, folder) as (model, optimizer):
         place = next(model.parameters()).device
+        console.print(_sizes(model), soft_wrap=True)
+        console.print("\n[bold]Plan[/bold]")
+        console.print(plan_table(optimizer.model_spec, optimizer.plan), markup=False, soft_wrap=True)
         before = _mean_loss(model, unseen, place)
         reports = _reports(model, optimizer, plain_loop.batches(training, seed=0), steps)
         with progress(console, steps) as show:
@@ -76,10 +83,22 @@ def _train(console: Console, text: torch.Tensor, *, steps: int, device: str | No
         console.print(f"\n[bold]Loss on unseen text[/bold]  before {before:.3f}  after {after:.3f}")
         console.print("\n[bold]Sample[/bold]")
         console.print(_sample(model, place), markup=False)
-        console.print("\n[bold]Plan[/bold]")
-        console.print(plan_table(optimizer.model_spec, optimizer.plan), markup=False, soft_wrap=True)
         moved = (f"{lane} {format_bytes(nbytes)}" for lane, nbytes in optimizer.traffic().items() if nbytes)
         console.print(f"Moved per lane: {', '.join(moved)}", soft_wrap=True)
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        console.print(
+            f"Peak memory of the process, Python and torch included: {format_bytes(peak_bytes)}", soft_wrap=True
+        )
+
+
+def _sizes(model: LlamaForCausalLM) -> str:
+    parameters = sum(p.numel() for p in model.parameters())
+    state_bytes = STATE_BYTES * parameters
+    device, host = (format_bytes(int(part * state_bytes)) for part in (DEVICE_FRACTION, HOST_FRACTION))
+    return (
+        f"Model: {parameters:,} parameters, {format_bytes(state_bytes)} of training state. "
+        f"Budgets: device {device}, host {host}, the rest on disk."
+    )
 
 
 Pair = tuple[LlamaForCausalLM, StreamedOptimizer]
@@ -167,13 +186,16 @@ def _sample(model: LlamaForCausalLM, device: torch.device) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Of a short streamed run with the plain loop; every field counts what is equal, bit for bit."""
+    """Of a short streamed run with the plain loop: what is equal, bit for bit, and how long each took."""
 
     steps: int
     equal_losses: int
     equal_norms: int
     tensors: int
     equal_tensors: int
+    plain_step_s: float
+    """Median of the steps, which a slow first one does not move."""
+    streamed_step_s: float
 
     @property
     def is_equal(self) -> bool:
@@ -187,15 +209,37 @@ class Comparison:
             f"{self.equal_norms} of {self.steps} gradient norms, {self.equal_tensors} of {self.tensors} parameters."
         )
 
+    def speeds(self) -> str:
+        """Both loops' speeds, and their ratio."""
+        tokens = COMPARED_MICRO_BATCHES * plain_loop.BATCH_SIZE * plain_loop.SEQUENCE
+        plain_s, streamed_s = self.plain_step_s, self.streamed_step_s
+        return (
+            f"Median of these steps: plain loop {plain_s:.3f} s ({tokens / plain_s:,.0f} tokens/s), "
+            f"streamed {streamed_s:.3f} s ({tokens / streamed_s:,.0f} tokens/s), "
+            f"{streamed_s / plain_s:.2f} times as long."
+        )
+
+
+def _timed(steps: Iterator[tuple[float, float]]) -> tuple[list[tuple[float, float]], float]:
+    """What every step yields, and the median of their seconds."""
+    got, seconds = [], []
+    start = time.perf_counter()
+    for values in steps:
+        got.append(values)
+        seconds.append(time.perf_counter() - start)
+        start = time.perf_counter()
+    return got, median(seconds)
+
 
 def _compare(text: torch.Tensor, folder: Path) -> Comparison:
     """Train the same model both ways, on the CPU, where every update runs one and the same kernel."""
     plain = plain_loop.build(seed=0)
-    expected = list(plain_loop.train(plain, plain_loop.batches(text, seed=2), COMPARED_STEPS, COMPARED_MICRO_BATCHES))
+    data = plain_loop.batches(text, seed=2)
+    expected, plain_step_s = _timed(plain_loop.train(plain, data, COMPARED_STEPS, COMPARED_MICRO_BATCHES))
     reference = dict(plain.named_parameters())
     with _prepared("cpu", folder) as (model, optimizer):
         data = plain_loop.batches(text, seed=2)
-        got = list(_streamed(model, optimizer, data, COMPARED_STEPS, COMPARED_MICRO_BATCHES))
+        got, streamed_step_s = _timed(_streamed(model, optimizer, data, COMPARED_STEPS, COMPARED_MICRO_BATCHES))
         equal_tensors = sum(torch.equal(reference[name], tensor) for name, tensor in outcore.named_tensors(model))
     return Comparison(
         steps=COMPARED_STEPS,
@@ -203,4 +247,6 @@ def _compare(text: torch.Tensor, folder: Path) -> Comparison:
         equal_norms=sum(a[1] == b[1] for a, b in zip(expected, got, strict=True)),
         tensors=len(reference),
         equal_tensors=equal_tensors,
+        plain_step_s=plain_step_s,
+        streamed_step_s=streamed_step_s,
     )
