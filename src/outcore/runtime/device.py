@@ -206,11 +206,8 @@ class Device(abc.ABC):
         if handle.lane == COMPUTE or handle.is_over():
             wait()
             return
-        start = self.recorder.now()
-        try:
+        with self.recorder.waiting(handle.lane, handle.name):
             wait()
-        finally:
-            self.recorder.add_wait(handle.lane, handle.name, start, self.recorder.now())
 
     def check(self) -> None:
         """Raise the first error that a lane hit and nobody has seen yet.

@@ -172,6 +172,15 @@ class Recorder:
         if self.is_on:
             self._waits.add(_Entry(lane, name, start, end, 0))
 
+    @contextmanager
+    def waiting(self, lane: str, name: str) -> Iterator[None]:
+        """Time what compute waits for inside."""
+        start = self._stopwatch.now()
+        try:
+            yield
+        finally:
+            self.add_wait(lane, name, start, self._stopwatch.now())
+
     def add_phase(self, name: str, start: float | Moment, end: float | Moment) -> None:
         """Compute went through a forward or a backward of the model, or a ``step()``."""
         self._sums.add(COMPUTE, start, end)
