@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.core.ranks import refuse_ranks
 
 
 def refuse_launchers() -> None:
@@ -11,9 +12,7 @@ def refuse_launchers() -> None:
     Raises:
         ConfigError: Started by torchrun or the like with more than one process.
     """
-    from outcore.runtime.one_process import refuse_several_processes  # torch takes seconds
-
     try:
-        refuse_several_processes("outcore")
+        refuse_ranks("outcore")
     except UnsupportedError as error:
         raise ConfigError(str(error)) from error

@@ -6,7 +6,6 @@ group changes what a plain loop computes.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import NoReturn
 
@@ -14,11 +13,8 @@ import torch
 from torch import distributed, nn
 
 from outcore.core.errors import UnsupportedError
+from outcore.core.ranks import HOW, refuse_ranks, refuse_several
 
-_HOW = (
-    "several GPUs do not work together yet; start one process with plain python, without a launcher, and choose its "
-    "GPU with CUDA_VISIBLE_DEVICES"
-)
 _WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
 
 
@@ -32,10 +28,7 @@ def refuse_several_processes(who: str) -> None:
         UnsupportedError: This process is one of several.
     """
     refuse_process_group(who)
-    size = os.environ.get("WORLD_SIZE", "")
-    if size.isdecimal() and int(size) > 1:
-        rank = os.environ.get("RANK", "?")
-        _refuse(who, f"this is rank {rank} of {size} (WORLD_SIZE={size} in the environment, as torchrun sets it)")
+    refuse_ranks(who)
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
@@ -46,7 +39,7 @@ def refuse_process_group(who: str) -> None:
         UnsupportedError: There is one.
     """
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        _refuse(who, f"torch.distributed has {distributed.get_world_size()} processes")
+        refuse_several(who, f"torch.distributed has {distributed.get_world_size()} processes")
 
 
 def refuse_wrapped(who: str, model: nn.Module) -> None:
@@ -84,9 +77,5 @@ def _torch_classes(value: object) -> Iterator[type]:
     return (kind for kind in type(value).__mro__ if kind.__module__.startswith("torch."))
 
 
-def _refuse(who: str, found: str) -> NoReturn:
-    raise UnsupportedError(f"{who}: expected one process on one device, but {found}; {_HOW}")
-
-
 def _refuse_wrapper(who: str, what: str, wrapper: str) -> NoReturn:
-    raise UnsupportedError(f"{who}: expected a model on one device, but {what} is wrapped in {wrapper}; {_HOW}")
+    raise UnsupportedError(f"{who}: expected a model on one device, but {what} is wrapped in {wrapper}; {HOW}")

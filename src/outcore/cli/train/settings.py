@@ -76,9 +76,9 @@ def resolve(
         ConfigError: A file that cannot be read, a name that does not exist, a value that cannot be, settings that
             exclude one another, or one of several ranks.
     """
+    refuse_launchers()  # the libraries below would start to talk to the other ranks
     in_file = [] if config is None else read_yaml(config, SECTIONS)
     on_command_line = [*from_flags(flags), *from_assignments(assignments)]
-    refuse_launchers()  # the libraries below would start to talk to the other ranks
     schema = Schema(method)
     settled = _merged(schema.check(in_file), schema.check(on_command_line))
     _refuse_missing(settled)
