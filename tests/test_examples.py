@@ -35,6 +35,7 @@ FOLDER = ROOT / "examples"
 MOVING, TRAIN = (ROOT / "docs" / name for name in ("moving.md", "train.md"))
 SCRIPTS = sorted(p.name for p in FOLDER.glob("*.py") if "__main__" in p.read_text() and p.name != "plain_loop.py")
 SETTINGS = sorted(p.name for p in FOLDER.rglob("*.yaml"))
+FROM_NOTHING = [name for name in SETTINGS if "\nmodel:" in (FOLDER / name).read_text()]
 CONFIG = FOLDER / "data" / "config.json"
 OUTCORE = [sys.executable, "-c", "from outcore.cli.main import main; main()"]
 COMMAND = typer.main.get_command(app).commands["train"]
@@ -56,7 +57,7 @@ def files() -> list[Path]:
 
 def test_there_are_examples_of_each_kind_and_the_list_names_all():
     assert len(SCRIPTS) >= 2
-    assert len(SETTINGS) >= 2
+    assert len(FROM_NOTHING) >= 2
     linked = re.findall(r"\]\(([^)]+)\)", (FOLDER / "README.md").read_text())
     assert {*SCRIPTS, *SETTINGS, "plain_loop.py"} <= set(linked)
 
@@ -72,7 +73,7 @@ def test_script(name: str, tmp_path: Path):
     assert files() == before
 
 
-@pytest.fixture(scope="module", params=SETTINGS)
+@pytest.fixture(scope="module", params=FROM_NOTHING)
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the command wrote to."""
     before = files()
@@ -96,12 +97,27 @@ def test_settings(trained: Path):
 
 @pytest.mark.parametrize("trained", ["pretrain_text.yaml"], indirect=True)
 def test_pre_training_goes_on_from_a_model(trained: Path, tmp_path: Path):
-    """What the comment in the file promises."""
-    (command,) = re.findall(r"^# +outcore (.*--model.*)$", (FOLDER / "pretrain_text.yaml").read_text(), re.MULTILINE)
-    places = {"DIR/model": str(trained / "model"), "DIR2": str(tmp_path / "out")}
-    run(*OUTCORE, *(places.get(word, word) for word in shlex.split(command)), "--steps", "2")
+    run_on("pretrain_text.yaml", trained, tmp_path / "out", "--steps", "2")
     first, last = (metrics(trained)[n]["loss"] for n in (0, -1))
     assert metrics(tmp_path / "out")[0]["loss"] < 1.1 * last < 0.8 * first
+
+
+@pytest.mark.parametrize("trained", ["sft_messages.yaml"], indirect=True)
+def test_preferences_go_on_from_a_model(trained: Path, tmp_path: Path):
+    before = files()
+    run_on("dpo_preferences.yaml", trained, tmp_path / "out")
+    assert files() == before
+    lines = metrics(tmp_path / "out")
+    assert lines[-1]["loss"] < 0.9 * lines[0]["loss"]
+    assert lines[-1]["rewards/margins"] > lines[0]["rewards/margins"]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+
+
+def run_on(name: str, trained: Path, out: Path, *more: str) -> None:
+    """What the comment in the file promises to do with a model."""
+    (command,) = re.findall(r"^# +outcore (.*--model.*)$", (FOLDER / name).read_text(), re.MULTILINE)
+    places = {"DIR/model": str(trained / "model"), "DIR2": str(out)}
+    run(*OUTCORE, *(places.get(word, word) for word in shlex.split(command)), *more)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

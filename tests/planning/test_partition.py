@@ -333,10 +333,21 @@ def with_parameter(param: nn.Parameter) -> nn.Module:
 
 
 class TestRefusals:
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.complex64, torch.float8_e4m3fn, torch.uint8])
-    def test_dtypes(self, dtype):
+    @pytest.mark.parametrize(
+        ("dtype", "advice"),
+        [
+            (torch.float16, "convert it first, for example with model.to"),
+            (torch.float64, "convert it first, for example with model.to"),
+            (torch.complex64, "a conversion would drop its imaginary part: .* real parameter .torch.view_as_real"),
+            (torch.float8_e4m3fn, "it is quantized, .* load the model in full precision, or make it a buffer"),
+            (torch.int8, "it is quantized, .* load the model in full precision, or make it a buffer"),
+            (torch.uint8, "it is quantized, .* load the model in full precision, or make it a buffer"),
+        ],
+        ids=str,
+    )
+    def test_dtypes(self, dtype, advice):
         param = nn.Parameter(torch.zeros(3, dtype=dtype), requires_grad=False)
-        with pytest.raises(ConfigError, match=f"float32 or bfloat16, but 'blocks.0.odd' is {dtype}; convert it first"):
+        with pytest.raises(ConfigError, match=f"float32 or bfloat16, but 'blocks.0.odd' is {dtype}; {advice}"):
             partition(with_parameter(param))
 
     def test_a_prepared_model(self):

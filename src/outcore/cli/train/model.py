@@ -36,7 +36,7 @@ from outcore.memory.weights_file import WeightsDirectory
 from outcore.spec.model import Precision
 
 _CONFIG, _GENERATION_CONFIG = "config.json", "generation_config.json"
-_COUNTS = re.compile("(layers?|experts)$")
+_COUNTS = re.compile("(layers?|blocks|experts)$")
 _MOST = 10_000  # modules of a kind: more would take minutes and gigabytes to build, before anything is planned
 _CONFIG_BYTES = 2**24  # what is longer is something else
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
