@@ -307,6 +307,16 @@ def test_parameters_of_the_root_used_inside(kind, policy, tmp_path):
     same(lambda m, o: train(m, o, 3), kind, tmp_path, build=shared_tower, policy=policy, depth=1)
 
 
+@KIND
+def test_a_hook_on_a_parameter_of_the_root_used_inside_is_called_once(kind, tmp_path):
+    def build():
+        tower = shared_tower()
+        tower.shared.weight.register_hook(lambda g: g * 2)
+        return tower
+
+    same(lambda m, o: train(m, o, 3), kind, tmp_path, build=build)
+
+
 class ReadsNeighbour(Base):
     neighbour: Any = None
 

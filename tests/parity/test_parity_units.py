@@ -41,6 +41,21 @@ def test_adagrad_begins_with_a_sum_that_bf16_cannot_hold(
     check(Case("patchwork", kind, Setting(precision="bf16", optimizer="adagrad_from", steps=2)), tmp_path)
 
 
+def use_norms_of_torch(model: nn.Module) -> None:
+    for module in list(model.modules()):
+        for name, norm in module.named_children():
+            if type(norm).__name__ == "LlamaRMSNorm":
+                own = nn.RMSNorm(norm.weight.shape, dtype=norm.weight.dtype)
+                setattr(module, name, own)
+
+
+@KINDS
+def test_gradients_that_an_operation_gives_in_fp32_are_rounded_to_bf16_under_every_plan(
+    kind: str, tmp_path: Path
+) -> None:
+    check(Case("llama", kind, Setting(precision="bf16", steps=3)), tmp_path, edit=use_norms_of_torch)
+
+
 # -- units and plans
 
 

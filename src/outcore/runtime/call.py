@@ -311,9 +311,12 @@ class UnitCall:
             outer = [*(t for t, w in zip(inner, call.wants_grad, strict=True) if w), *call.foreign]
             sources = [*outer, *(p for p, w in zip(params, wanted, strict=True) if w)]
             pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None]
-            found = iter(without_hooks(params, lambda: _gradients(pairs, sources, keeps_graph=keeps_graph)))
+            found = iter(
+                without_hooks([*params, *call.foreign], lambda: _gradients(pairs, sources, keeps_graph=keeps_graph))
+            )
             given = [next(found) for _ in outer]
-            grads_of = {i: g for i, w in enumerate(wanted) if w and (g := next(found)) is not None}
+            made = {i: g for i, w in enumerate(wanted) if w and (g := next(found)) is not None}
+            grads_of = self.unit.in_own_dtype(made)
             # Autograd itself takes those of chosen inputs, and of parameters with hooks, which see the sum of all
             # calls.
             outside = {i: g for i, g in grads_of.items() if not is_ordinary or params[i]._backward_hooks}

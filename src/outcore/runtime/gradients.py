@@ -136,7 +136,7 @@ class Gradients:
             grad = param.grad
             if grad is not None and not isinstance(grad, GradHandle):
                 param.grad = None
-                self.deposit(unit, {index: grad})
+                self.deposit(unit, {index: grad.to(dtype)})
             current = gradients.open
             if current is not None and unit.name:
                 current.reached.add(index)

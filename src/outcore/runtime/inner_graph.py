@@ -176,13 +176,13 @@ def _escaped(where: str) -> str:
     )
 
 
-def without_hooks(params: Sequence[Parameter], work: Callable[[], Any]) -> Any:
-    """Run ``work`` with the parameters' own hooks off: autograd runs them once, on the sum of all calls."""
-    hooked = [(p, p._backward_hooks) for p in params if p._backward_hooks]
-    for param, _ in hooked:
-        param._backward_hooks = None
+def without_hooks(leaves: Sequence[torch.Tensor], work: Callable[[], Any]) -> Any:
+    """Run ``work`` with the leaves' own hooks off: autograd runs them once, on the sum of all calls."""
+    hooked = [(t, t._backward_hooks) for t in leaves if t._backward_hooks]
+    for leaf, _ in hooked:
+        leaf._backward_hooks = None
     try:
         return work()
     finally:
-        for param, hooks in hooked:
-            param._backward_hooks = hooks
+        for leaf, hooks in hooked:
+            leaf._backward_hooks = hooks

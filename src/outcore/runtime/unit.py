@@ -21,7 +21,7 @@ from outcore.spec.plan import UnitPlan
 def _grad_dtype(param: Parameter, spec: ParamSpec) -> torch.dtype:
     if spec.dtype == spec.update_dtype or not hasattr(param, "grad_dtype"):
         return torch_dtype(spec.dtype)
-    param.grad_dtype = None  # any; autograd still makes gradients in the parameter's dtype
+    param.grad_dtype = None  # any: autograd no longer rounds to the parameter's dtype, see Unit.in_own_dtype
     return torch_dtype(spec.update_dtype)
 
 
@@ -90,6 +90,7 @@ class Unit:
         # Views are made once per buffer; buffers live as long as the unit.
         self._absent_views: dict[torch.device, list[torch.Tensor]] = {}
         self._views: dict[tuple[str, Region], list[torch.Tensor]] = {}
+        self._native_dtypes = [torch_dtype(p.dtype) for p in spec.trainable]
         self.update_dtypes = [torch_dtype(p.update_dtype) for p in spec.trainable]
         # What p.grad says: the accumulated gradient's dtype, so that clipping takes the norms of a mixed model
         # together,
@@ -101,6 +102,10 @@ class Unit:
         ]
         # Native and update form of gradients are the same bytes.
         self.has_one_layout = all(p.dtype == p.update_dtype for p in spec.trainable)
+
+    def in_own_dtype(self, grads: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Gradients as autograd makes them for parameters of these dtypes: torch's RMSNorm gives fp32 for bf16."""
+        return grads if self.has_one_layout else {i: g.to(self._native_dtypes[i]) for i, g in grads.items()}
 
     @property
     def is_updated_on_host(self) -> bool:

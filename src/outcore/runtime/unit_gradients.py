@@ -159,7 +159,7 @@ class UnitGradients:
         """Autograd accumulates by itself: a parameter used outside of its unit's forward."""
         if not self._store.is_in_backward():
             return False
-        self._store.deposit(self.unit, {handle.index: more})
+        self._store.deposit(self.unit, self.unit.in_own_dtype({handle.index: more}))
         return True
 
     def change_gradient(self, handle: GradHandle, change: Callable[[torch.Tensor], Any]) -> None:
