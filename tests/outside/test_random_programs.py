@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
 
 from .driver import run_program
-from .program import make_program
+from .program import Program, make_program
 
-SEEDS = range(30_001, 30_026)
+NUM_PROGRAMS = 25
+
+
+def _is_steady(program: Program) -> bool:
+    """Without interrupts: where those come is counted in lines, so that every change of the code moves them."""
+    faults = [m["fault"] for s in program["loop"]["steps"] for m in s["micros"] if m["fault"]]
+    return not program["rounds"] and all(f["where"] != "interrupt" for f in faults)
+
+
+SEEDS = list(itertools.islice((s for s in itertools.count(30_001) if _is_steady(make_program(s))), NUM_PROGRAMS))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_program(seed: int) -> None:
     program = make_program(seed)
     result = run_program(program)
-    assert result["verdict"] in ("equal", "rounding", "refused"), f"{json.dumps(result)}\n{json.dumps(program)}"
+    assert result["verdict"] in ("equal", "refused"), f"{json.dumps(result)}\n{json.dumps(program)}"

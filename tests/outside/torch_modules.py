@@ -1,6 +1,7 @@
 """torch's own databases: every module as a block trained plain and prepared, every configuration of every optimizer.
 
-    python tests/outside/torch_modules.py
+    OUTSIDE_SECONDS=330 OUTSIDE_SAMPLE=8 python tests/outside/torch_modules.py modules
+    python tests/outside/torch_modules.py optimizers
 
 Runs where torch has its test databases (torch.testing._internal), which need `expecttest` or `hypothesis` in some
 versions. Prints counts, and the names of what differs.
@@ -9,8 +10,11 @@ versions. Prints counts, and the names of what differs.
 from __future__ import annotations
 
 import collections
+import os
+import signal
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +28,10 @@ import outcore
 from outcore.core.errors import OutcoreError
 
 STEPS = 3
+CASE_S = 10
+LONGEST_S = float(os.environ.get("OUTSIDE_SECONDS", "inf"))
+SAMPLE = int(os.environ.get("OUTSIDE_SAMPLE", "1"))
+"""Of each module's inputs, only every so many are tried."""
 HOMES = ("device", "host", "disk")
 
 
@@ -71,17 +79,30 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, call: Callable[[],
     return [*seen, *(t.detach().clone() for t in model.state_dict().values() if isinstance(t, torch.Tensor))]
 
 
-def compare(  # noqa: PLR0911
+def compare(*args: Any, **kwargs: Any) -> str:
+    """Verdict of plain against prepared, on each tier, or that it took too long."""
+    signal.signal(signal.SIGALRM, _stop)
+    signal.alarm(CASE_S)
+    try:
+        return _compare(*args, **kwargs)
+    except TooLongError as error:
+        return f"too long: {error}"
+    finally:
+        signal.alarm(0)
+
+
+def _compare(  # noqa: PLR0911
     build: Callable[[], nn.Module],
     call: Callable[[nn.Module], Any],
     make: Callable[[nn.Module], Any],
     units: Callable[[nn.Module], list[str]] | None = None,
 ) -> str:
-    """Verdict of plain against prepared, on each tier."""
     try:
         torch.manual_seed(0)
         plain = build()
         want = train(plain, make(plain), lambda: call(plain))
+    except TooLongError:
+        raise
     except Exception as error:
         return f"plain raises {type(error).__name__}"
     for home in HOMES:
@@ -97,6 +118,8 @@ def compare(  # noqa: PLR0911
                 budget = outcore.Budget(disk=folder)
                 with outcore.prepare(model, optimizer, plan=plan, budget=budget, units=named) as (model, prepared):
                     got = train(model, prepared, lambda: call(model))
+            except TooLongError:
+                raise
             except OutcoreError as error:
                 return f"refused: {type(error).__name__}: {error}"
             except Exception as error:
@@ -157,7 +180,7 @@ def modules() -> Iterator[tuple[str, str]]:
             yield info.name, f"left out: its inputs raise {type(error).__name__}"
             continue
         for number, given in enumerate(inputs):
-            if given.forward_input is None:
+            if given.forward_input is None or number % SAMPLE:
                 continue
             name = f"{info.name}[{number}] {given.desc}".strip()
             args, kwargs = given.forward_input.args, given.forward_input.kwargs
@@ -230,9 +253,28 @@ def _tower() -> nn.Module:
     return nn.Sequential(*[nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(3)])
 
 
+class TooLongError(Exception):
+    """One case took longer than a case may."""
+
+
+def _stop(*_: Any) -> None:
+    raise TooLongError(f"no result after {CASE_S} s")
+
+
+def timed(found: Iterator[tuple[str, str]], all_s: float) -> Iterator[tuple[str, str]]:
+    """Begin no further case after so long, and say on stderr how far it is."""
+    start_s = time.monotonic()
+    for number, (name, verdict) in enumerate(found, start=1):
+        print(f"{number} {time.monotonic() - start_s:.0f} s {name}: {verdict[:150]}", file=sys.stderr, flush=True)
+        yield name, verdict
+        if time.monotonic() - start_s > all_s:
+            print(f"stopped after {number} cases: the time is over", flush=True)
+            return
+
+
 def show(what: str, found: Iterator[tuple[str, str]]) -> bool:
     """Print counts, refusals by sentence, and what differs."""
-    results = list(found)
+    results = list(timed(found, LONGEST_S))
     kinds = collections.Counter(
         v.split(":")[0].split(" ")[0] + (" out" if v.startswith("left") else "") for _, v in results
     )
