@@ -28,8 +28,11 @@ from outcore.core.quantities import format_bytes
 from outcore.memory.disk import DiskStore
 from outcore.planning.table import plan_table
 from outcore.runtime.optimizer import StreamedOptimizer
+from outcore.spec.model import Precision
 
-STATE_BYTES = 18  # per parameter: 2 bf16 weight, 4 accumulated gradient, 12 master weights and two moments
+# Per parameter: weight, accumulated gradient, master weight (for fp32 the weight itself) and two moments.
+STATE_BYTES = 2 + 4 + 4 + 8 if plain_loop.DTYPE == torch.bfloat16 else 4 + 4 + 8
+PRECISION: Precision = "bf16" if plain_loop.DTYPE == torch.bfloat16 else "fp32"
 DEVICE_FRACTION, HOST_FRACTION = 0.1, 0.85  # of all training state; what does not fit goes to disk
 HELD_OUT_TOKENS = 2**16
 COMPARED_STEPS, COMPARED_MICRO_BATCHES = 6, 2
@@ -96,7 +99,7 @@ def _sizes(model: LlamaForCausalLM) -> str:
     state_bytes = STATE_BYTES * parameters
     device, host = (format_bytes(int(part * state_bytes)) for part in (DEVICE_FRACTION, HOST_FRACTION))
     return (
-        f"Model: {parameters:,} parameters, {format_bytes(state_bytes)} of training state. "
+        f"Model: {parameters:,} parameters in {PRECISION}, {format_bytes(state_bytes)} of training state. "
         f"Budgets: device {device}, host {host}, the rest on disk."
     )
 
@@ -113,7 +116,7 @@ def _prepared(device: str | None, folder: Path) -> AbstractContextManager[Pair]:
         device=int(DEVICE_FRACTION * total_bytes), host=int(HOST_FRACTION * total_bytes), disk=folder
     )
     try:
-        pair = outcore.prepare(model, optimizer, budget=budget, precision="bf16", device=device)
+        pair = outcore.prepare(model, optimizer, budget=budget, precision=PRECISION, device=device)
     except (DiskError, UnsupportedError) as error:  # nothing has run yet: folder or device were a wrong choice
         raise ConfigError(str(error)) from error
     return cast("AbstractContextManager[Pair]", pair)  # there is no optimizer only where none was given
