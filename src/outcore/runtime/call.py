@@ -20,6 +20,7 @@ import torch
 from outcore.core.errors import OutcoreError, UnsupportedError
 from outcore.runtime.absent import requires_grad_refusal
 from outcore.runtime.access import Access
+from outcore.runtime.caches import is_cache, refuse_filled_caches, without_caches
 from outcore.runtime.checks import Doubts, Rhythm, Summary, summary_of
 from outcore.runtime.device import Device
 from outcore.runtime.edits import OwnEdits
@@ -126,13 +127,13 @@ class UnitCall:
         if not torch.is_grad_enabled():
             return self._run_plain(args, kwargs, Phase.INFERENCE)
         arguments = args, tuple(kwargs), tuple(kwargs.values())
-        has_caches = any(_is_cache(value) for value in (*args, *arguments[2]))
-        tensors, structure = take_apart(_without_caches(arguments) if has_caches else arguments, self._where)
+        has_caches = any(is_cache(value) for value in (*args, *arguments[2]))
+        tensors, structure = take_apart(without_caches(arguments) if has_caches else arguments, self._where)
         needs_graph = self._trains or any(t.requires_grad for t in tensors)
         if has_caches and (needs_graph or self._weights.has_steps):
-            _refuse_filled_caches(arguments, self._where)
+            refuse_filled_caches(arguments, self._where)
             # From frozen units too: what they put in would reach those behind them.
-            args, _, values = _without_caches(arguments)
+            args, _, values = without_caches(arguments)
             kwargs = dict(zip(kwargs, values, strict=True))
         if not needs_graph:
             self._refuse_changes()
@@ -447,35 +448,3 @@ def _sharing(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) ->
     """Results that share memory with an argument or with one another."""
     places = [storage_of(t) for t in (*outputs, *inputs)]
     return [i for i, place in enumerate(places[: len(outputs)]) if place and places.count(place) > 1]
-
-
-_Arguments = tuple[tuple[Any, ...], tuple[str, ...], tuple[Any, ...]]
-"""Arguments by position, and names and values of the others: all in tuples, which nobody can change."""
-
-
-def _without_caches(arguments: _Arguments) -> _Arguments:
-    """Take key-value caches away: while gradients are computed, recompute would append to them a second time."""
-    args, names, values = arguments
-    return _without(args), names, _without(values)
-
-
-def _without(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(None if _is_cache(value) else value for value in values)
-
-
-def _refuse_filled_caches(arguments: _Arguments, where: str) -> None:
-    for value in (*arguments[0], *arguments[2]):
-        if _is_cache(value) and value.get_seq_length():
-            raise UnsupportedError(
-                f"{where}: expected no key-value cache in training, but a filled {type(value).__name__} was passed, "
-                "which recompute would change a second time; train with use_cache=False, or generate under no_grad()"
-            )
-
-
-def _is_cache(value: Any) -> bool:
-    return _is_cache_class(type(value))  # type: ignore[arg-type]  # classes can be hashed
-
-
-@functools.lru_cache(maxsize=256)
-def _is_cache_class(kind: type) -> bool:
-    return any(c.__name__ == "Cache" and c.__module__.startswith("transformers") for c in kind.__mro__)
