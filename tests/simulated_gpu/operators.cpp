@@ -471,6 +471,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("record_stream", simulated::record_stream);
   m.impl("resize_", simulated::resize_);
   m.impl("native_dropout", simulated::native_dropout);
+  // Else torch composes it of others, whose statistics the CPU's backward refuses.
+  m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&simulated::fallback>());
   m.impl("is_set_to", TORCH_FN(at::native::is_set_to));
   m.impl("set_.source_Storage", TORCH_FN(at::native::set_));
   m.impl("set_.source_Tensor", TORCH_FN(at::native::set_tensor_));
