@@ -214,6 +214,32 @@ def test_three_steps_synchronise_nothing(tmp_path):
                 torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_recompute_that_differs_is_refused(step, tmp_path):
+    """In the first step before anything is updated; later, since nobody waits, as soon as the host knows."""
+    model, calls = build("gpt2", torch.bfloat16).train(), [0]
+
+    def differ(_module: torch.nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        return output * calls[0] if calls[0] > 2 * step else output
+
+    model.transformer.h[1].mlp.register_forward_hook(differ)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    before, taken = model.lm_head.weight.detach().clone(), 0
+    with outcore.prepare(model, optimizer, plan=plan_for(model, "host"), device="cuda") as (model, optimizer):
+        with pytest.raises(outcore.UnsupportedError, match="unit 'transformer.h.1': recompute gave another") as error:
+            for batch in batches(1):
+                torch.cuda.synchronize()
+                model(**batch).loss.backward()
+                optimizer.step()
+                taken += 1
+                optimizer.zero_grad()
+        assert step <= taken <= (step + 1 if step else 0)
+        assert ("The last update was made with those gradients" in str(error.value)) == (taken > step)
+        with outcore.gathered(model, write=False):
+            assert torch.equal(model.lm_head.weight.cpu(), before) == (step == 0)
+
+
 def test_device_memory_is_what_the_plan_says(tmp_path):
     from outcore.planning.reservations import tier_bytes
 

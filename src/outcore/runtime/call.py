@@ -385,7 +385,7 @@ class UnitCall:
         if call.edited:
             names = ", ".join(f"'{self.unit.spec.params[i].name}'" for i in call.edited)
             why = f"the block changes its own parameters in forward ({names}), which recompute begins with"
-        self._doubts.compare(before, after, self._where, is_early=self._rhythm.is_early, why=why)
+        self._doubts.compare(before, after, self._where, why=why)
 
 
 class UnitFunction(torch.autograd.Function):

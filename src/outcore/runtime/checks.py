@@ -9,6 +9,7 @@ kernels add in another order each time, so there a difference within rounding pa
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -42,12 +43,7 @@ class Rhythm:
         is_new = form not in self._forms
         if is_new and len(self._forms) < _MOST_FORMS:
             self._forms.add(form)
-        return self.is_early or self._num_calls % _EVERY == 0 or (is_new and form in self._forms)
-
-    @property
-    def is_early(self) -> bool:
-        """Whether these are the unit's first calls."""
-        return self._num_calls <= _FIRST_CALLS
+        return self._num_calls <= _FIRST_CALLS or self._num_calls % _EVERY == 0 or (is_new and form in self._forms)
 
 
 class Summary(NamedTuple):
@@ -78,16 +74,17 @@ class Doubts:
     def __init__(self, device: Device) -> None:
         """Nothing is in doubt."""
         self._device = device
-        self._pending: list[tuple[str, torch.Tensor, Handle | None]] = []
+        self._made: list[tuple[str, torch.Tensor]] = []
+        self._sent: deque[tuple[int, Sequence[str], torch.Tensor, Handle]] = deque()
+        self._step = 0
 
-    def compare(self, before: Summary, after: Summary, where: str, *, is_early: bool, why: str) -> None:
+    def compare(self, before: Summary, after: Summary, where: str, *, why: str) -> None:
         """Hold a recompute's results against those of its forward.
 
         Args:
             before: Of the forward.
             after: Of the recompute.
             where: Names the unit.
-            is_early: ``settle`` is to wait for the outcome.
             why: They could differ, if that is known. Then no difference passes as rounding.
 
         Raises:
@@ -104,29 +101,32 @@ class Doubts:
                 found = f"gave another result than forward (result {i}, shape {tuple(one.form[0])})"
                 message = _refusal(where, found, why)
                 if differs.device.type != "cpu":
-                    mark = None if is_early else self._device.mark(f"results of {where} compared")
-                    self._pending.append((message, differs, mark))
+                    self._made.append((message, differs))
                 elif bool(differs):
                     raise UnsupportedError(message)
 
     def settle(self) -> None:
-        """Look at what the device has found out: of the first calls all of it, else what is known by now.
+        """Look at what the host knows by now. The first time it waits, so that no update uses wrong gradients.
 
         Raises:
-            UnsupportedError: A recompute did not repeat its forward.
+            UnsupportedError: A recompute did not repeat its forward, in this step or in an earlier one.
         """
-        if not self._pending:
-            return
-        known = [mark is None or mark.is_over() for _, _, mark in self._pending]
-        ready = [pending for pending, is_known in zip(self._pending, known, strict=True) if is_known]
-        self._pending = [pending for pending, is_known in zip(self._pending, known, strict=True) if not is_known]
-        if ready:
-            found = torch.stack([differs for _, differs, _ in ready]).tolist()
-            message = next((message for (message, _, _), differs in zip(ready, found, strict=True) if differs), None)
+        self._step += 1
+        if self._made:
+            messages, found = zip(*self._made, strict=True)
+            self._made.clear()
+            on_host = torch.stack(found).to("cpu", non_blocking=True)
+            self._sent.append((self._step, messages, on_host, self._device.mark("recompute compared")))
+        if self._step == 1 and self._sent:
+            self._sent[0][-1].wait()
+        while self._sent and self._sent[0][-1].is_over():
+            step, refusals, on_host, _ = self._sent.popleft()
+            message = next((message for message, differs in zip(refusals, on_host, strict=True) if differs), None)
             if message is not None:
-                raise UnsupportedError(message)
+                raise UnsupportedError(message if step == self._step else message + _LATE)
 
 
+_LATE = ". The last update was made with those gradients: go on from an earlier checkpoint"
 _UNKNOWN = (
     "the block depends on something besides its arguments, its modules' attributes and buffers, and the usual random "
     "generators, such as a global, a closure or an object that it got"
