@@ -115,25 +115,22 @@ def test_questions_are_answered(kind, tmp_path):
 
 
 @ENDS
-@pytest.mark.parametrize("name", [NAME, "blocks.1.shift", "head.weight"])
-def test_freezing_and_unfreezing_are_refused(kind, name, tmp_path):
+def test_unfreezing_is_refused(kind, tmp_path):
+    name = "blocks.1.shift"
     for way in ("method", "attribute"):
         model = make()
         with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
             param = model.get_parameter(name)
-            other = not param.requires_grad
 
             def change():
                 if way == "method":
-                    param.requires_grad_(other)
+                    param.requires_grad_(True)
                 else:
-                    param.requires_grad = other
+                    param.requires_grad = True
                 model.loss(batch()).backward()
                 optimizer.step()
 
-            with pytest.raises(
-                outcore.UnsupportedError, match=f"requires_grad to stay as it was.*'{name}'.*before prepare"
-            ):
+            with pytest.raises(outcore.UnsupportedError, match=f"'{name}' to stay frozen.*before prepare"):
                 change()
 
 
@@ -161,17 +158,6 @@ def test_frozen_while_nobody_trains(kind, policy, tmp_path):
 
 
 @ENDS
-@POLICY
-def test_frozen_too_long(kind, policy, tmp_path):
-    model = make()
-    with prepared(model, adamw(model), kind, tmp_path, policy=policy) as (model, optimizer):
-        loss = model.loss(batch())
-        model.get_parameter(NAME).requires_grad_(False)
-        with pytest.raises(outcore.UnsupportedError, match=f"requires_grad to stay as it was.*'{NAME}'"):
-            loss.backward()
-
-
-@ENDS
 def test_unfrozen_below_all_that_is_trained(kind, tmp_path):
     """Nothing in front of the block needs a gradient, so a plain run would be all that it gets."""
     model = make()
@@ -179,7 +165,7 @@ def test_unfrozen_below_all_that_is_trained(kind, tmp_path):
     model.head.requires_grad_(True)
     with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
         model.get_parameter(NAME).requires_grad_(True)
-        with pytest.raises(outcore.UnsupportedError, match=f"requires_grad to stay as it was.*'{NAME}'"):
+        with pytest.raises(outcore.UnsupportedError, match=f"'{NAME}' to stay frozen"):
             model.loss(batch()).backward()
 
 

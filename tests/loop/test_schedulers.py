@@ -100,7 +100,7 @@ def test_groups_changed_by_hand(kind, tmp_path):
 def test_added_group_is_refused(kind, tmp_path):
     model = make()
     with prepared(model, adamw(model), kind, tmp_path) as (_, optimizer):
-        with pytest.raises(outcore.UnsupportedError, match="param groups before outcore.prepare"):
+        with pytest.raises(outcore.UnsupportedError, match="that is not in the model; prepare with everything"):
             optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
         assert len(optimizer.param_groups) == 1
 

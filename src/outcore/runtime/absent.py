@@ -161,12 +161,20 @@ def absent_class(owner: Owner) -> type[AbsentParameter]:
     return type("AbsentParameter", (AbsentParameter,), {"owner": owner, "__module__": __name__})
 
 
-def requires_grad_refusal(name: str, *, wanted: bool) -> str:
-    """The error for freezing or unfreezing a parameter too late."""
+def unfreezing_refusal(name: str) -> str:
+    """The error for training a parameter that has no memory for it."""
     return (
-        "expected requires_grad to stay as it was at outcore.prepare(), which decided who owns gradient and "
-        "optimizer bytes, but it was set "
-        f"to {wanted} on '{name}'; freeze, unfreeze or add adapters before prepare"
+        f"expected '{name}' to stay frozen, as it was at outcore.prepare(), which took no memory for its gradient and "
+        "states, but requires_grad was set to True; set requires_grad=True and add adapters before prepare, and freeze "
+        "afterwards what begins frozen"
+    )
+
+
+def called_inside(where: str) -> str:
+    """The error for a unit that another unit's forward calls."""
+    return (
+        f"{where}: expected to be called from outside of other units, but another unit's forward calls it, and a "
+        "unit's own graph cannot hold another unit; give outcore.prepare(units=...) the modules that contain both"
     )
 
 

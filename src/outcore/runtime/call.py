@@ -18,8 +18,9 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 
 from outcore.core.errors import OutcoreError, UnsupportedError
-from outcore.runtime.absent import requires_grad_refusal
+from outcore.runtime.absent import called_inside, unfreezing_refusal
 from outcore.runtime.access import Access
+from outcore.runtime.autocast import AutocastCacheOff, CastsOfUnit
 from outcore.runtime.caches import is_cache, refuse_filled_caches, without_caches
 from outcore.runtime.checks import Doubts, Rhythm, Summary, summary_of
 from outcore.runtime.device import Device
@@ -27,20 +28,19 @@ from outcore.runtime.edits import OwnEdits
 from outcore.runtime.inner_graph import (
     drop_saved,
     foreign_leaves,
+    gradients,
     guarded_leaf,
     save_weights_by_place,
-    uses_cast_twice,
     without_hooks,
 )
-from outcore.runtime.replay import AutocastCacheOff, ForwardState, OwnAutocastCache, Surroundings
+from outcore.runtime.replay import ForwardState, Surroundings
 from outcore.runtime.side_outputs import active_recording, emptied, hand_over, recording_apart
-from outcore.runtime.structure import Structure, storage_of, take_apart
+from outcore.runtime.structure import Structure, sharing_memory, storage_of, take_apart
 from outcore.runtime.unit import Unit
 from outcore.runtime.weights import Weights
 from outcore.spec.schedule import Phase
 
 _autograd = cast("Any", torch._C)
-_engine = cast("Any", torch.autograd.Variable)._execution_engine
 
 
 class GradientSink(Protocol):
@@ -48,6 +48,9 @@ class GradientSink(Protocol):
 
     def deposit(self, unit: Unit, grads: dict[int, torch.Tensor]) -> None:
         """Take gradients of trainable parameters, by index."""
+
+    def losing_on_error(self, unit: Unit) -> AbstractContextManager[None]:
+        """Around the backward of a unit: an exception leaves gradients that are not whole."""
 
 
 class Services(NamedTuple):
@@ -83,6 +86,8 @@ class Call:
     """Of all results, where recompute is to be held against them."""
     edited: list[int] = field(default_factory=list)
     """Parameters that forward itself may have changed, before a recompute."""
+    flags: list[bool] = field(default_factory=list)
+    """Which of the unit's parameters needed a gradient."""
 
     def release(self) -> None:
         """Let go of what a backward needs: this object lives as long as the loss does."""
@@ -99,7 +104,7 @@ class UnitCall:
         self._weights, self._sink, self._device, self._doubts, access = services
         self._edits = OwnEdits(unit, access)
         self._rhythm = Rhythm()
-        self._casts_twice: bool | None = None
+        self._casts = CastsOfUnit(unit.params, self._device.torch_device)
         self._forward = unit.module.forward
         self._own_forward = unit.module.__dict__.get("forward")  # of this very module, as patches leave it
         # Makes backward run when nothing else needs a gradient, and tells an ordinary backward() from one for chosen
@@ -152,12 +157,14 @@ class UnitCall:
         hand_over(added)
         return result
 
-    def _refuse_changes(self) -> None:
-        """Frozen or unfrozen since ``prepare``. Done and undone between calls (as peft disables adapters) is fine."""
+    def _refuse_changes(self) -> list[bool]:
+        """What needs a gradient now. What was frozen at ``prepare`` must be, in calls; what was not may be."""
         flags = [p.requires_grad for p in self.unit.params]
         if flags != self._flags:
-            changed = next(i for i, flag in enumerate(flags) if flag is not self._flags[i])
-            raise UnsupportedError(requires_grad_refusal(self.unit.spec.params[changed].name, wanted=flags[changed]))
+            for now, before, spec in zip(flags, self._flags, self.unit.spec.params, strict=True):
+                if now and not before:
+                    raise UnsupportedError(unfreezing_refusal(spec.name))
+        return flags
 
     def _refuse_transforms(self) -> None:
         if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
@@ -185,18 +192,22 @@ class UnitCall:
 
     @contextmanager
     def _bound(self, phase: Phase) -> Iterator[None]:
-        recorder = self._device.recorder
-        self._weights.bind(self._index, phase)
+        recorder, depth = self._device.recorder, self._weights.begin_call(self.unit)
         try:
+            self._weights.bind(self._index, phase)
             with recorder.compute(f"{phase.value} {self.unit.label}") if recorder.is_on else nullcontext():
                 yield
-        finally:
             self._weights.unbind(self._index)
+        except BaseException:
+            self._weights.unwind(depth)
+            raise
 
     def _run_forward(
         self, tensors: list[torch.Tensor], structure: Structure
     ) -> tuple[Call, list[torch.Tensor], list[torch.Tensor], Structure]:
         """Run the block for the first time. Returns also its inner inputs, all results, and how they nest."""
+        if self._weights.begin_call(self.unit) and self._weights.calls[-1][1] is Phase.FORWARD:
+            raise UnsupportedError(called_inside(self._where))
         wants_grad = [t.requires_grad for t in tensors]
         inner = [guarded_leaf(t, self._where) if w else t for t, w in zip(tensors, wants_grad, strict=True)]
         versions = [_version(t) for t in tensors]
@@ -205,11 +216,11 @@ class UnitCall:
         is_checked = state is not None and self._is_checked(state, tensors, wants_grad)
         start = cast("Any", self._anchor.view_as(self._anchor).grad_fn)._sequence_nr()
         with self._bound(Phase.FORWARD):
-            self._refuse_changes()
+            flags = self._refuse_changes()
             saving = drop_saved(self._where) if recomputes else save_weights_by_place(self.unit, self._where)
             recording = active_recording()
             self._edits.begin()
-            modes = saving, AutocastCacheOff() if recomputes else self._autocast_cache()
+            modes = saving, AutocastCacheOff() if recomputes else self._casts.cache()
             outputs, out_structure = self._run(structure, inner, modes, recording)
             self._refuse_weights_outside(outputs)
             edits = self._edits.end()
@@ -225,22 +236,13 @@ class UnitCall:
         call = Call(structure, wants_grad, foreign, [t.shape for t in made], made, self._weights_version(), state)
         call.edited = self._edits.suspects if recomputes else []
         call.summary = summary_of(outputs, out_structure) if is_checked or call.edited else None
-        call.recording = emptied(recording)
+        call.recording, call.flags = emptied(recording), flags
         call.foreign_versions = [_version(t) for t in foreign]
-        call.watched = _sharing(made, tensors) if recomputes else list(range(len(made)))
+        call.watched = sharing_memory(made, tensors) if recomputes else list(range(len(made)))
         if not recomputes:
             call.graph = inner, list(made)
-            self._learn_about_casts(made)
+            self._casts.learn(made)
         return call, inner, outputs, out_structure
-
-    def _autocast_cache(self) -> AbstractContextManager[None]:
-        """For a forward whose graph is kept. Its first run under autocast tells whether the unit needs a cache."""
-        is_on = torch.is_autocast_cache_enabled() and self._casts_twice is not False
-        return OwnAutocastCache(is_on=True) if is_on else AutocastCacheOff()
-
-    def _learn_about_casts(self, made: Sequence[torch.Tensor]) -> None:
-        if self._casts_twice is None and torch.is_autocast_enabled(self._device.torch_device.type):
-            self._casts_twice = uses_cast_twice(made, self.unit.params)
 
     def _is_checked(self, state: ForwardState, tensors: Sequence[torch.Tensor], wants_grad: Sequence[bool]) -> bool:
         """Whether recompute is to be held against this forward."""
@@ -302,27 +304,28 @@ class UnitCall:
         params = self._trainable
         is_ordinary = bool(_autograd._will_engine_execute_node(self._anchor_node))
         wanted = [
-            is_ordinary or _is_wanted(node) for node, _ in ctx.next_functions[len(ctx.next_functions) - len(params) :]
+            flag and (is_ordinary or _is_wanted(node))
+            for flag, (node, _) in zip(call.flags, ctx.next_functions[-len(params) :] if params else (), strict=False)
         ]
-        with self._bound(Phase.BACKWARD):
-            self._refuse_changes()
-            inner, outputs = self._graph(call, saved)
-            if not keeps_graph:
-                call.release()
-            outer = [*(t for t, w in zip(inner, call.wants_grad, strict=True) if w), *call.foreign]
-            sources = [*outer, *(p for p, w in zip(params, wanted, strict=True) if w)]
-            pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None]
-            found = iter(
-                without_hooks([*params, *call.foreign], lambda: _gradients(pairs, sources, keeps_graph=keeps_graph))
-            )
+        with self._sink.losing_on_error(self.unit), self._bound(Phase.BACKWARD):
+            with _requiring(self.unit.params, self._refuse_changes(), call.flags):
+                inner, outputs = self._graph(call, saved)
+                if not keeps_graph:
+                    call.release()
+                outer = [*(t for t, w in zip(inner, call.wants_grad, strict=True) if w), *call.foreign]
+                sources = [*outer, *(p for p, w in zip(params, wanted, strict=True) if w)]
+                pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None]
+                leaves = [*params, *call.foreign]
+                found = iter(without_hooks(leaves, lambda: gradients(pairs, sources, keeps_graph=keeps_graph)))
             given = [next(found) for _ in outer]
             made = {i: g for i, w in enumerate(wanted) if w and (g := next(found)) is not None}
             grads_of = self.unit.in_own_dtype(made)
             # Autograd itself takes those of chosen inputs, and of parameters with hooks, which see the sum of all
-            # calls.
+            # calls. It drops those of parameters that were frozen since forward.
             outside = {i: g for i, g in grads_of.items() if not is_ordinary or params[i]._backward_hooks}
             if is_ordinary:
-                self._sink.deposit(self.unit, {i: g for i, g in grads_of.items() if i not in outside})
+                inside = {i: g for i, g in grads_of.items() if i not in outside and params[i].requires_grad}
+                self._sink.deposit(self.unit, inside)
         return [*given, *[outside.get(i) for i in range(len(params))]]
 
     def _refuse_stale(self, call: Call) -> None:
@@ -415,16 +418,17 @@ class UnitFunction(torch.autograd.Function):
         return (None, None, None, None, *found)
 
 
-def _gradients(
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], sources: Sequence[torch.Tensor], *, keeps_graph: bool
-) -> Sequence[torch.Tensor | None]:
-    if not pairs or not sources:
-        return [None] * len(sources)
-    outputs, grads = zip(*pairs, strict=True)
-    # torch.autograd.grad comes to this, after looks at every tensor that the engine takes again: no graph of the
-    # gradients, sources may be unused, and nothing is accumulated.
-    found = _engine.run_backward(outputs, grads, keeps_graph, False, tuple(sources), True, False)  # noqa: FBT003
-    return cast("Sequence[torch.Tensor | None]", found)
+@contextmanager
+def _requiring(params: Sequence[torch.Tensor], now: list[bool], flags: list[bool]) -> Iterator[None]:
+    """Have those parameters need a gradient that did in forward: they may have been frozen since."""
+    changed = [] if now == flags else list(zip(params, flags, now, strict=True))
+    try:
+        for param, flag, _ in changed:
+            param.requires_grad_(flag)
+        yield
+    finally:
+        for param, _, flag in changed:
+            param.requires_grad_(flag)
 
 
 def _is_wanted(node: Any) -> bool:
@@ -442,9 +446,3 @@ def _is_packing() -> bool:
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _sharing(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[int]:
-    """Results that share memory with an argument or with one another."""
-    places = [storage_of(t) for t in (*outputs, *inputs)]
-    return [i for i, place in enumerate(places[: len(outputs)]) if place and places.count(place) > 1]

@@ -1,4 +1,4 @@
-"""The device: what runs asynchronously, in which order, and device memory..
+"""The device: what runs asynchronously, in which order, and device memory.
 
 ``Device`` keeps the bookkeeping that all kinds share (labels, the race checker, errors nobody has seen); a kind says
 how work is ordered behind other work and where memory comes from.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import MappingProxyType
 
 import torch
@@ -136,7 +136,7 @@ class Device(abc.ABC):
         """
         self._refuse_in_child(name)
         dependencies = self._dependencies(after)
-        clock = self._declare(COMPUTE, name, reads, writes, dependencies)
+        clock = self._declare(self._execution.stream_name(), name, reads, writes, dependencies)
         self._order_compute(dependencies)
         if (pause_s := self._delays.compute_s()) > 0:
             self._pause_compute(pause_s)
@@ -145,7 +145,7 @@ class Device(abc.ABC):
     def mark(self, name: str) -> Handle:
         """A handle behind everything that compute was given so far."""
         self._refuse_in_child(name)
-        clock = self._checker.mark() if self._checker is not None else ()
+        clock = self._checker.mark(self._execution.stream_name()) if self._checker is not None else ()
         return self._point(name, clock, self._compute_point(is_late=False))
 
     def wait(self, label: str, handle: Dependency) -> None:
@@ -190,9 +190,7 @@ class Device(abc.ABC):
         return self.mark(name)
 
     def _fill(self, buffer: Buffer) -> None:
-        if (
-            buffer.bytes.device.type == "cpu"
-        ):  # then this thread writes at once, which copies on its stream must not see
+        if buffer.bytes.device.type == "cpu":  # this thread writes at once, unseen by copies on its stream
             self._finish_copies()
         buffer.bytes.fill_(POISON)
 
@@ -275,8 +273,8 @@ class Device(abc.ABC):
         """Undo ``register_host``. Nothing may be in flight to or from the memory."""
 
     @abc.abstractmethod
-    def hand_over(self, tensor: torch.Tensor, lane: Lane) -> None:
-        """Let compute free a tensor that an operation of ``lane`` will use, before that operation is done."""
+    def hand_over(self, tensor: torch.Tensor, lane: Lane | None) -> None:
+        """Let compute free a tensor that ``lane``, or (None) compute on the stream of now, uses until later."""
 
     @abc.abstractmethod
     def rng_state(self) -> object:
@@ -318,10 +316,7 @@ class Device(abc.ABC):
                 self.labels_seen.add(label)
                 if label not in self.faults.skip:
                     chosen.update(dict.fromkeys(handles))
-        for handle in chosen:
-            if handle.completion is not None:
-                handle.completion.fix()
-        return tuple(chosen)
+        return _fixed(chosen)
 
     def _declare(
         self, actor: str, name: str, reads: Sequence[Region], writes: Sequence[Region], after: tuple[Handle, ...]
@@ -337,10 +332,7 @@ class Device(abc.ABC):
 
     def _refuse_in_child(self, what: str) -> None:
         if os.getpid() != self._pid:
-            raise LaneError(
-                f"expected '{what}' in process {self._pid}, which opened the device, but this is the forked child "
-                f"{os.getpid()}; a streamed model can only be used in the process that prepared it"
-            )
+            raise LaneError(_in_child(what, self._pid))
 
 
 def _handles(dependency: Dependency) -> tuple[Handle, ...]:
@@ -349,6 +341,21 @@ def _handles(dependency: Dependency) -> tuple[Handle, ...]:
     if isinstance(dependency, Handle):
         return (dependency,)
     return tuple([handle for handle in dependency if handle is not None])
+
+
+def _fixed(handles: Iterable[Handle]) -> tuple[Handle, ...]:
+    """Somebody depends on these: points of compute that move along stay where they are."""
+    for handle in handles:
+        if handle.completion is not None:
+            handle.completion.fix()
+    return tuple(handles)
+
+
+def _in_child(what: str, pid: int) -> str:
+    return (
+        f"expected '{what}' in process {pid}, which opened the device, but this is the forked child "
+        f"{os.getpid()}; a streamed model can only be used in the process that prepared it"
+    )
 
 
 def _close_lanes(lanes: Lanes, execution: Execution, pid: int) -> None:

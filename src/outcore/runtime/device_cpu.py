@@ -52,7 +52,7 @@ class CpuDevice(Device):
     def unregister_host(self, memory: torch.Tensor) -> None:
         """Nothing to undo."""
 
-    def hand_over(self, tensor: torch.Tensor, lane: Lane) -> None:
+    def hand_over(self, tensor: torch.Tensor, lane: Lane | None) -> None:
         """A reference is enough on the CPU."""
 
     def rng_state(self) -> object:

@@ -16,7 +16,7 @@ import torch
 from outcore.runtime.device import Device, aligned_bytes
 from outcore.runtime.faults import Faults
 from outcore.runtime.lanes import COPY_LANES, Handle, Lane, Operation, Pace, run_on_host
-from outcore.runtime.race import RaceChecker
+from outcore.runtime.race import COMPUTE, RaceChecker
 from outcore.runtime.recorder import Recorder
 
 _CYCLES_PER_S = 1_000_000_000  # what torch.cuda._sleep counts; GPUs run at 1 to 2 GHz, and only tests sleep
@@ -139,6 +139,7 @@ class CudaExecution:
         self.torch_device = torch_device
         self.streams = {lane: torch.cuda.Stream(torch_device) for lane in COPY_LANES}
         self.stopwatch = StreamStopwatch(torch_device)
+        self._names: dict[int, str] = {}
 
     def begin_thread(self, lane: Lane | None) -> None:
         """Select the device, which each thread has its own notion of."""
@@ -162,6 +163,11 @@ class CudaExecution:
             if start is not None:
                 recorder.add(operation.lane.value, operation.handle.name, start, self.stopwatch.now(), operation.nbytes)
             return Point(stream)
+
+    def stream_name(self) -> str:
+        """The current stream, by the order in which streams were seen."""
+        number, stream = len(self._names), torch.cuda.current_stream(self.torch_device)
+        return self._names.setdefault(stream.cuda_stream, f"{COMPUTE} {number}" if number else COMPUTE)
 
     def drain(self) -> None:
         """Block the host until the device is idle."""
@@ -202,9 +208,9 @@ class CudaDevice(Device):
         if int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())) != 0:
             self._clear_error()
 
-    def hand_over(self, tensor: torch.Tensor, lane: Lane) -> None:
+    def hand_over(self, tensor: torch.Tensor, lane: Lane | None) -> None:
         """Keep the allocator from reusing the tensor's memory before ``lane``'s stream is done with it."""
-        stream = self._cuda.streams.get(lane)
+        stream = torch.cuda.current_stream(self.torch_device) if lane is None else self._cuda.streams.get(lane)
         if stream is not None and tensor.is_cuda:
             tensor.record_stream(stream)
 

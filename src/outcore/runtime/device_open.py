@@ -44,9 +44,11 @@ def open_device(
             f"device: expected 'cpu' or 'cuda' (NVIDIA or ROCm), but got '{wanted}'; pass device='cpu'"
         )
     if not torch.cuda.is_available():
+        raise UnsupportedError(f"device: expected a GPU for '{wanted}', but {_why_no_gpu()}; or pass device='cpu'")
+    if wanted.index is not None and wanted.index >= torch.cuda.device_count():
         raise UnsupportedError(
-            f"device: expected a GPU for '{wanted}', but torch {torch.__version__} sees none; "
-            f"install a build of torch for it or pass device='cpu'"
+            f"device: expected a GPU for '{wanted}', but torch sees {torch.cuda.device_count()}, which begin at "
+            "'cuda:0'; CUDA_VISIBLE_DEVICES may hide others"
         )
     return CudaDevice(wanted, faults, race_checker)
 
@@ -62,3 +64,16 @@ def device_name(torch_device: torch.device | str | None = None) -> str:
         threads = torch.get_num_threads()
         return f"cpu ({processor_name()}, {threads} {'thread' if threads == 1 else 'threads'})"
     return f"{wanted} ({torch.cuda.get_device_name(wanted)})"
+
+
+def _why_no_gpu() -> str:
+    built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
+    if not (torch.version.cuda or torch.version.hip):
+        return (
+            f"this torch ({torch.__version__}) was built without CUDA and ROCm; install one that has it, see "
+            "https://pytorch.org/get-started/locally"
+        )
+    return (
+        f"this torch ({torch.__version__}, built for {built_for}) sees none; look at nvidia-smi or rocm-smi, the "
+        "driver's version, and whether CUDA_VISIBLE_DEVICES hides it"
+    )

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from outcore.core.errors import UnsupportedError
-from outcore.runtime.absent import requires_grad_refusal
+from outcore.runtime.absent import unfreezing_refusal
 from outcore.runtime.access import Access
 from outcore.runtime.device import Device
 from outcore.runtime.unit import Unit, torch_dtype
@@ -26,15 +26,15 @@ def take_edits(unit: Unit, access: Access, device: Device) -> None:
     """Make what a user did to the weights of a resident unit count. Does nothing while they are absent or gathered.
 
     Raises:
-        UnsupportedError: ``requires_grad``, shape or dtype of a parameter was changed.
+        UnsupportedError: A frozen parameter was unfrozen, or the shape or dtype of one was changed.
     """
     buffer = unit.device_buffer()
     if not unit.is_resident or not unit.is_present or unit.is_gathered or unit.num_lent or buffer is None:
         return
     is_moved = False
     for i, (param, view) in enumerate(zip(unit.params, unit.weight_views(buffer), strict=True)):
-        if param.requires_grad is not unit.spec.params[i].requires_grad:
-            raise UnsupportedError(requires_grad_refusal(unit.spec.params[i].name, wanted=param.requires_grad))
+        if param.requires_grad and not unit.spec.params[i].requires_grad:
+            raise UnsupportedError(unfreezing_refusal(unit.spec.params[i].name))
         if param.data_ptr() != view.data_ptr():
             is_moved = True
             device.compute(f"edit of {unit.label}", writes=[buffer.region])

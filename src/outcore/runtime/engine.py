@@ -170,6 +170,7 @@ class Engine:
         refuse_process_group("optimizer.step")
         self.device.check()
         self._doubts.settle()
+        self.gradients.recover()
         hypers = self._hypers(groups)
         self._refuse_while_gathered()
         self.refuse_if_replaced()
@@ -212,7 +213,19 @@ class Engine:
             raise UnsupportedError(
                 "expected an optimizer given to outcore.prepare(), but there was none (optimizer=None); nothing to step"
             )
-        return {id(p): hyper for group in groups for hyper in [self._rule.hyper(group)] for p in group["params"]}
+        hypers = [self._rule.hyper(group) for group in groups]
+        self._refuse_new_states(hypers)
+        return {id(p): hyper for group, hyper in zip(groups, hypers, strict=True) for p in group["params"]}
+
+    def _refuse_new_states(self, hypers: Sequence[Hyper]) -> None:
+        for hyper in hypers:
+            missing = [name for name in hyper.state_names if name not in self.model_spec.state_names]
+            if missing:
+                raise UnsupportedError(
+                    f"expected param groups that need no other states than at outcore.prepare(), but one needs "
+                    f"{', '.join(missing)} now, for which no memory was taken; set momentum or amsgrad before prepare "
+                    "(momentum may be set to 0 afterwards and switched on again later)"
+                )
 
     def _changes(
         self,

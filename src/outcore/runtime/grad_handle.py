@@ -26,6 +26,9 @@ class GradientOwner(Protocol):
     def gradient_norm(self, handle: GradHandle, order: float) -> torch.Tensor:
         """Norm of the gradient times the handle's factors: a 0-dim tensor on the device."""
 
+    def refuse_lost(self, handle: GradHandle) -> None:
+        """Raise if the gradient is not whole."""
+
     def known_norm(self, handle: GradHandle) -> torch.Tensor | None:
         """The 2-norm, if it was taken already; a finite one proves that every element is finite."""
 
@@ -52,16 +55,18 @@ class GradHandle(DistantTensor):
         index: Of the parameter among its unit's trainable ones.
         factors: 0-dim tensors by which the gradient is to be multiplied, in order.
         is_zero: It was zeroed in place; the stored bytes no longer count.
+        is_lost: It is not whole, and can only be set to None.
     """
 
     index: int  # type: ignore[assignment]  # torch.Tensor inherits a method of that name
     factors: list[torch.Tensor]
     is_zero: bool
+    is_lost: bool
     owner: GradientOwner
 
     def __init__(self, like: torch.Tensor, device: torch.device, owner: GradientOwner, index: int) -> None:
         """Args: like, device: See ``DistantTensor``. owner: Keeps the gradient. index: Of the parameter."""
-        self.owner, self.index, self.factors, self.is_zero = owner, index, [], False
+        self.owner, self.index, self.factors, self.is_zero, self.is_lost = owner, index, [], False, False
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Name and shape: the values are elsewhere."""
@@ -92,6 +97,9 @@ class GradHandle(DistantTensor):
         """Serve what loops do to gradients where they are, the rest on their values."""
         serve = _SERVED.get(func)
         if serve is not None and _is_of_handles(args[0]):
+            for handle in args[0] if isinstance(args[0], list) else args[:1]:
+                if isinstance(handle, GradHandle) and handle.is_lost:
+                    handle.owner.refuse_lost(handle)
             result = serve(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result

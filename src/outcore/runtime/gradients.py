@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn, cast
 
 import torch
@@ -60,6 +61,7 @@ class Gradients:
         self._num_passes = 0
         self._last_factor: tuple[torch.Tensor, int, torch.Tensor] | None = None
         self._open: dict[str, UnitGradients] = {}
+        self._is_broken = False
         self.on_last: Callable[[UnitGradients], None] = _nothing
         """Called when the last promised gradient of a unit that is updated early is on its way home."""
 
@@ -109,16 +111,18 @@ class Gradients:
         if not grads:
             return
         gradients = self.of[unit.name]
-        self._join_pass(gradients)
-        gradients.open = current = gradients.open or Pass()
-        with torch.no_grad():
-            if unit.name and unit.plan.gradients != "device":
-                self._into_bucket(gradients, current, grads)
-            else:
-                for i, grad in grads.items():
-                    known = current.loose.get(i)
-                    current.loose[i] = grad if known is None else known + grad
-        current.present.update(grads)
+        with self.losing_on_error():
+            self._join_pass(gradients)
+            current = gradients.open
+            if current is None:
+                trained = unit.params[: unit.num_trainable]
+                gradients.open = current = Pass(sum([p.requires_grad for p in trained]))
+            with torch.no_grad():
+                if unit.name and unit.plan.gradients != "device":
+                    self._into_bucket(gradients, current, grads)
+                else:
+                    self._keep_loose(gradients, current, grads)
+            current.present.update(grads)
 
     def hook(self, unit: Unit, index: int) -> Callable[[torch.Tensor], None]:
         """What autograd calls when it has reached a parameter: once in a pass, after all that gives it a gradient.
@@ -140,8 +144,9 @@ class Gradients:
             current = gradients.open
             if current is not None and unit.name:
                 current.reached.add(index)
-                if len(current.reached) == unit.num_trainable:
-                    self._close(gradients)
+                if len(current.reached) == current.num_expected:
+                    with self.losing_on_error():
+                        self._close(gradients)
 
         return reached
 
@@ -168,34 +173,75 @@ class Gradients:
     def _join_pass(self, gradients: UnitGradients) -> None:
         task = _autograd._current_graph_task_id()
         if task not in self._tasks:
-            if not any(running() for running in self._tasks.values()):
-                for stale in self._open.values():  # an earlier pass ended in an exception; its sums are incomplete
-                    self._drop(stale)
-                self._open.clear()
-                self._tasks.clear()
+            if not self._tasks:
+                self.recover()
                 self._num_passes += 1
             # A backward inside of a backward (reentrant checkpointing) has a task of its own: both are one pass.
             running = _Running()
-            self._tasks[task] = weakref.ref(running)
+            self._tasks[task] = weakref.ref(running, functools.partial(_over, weakref.ref(self), task))
             end = functools.partial(self._end_task, task, running)
             cast("Any", torch.autograd.Variable)._execution_engine.queue_callback(end)
         self._open[gradients.unit.name] = gradients
 
     def _end_task(self, task: int, _: _Running) -> None:
         """Close what is still open: the root, and units of which not all parameters were reached."""
-        for gradients in list(self._open.values()):
-            self._close(gradients)
-        self._open.clear()
-        self._tasks.pop(task, None)
+        with self.losing_on_error():
+            for gradients in list(self._open.values()):
+                self._close(gradients)
+            self._open.clear()
+            self._tasks.pop(task, None)
 
-    def _drop(self, gradients: UnitGradients) -> None:
-        if gradients.open is not None and gradients.open.bucket is not None:
-            pool, slot = gradients.open.bucket
-            pool.give(slot, [self._device.mark("bucket dropped")])
-        gradients.open = None
+    @contextmanager
+    def losing_on_error(self, unit: Unit | None = None) -> Iterator[None]:
+        """Know after an exception that gradients of this pass are not whole.
+
+        A plain loop keeps those that were there when it came. Which ones they were inside of a block nobody knows
+        afterwards, so they must be set to None.
+
+        Args:
+            unit: Was at work, though it may not have given anything yet.
+        """
+        try:
+            yield
+        except BaseException:
+            if unit is not None:
+                self._open[unit.name] = self.of[unit.name]
+            self._break_off()
+            raise
+
+    def end_without_callback(self, task: int) -> None:
+        """Autograd's task is gone, and its end was never called: it ended in an exception."""
+        if task in self._tasks:
+            self._break_off()
+
+    def _break_off(self) -> None:
+        """End the pass that is running: units that it was at have lost their gradients."""
+        self._is_broken = True
+        self._tasks.clear()
+        for gradients in self._open.values():
+            gradients.lose()
+
+    def recover(self) -> None:
+        """Clear up behind a pass that ended in an exception, wherever in the bookkeeping that was."""
+        if not self._is_broken:
+            return
+        for gradients in self._open.values():
+            gradients.open = None
+        self._open.clear()
+        self._homes.reclaim()
+        self._is_broken = False
+
+    def _keep_loose(self, gradients: UnitGradients, current: Pass, grads: dict[int, torch.Tensor]) -> None:
+        name, after = f"gradients of {gradients.unit.label}", cast("After", {"gradients made": current.made})
+        current.made = self._device.compute(name, after=after)
+        for i, grad in grads.items():
+            known = current.loose.get(i)
+            if known is not None:
+                self._device.hand_over(known, None)
+            current.loose[i] = grad if known is None else known + grad
 
     def _into_bucket(self, gradients: UnitGradients, current: Pass, grads: dict[int, torch.Tensor]) -> None:
-        unit, after = gradients.unit, cast("After", {})
+        unit, after = gradients.unit, cast("After", {"gradients made": current.made})
         if current.bucket is None:
             pool = self._homes.pool("device", "bucket", unit.spec.trainable_bytes)
             slot = pool.take()
@@ -209,7 +255,7 @@ class Gradients:
             current.bucket, after = (pool, slot), {"bucket free": slot.free_after}
         buffer = current.bucket[1].buffer
         region = buffer.part(0, unit.spec.trainable_bytes).region
-        self._device.compute(f"gradients of {unit.label}", writes=[region], after=after)
+        current.made = self._device.compute(f"gradients of {unit.label}", writes=[region], after=after)
         views = unit.native_views(buffer)
         first = [i for i in grads if i not in current.present]
         if first:
@@ -228,9 +274,9 @@ class Gradients:
         self._count_pass(
             gradients, is_first=not held
         )  # may refuse: until then the pass stays open, to be dropped whole
-        gradients.open = None
         gradients.version += 1
         added = current.present & held.keys()
+        self._take_over(unit, current)
         self._take_norms(gradients, current, added)
         done = self._resting.send(gradients, current, held)
         if current.bucket is not None:
@@ -242,8 +288,20 @@ class Gradients:
         for i in current.present - added:
             handle = GradHandle(unit.grad_likes[i], device, gradients, i)
             unit.params[i].grad = gradients.handles[i] = handle
+        gradients.open = None  # last, so that whatever is interrupted before is known to be lost
         if unit.plan.early and gradients.num_passes == self._accumulation_steps:
             self.on_last(gradients)
+
+    def _take_over(self, unit: Unit, current: Pass) -> None:
+        """Order compute behind what made the gradients: autograd does not, where it has none to give to the hook.
+
+        The hook that closes a pass then works on the stream on which the parameter was first used.
+        """
+        slot = None if current.bucket is None else current.bucket[1]
+        regions = [] if slot is None else [slot.buffer.part(0, unit.spec.trainable_bytes).region]
+        self._device.compute(f"close {unit.label}", reads=regions, after={"gradients made": current.made})
+        for grad in current.loose.values():
+            self._device.hand_over(grad, None)
 
     def _count_pass(self, gradients: UnitGradients, *, is_first: bool) -> None:
         if is_first:  # zeroed without a step, as after one that GradScaler skipped
@@ -272,6 +330,11 @@ class Gradients:
         for batch in _batches(natives, unit.update_dtypes):
             values = [native.to(unit.update_dtypes[i]).reshape(-1) for i, native in batch.items()]
             gradients.norms.update(zip(batch, kernels.norms(values), strict=True))
+
+
+def _over(gradients: weakref.ref[Gradients], task: int, _: object) -> None:
+    if (mine := gradients()) is not None:
+        mine.end_without_callback(task)
 
 
 def _batches(natives: Mapping[int, torch.Tensor], dtypes: Sequence[torch.dtype]) -> Iterator[dict[int, torch.Tensor]]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from outcore.core.errors import MemoryBudgetError
 from outcore.core.quantities import align_up, format_bytes
 from outcore.memory.arena import Arena, Buffer
@@ -67,6 +69,13 @@ class SlotPool:
         """Slots that can be taken, in the order in which they will be."""
         return list(self._idle)
 
+    def reclaim(self) -> None:
+        """Take all slots back, whoever has them; nothing may be in flight to or from them."""
+        for slot in self.slots:
+            if slot not in self._idle:
+                slot.free_after, slot.kept, slot.kept_after = [], None, None
+                self._idle.append(slot)
+
     def give(self, slot: Slot, free_after: Sequence[Handle]) -> None:
         """Give a slot back; whoever takes it next must wait for ``free_after``."""
         slot.free_after = list(free_after)
@@ -98,7 +107,7 @@ class Homes:
         self._device, self._host, self.disk = device, None, None
         self.host_is_pinned = False
         try:
-            device_arena = Arena("device", device.allocate(total["device"], is_touched=False))
+            device_arena = Arena("device", _on_device(device, total["device"]))
             if total["disk"]:
                 self.disk = DiskStore.open(paths, total["disk"])
             self._host = HostMemory.open(total["host"], is_touched=False) if total["host"] else None
@@ -177,6 +186,17 @@ class Homes:
                 return pool, slot
         return None
 
+    def reclaim(self) -> None:
+        """Take all slots back that somebody took who was interrupted. Waits for everything that is under way.
+
+        Slots of weights are never taken: they are with the unit whose weights they hold.
+        """
+        self._device.synchronize()
+        for pools in self._pools.values():
+            for pool in pools:
+                if pool.kind != "weights":
+                    pool.reclaim()
+
     def store(self) -> DiskStore:
         """The disk tier of a plan that has one."""
         if self.disk is None:
@@ -225,3 +245,14 @@ class Homes:
             self.disk = None
         self.homes.clear()
         self._pools.clear()
+
+
+def _on_device(device: Device, nbytes: int) -> torch.Tensor:
+    try:
+        return device.allocate(nbytes, is_touched=False)
+    except torch.OutOfMemoryError as error:
+        raise MemoryBudgetError(
+            f"device memory: expected {format_bytes(nbytes)} in one piece on {device.torch_device}, as the plan takes, "
+            f"but {format_bytes(device.memory_bytes())} are free, or no piece is so large; the model is as it was. "
+            "Free what else is there, or prepare with a smaller outcore.Budget(device=...)"
+        ) from error

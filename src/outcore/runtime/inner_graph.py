@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch.nn import Parameter
 
 from outcore.core.errors import UnsupportedError
 from outcore.runtime.unit import Unit
+
+_engine = cast("Any", torch.autograd.Variable)._execution_engine
 
 
 def foreign_leaves(
@@ -57,30 +59,6 @@ def foreign_leaves(
                 if edge not in seen:
                     stack.append(edge)
     return list(found.values())
-
-
-def uses_cast_twice(outputs: Sequence[torch.Tensor], params: Sequence[Parameter]) -> bool:
-    """Whether one cast of a parameter, as autocast makes and caches it, goes into more than one operation."""
-    own = {id(p) for p in params}
-    seen: set[Any] = {None}
-    stack: list[Any] = [t.grad_fn for t in outputs]
-    casts: set[Any] = set()
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        for edge, _ in node.next_functions:
-            if edge is not None and edge.name() == "ToCopyBackward0" and _leaf_of(edge) in own:
-                if edge in casts:
-                    return True
-                casts.add(edge)
-            stack.append(edge)
-    return False
-
-
-def _leaf_of(cast: Any) -> int:
-    return id(getattr(cast.next_functions[0][0], "variable", None))
 
 
 def guarded_leaf(tensor: torch.Tensor, where: str) -> torch.Tensor:
@@ -174,6 +152,34 @@ def _escaped(where: str) -> str:
         "elsewhere (an attribute, "
         "a list, a hook); return it from the block's forward"
     )
+
+
+def gradients(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], sources: Sequence[torch.Tensor], *, keeps_graph: bool
+) -> Sequence[torch.Tensor | None]:
+    """Run a block's own backward.
+
+    Args:
+        pairs: Results and their gradients.
+        sources: Whose gradients are wanted; None for what has none.
+        keeps_graph: It may run again.
+    """
+    if not pairs or not sources:
+        return [None] * len(sources)
+    outputs, grads = zip(*pairs, strict=True)
+    # torch.autograd.grad comes to this, after looks at every tensor that the engine takes again: no graph of the
+    # gradients, sources may be unused, and nothing is accumulated.
+    try:
+        found = _engine.run_backward(outputs, grads, keeps_graph, False, tuple(sources), True, False)  # noqa: FBT003
+    except RuntimeError as error:
+        if "use_reentrant=True" in str(error):
+            raise UnsupportedError(
+                "expected torch.utils.checkpoint inside of a unit with use_reentrant=False, but got "
+                "use_reentrant=True, whose gradients go past the unit; pass use_reentrant=False, or leave the "
+                "checkpoint out, since outcore recomputes units already"
+            ) from error
+        raise
+    return cast("Sequence[torch.Tensor | None]", found)
 
 
 def without_hooks(leaves: Sequence[torch.Tensor], work: Callable[[], Any]) -> Any:

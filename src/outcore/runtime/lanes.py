@@ -265,6 +265,9 @@ class Execution(Protocol):
     def run(self, operation: Operation, pace: Pace, recorder: Recorder) -> Completion | None:
         """Order behind the dependencies, which are issued, and run the work at a pace."""
 
+    def stream_name(self) -> str:
+        """The race checker's name of the stream on which compute works now."""
+
     def drain(self) -> None:
         """Block the host until the device is idle."""
 
@@ -282,6 +285,10 @@ class HostExecution:
     def run(self, operation: Operation, pace: Pace, recorder: Recorder) -> None:
         """Run the work."""
         run_on_host(operation, pace, recorder)
+
+    def stream_name(self) -> str:
+        """There is one."""
+        return "compute"
 
     def drain(self) -> None:
         """Nothing runs behind the host's back."""

@@ -2,44 +2,73 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.runtime.engine import Engine
+from outcore.runtime.live_states import LiveStates
 from outcore.runtime.recorder import Recorder, recording
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
+
+_HOOKS = ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
 
 
 class StreamedOptimizer(torch.optim.Optimizer):
     """Steps parameters wherever they live.
 
-    ``param_groups`` is the user's own list, so schedulers built before ``prepare`` go on working. States are not in
-    ``state``, which stays empty; ``state_dict`` reads them from their homes.
+    ``param_groups`` is the user's own list, so schedulers built before ``prepare`` go on working, and so are the hooks:
+    it does not matter on which of the two optimizers one is registered, nor when. ``state`` reads states from their
+    homes.
     """
 
     def __init__(self, engine: Engine, original: torch.optim.Optimizer) -> None:
-        """Take over the groups of the user's optimizer, and states that it already has.
+        """Take over the groups and hooks of the user's optimizer, and states that it already has.
 
         Args:
             engine: Attached.
-            original: Keeps its groups, which stay the same list; its states are written home and forgotten.
+            original: Keeps its groups, which stay the same list; its states are written home. It refuses to step.
         """
         self.engine = engine
         self._original = original
         self._is_complete = False
         super().__init__(original.param_groups, dict(original.defaults))
         self.param_groups = engine.groups = original.param_groups
+        self._states = LiveStates(
+            engine,
+            original.param_groups,
+            from_the_start=isinstance(original, torch.optim.Adagrad),
+            has_step=not isinstance(original, torch.optim.SGD),
+        )
         self._is_complete = True
         self.step_was_skipped = False
         for param in list(original.state):  # one by one: they need not stand twice
             values = original.state.pop(param)
             if _has_begun(original, values):
                 engine.load_state(param, values)
+        original.state = self._states  # type: ignore[assignment]
+        for name in _HOOKS:
+            setattr(self, f"_optimizer_{name}_hooks", getattr(original, f"_optimizer_{name}_hooks"))
+        refuse = _Refusal(self, original)
+        original.register_state_dict_pre_hook(refuse, prepend=True)
+        original.register_load_state_dict_pre_hook(refuse, prepend=True)
+        weakref.finalize(self, register_optimizer_step_pre_hook(refuse).remove)
+
+    @property  # type: ignore[override]
+    def state(self) -> LiveStates:
+        """States by parameter: read when they are used, written home when they are changed."""
+        return self._states
+
+    @state.setter
+    def state(self, values: Mapping[torch.Tensor, Any]) -> None:
+        if self._is_complete:  # else torch's own constructor
+            self._states.replace(values)
 
     @property
     def plan(self) -> Plan:
@@ -85,34 +114,56 @@ class StreamedOptimizer(torch.optim.Optimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse once the model is prepared."""
-        if not self._is_complete:
-            super().add_param_group(param_group)
-            return
-        raise UnsupportedError(
-            "expected all param groups before outcore.prepare(), which gives every trained parameter its memory, but "
-            "one was added; "
-            "build the optimizer completely first"
-        )
+        """Add parameters that were trainable at ``prepare`` and that no group has yet.
 
+        Raises:
+            UnsupportedError: One has no memory for gradients and states.
+        """
+        if self._is_complete:
+            params = param_group["params"]
+            params = [params] if isinstance(params, torch.Tensor) else list(params)
+            param_group["params"] = params
+            for param in params:
+                self._refuse_unknown(param[1] if isinstance(param, tuple) else param)
+        super().add_param_group(param_group)
+
+    def _refuse_unknown(self, param: torch.Tensor) -> None:
+        if self._states.place(param) is None:
+            unit, index = self.engine.places.get(id(param), (None, 0))
+            what = f"one of shape {tuple(param.shape)} that is not in the model"
+            if unit is not None:
+                what = f"'{unit.spec.params[index].name}', which was frozen then"
+            raise UnsupportedError(
+                "add_param_group: expected parameters that were trainable at outcore.prepare(), which gave each its "
+                f"memory, but got {what}; prepare with everything that will ever be trained, and freeze it afterwards"
+            )
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def state_dict(self) -> dict[str, Any]:
         """States in torch's format, in host memory; bf16 training adds ``master``.
 
         Memory: host, all states.
         """
         self.engine.refuse_if_closed()
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
         groups, state, index = [], {}, 0
         for group in self.param_groups:
             entry = {k: v for k, v in group.items() if k != "params"}
             entry["params"] = list(range(index, index + len(group["params"])))
             for param in group["params"]:
-                values = self._state_of(param)
+                values = {name: self._states.read(param, name) for name in self._states.names(param)}
                 if values:
                     state[index] = values
                 index += 1
             groups.append(entry)
-        return {"state": state, "param_groups": groups}
+        result: dict[str, Any] = {"state": state, "param_groups": groups}
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            changed = post_hook(self, result)
+            result = result if changed is None else changed
+        return result
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Write states home. Settings of the groups are taken over.
 
@@ -120,6 +171,15 @@ class StreamedOptimizer(torch.optim.Optimizer):
             ConfigError: Made for other groups, or a tensor of another shape.
         """
         self.engine.refuse_if_closed()
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        self._load(state_dict)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         groups = state_dict["param_groups"]
         sizes = [len(g["params"]) for g in self.param_groups]
         if [len(g["params"]) for g in groups] != sizes:
@@ -136,25 +196,6 @@ class StreamedOptimizer(torch.optim.Optimizer):
             mine.update({k: v for k, v in theirs.items() if k != "params"})
         for param, state in zip(params, values, strict=True):
             self.engine.load_state(param, state)
-
-    def _state_of(self, param: torch.Tensor) -> dict[str, Any]:
-        place = self.engine.places.get(id(param))
-        if place is None:
-            return {}
-        unit, i = place
-        if i >= unit.num_trainable:
-            return {}
-        has_states = unit.steps[i] or isinstance(self._original, torch.optim.Adagrad)  # which has them from the start
-        if not has_states:
-            return {}
-        # torch.optim.SGD keeps no step
-        values: dict[str, Any] = (
-            {} if isinstance(self._original, torch.optim.SGD) else {"step": torch.tensor(float(unit.steps[i]))}
-        )
-        for name in unit.state_names:
-            if name != "master" or unit.spec.params[i].dtype != unit.spec.params[i].update_dtype:
-                values[name] = self.engine.access.read_state(unit, name, i)
-        return values
 
     def close(self) -> None:
         """Give memory, files and threads back; see ``outcore.close``."""
@@ -177,3 +218,34 @@ def _has_begun(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> b
     total = values["sum"]
     initial = float(optimizer.defaults["initial_accumulator_value"])
     return not total.is_meta and bool((total != torch.full_like(total, initial)).any())
+
+
+class _Refusal:
+    """A hook that lets every other optimizer refuse: their parameters are elsewhere, the original's states were taken.
+
+    One that wraps the prepared optimizer may go on.
+    """
+
+    def __init__(self, streamed: StreamedOptimizer, original: torch.optim.Optimizer) -> None:
+        self._streamed, self._original = weakref.ref(streamed), weakref.ref(original)
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Asked before ``step()`` of any optimizer, and before ``state_dict()`` and loading of the original one."""
+        mine = self._streamed()
+        if optimizer is mine or mine is None:
+            return
+        if optimizer is self._original():
+            raise UnsupportedError(
+                "expected the optimizer that outcore.prepare() returned, but step(), state_dict() or "
+                "load_state_dict() of the one that was given to it was called, which has neither weights nor states "
+                "any more; write 'model, optimizer = outcore.prepare(model, optimizer)'"
+            )
+        places = {} if mine.engine.is_closed else mine.engine.places
+        place = next((places[id(p)] for g in optimizer.param_groups for p in g["params"] if id(p) in places), None)
+        if place is not None and not any(value is mine for value in vars(optimizer).values()):
+            unit, index = place
+            raise UnsupportedError(
+                f"expected one optimizer for a prepared model, but step() of another {type(optimizer).__name__} was "
+                f"called, which has '{unit.spec.params[index].name}'; give outcore.prepare() one optimizer with a "
+                "param group for each setting"
+            )

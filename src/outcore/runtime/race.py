@@ -1,10 +1,13 @@
 """The race checker: finds pairs of conflicting accesses that no wait orders, whatever the timing was.
 
-Vector clocks over the actors host, compute and the lanes. Everything is decided from declarations at submission, so a
-run on the CPU, where compute is never late, finds the bugs of a GPU, where it always is. What orders two things:
+Vector clocks over the actors host, compute (one per stream) and the lanes. Everything is decided from declarations at
+submission, so a run on the CPU, where compute is never late, finds the bugs of a GPU, where it always is. What orders
+two things:
 
 - an operation begins after what the host knew when it submitted it, after the operation before it on its lane, and
-  after the handles in its ``after``; compute and the host themselves work in program order;
+  after the handles in its ``after``; a stream of compute and the host themselves work in program order;
+- streams of compute are in no order among themselves but through handles, or where somebody else joined them
+  (``order``);
 - the host knows only what it waited for. So submission does not put an operation behind earlier compute: only a handle
   of compute (``mark``) does.
 
@@ -98,6 +101,7 @@ class RaceChecker:
     """
 
     def __init__(self) -> None:
+        self._actors, self._index = list(ACTORS), dict(_INDEX)
         self._clocks: list[Clock] = [(0,) * len(ACTORS)] * len(ACTORS)
         self._logs: dict[str, _ArenaLog] = {}
         self._lock = threading.RLock()
@@ -125,7 +129,7 @@ class RaceChecker:
         """Declare an operation of a lane or of compute, or an access of the host, and check it.
 
         Args:
-            actor: A lane's value, ``compute`` or ``host``.
+            actor: A lane's value, ``host``, ``compute``, or a name that begins so for another stream of it.
             name: Stands in the error.
             reads: Bytes read.
             writes: Bytes written; may overlap ``reads``.
@@ -137,7 +141,7 @@ class RaceChecker:
         Raises:
             RaceError: An earlier access conflicts and is not ordered before. Nothing is remembered of this operation.
         """
-        me = _INDEX[actor]
+        me = self._number(actor)
         reads = [region for region in reads if region.stop > region.start]
         writes = [region for region in writes if region.stop > region.start]
         with self._lock:
@@ -157,11 +161,18 @@ class RaceChecker:
             self._num_accesses += len(reads) + len(writes)
         return clock
 
-    def mark(self) -> Clock:
-        """The clock of a point behind everything that compute was given so far."""
+    def mark(self, stream: str = COMPUTE) -> Clock:
+        """The clock of a point behind everything that a stream of compute was given so far."""
         with self._lock:
-            clock = self._clocks[_INDEX[COMPUTE]] = self._joined(_INDEX[COMPUTE], ())
+            me = self._number(stream)
+            clock = self._clocks[me] = self._joined(me, ())
         return clock
+
+    def order(self, later: str, earlier: str) -> None:
+        """One stream of compute was put behind another by somebody else: autograd, or the user's ``wait_stream``."""
+        with self._lock:
+            me, other = self._number(later), self._number(earlier)
+            self._clocks[me] = self._joined(me, (self._clocks[other],))
 
     def wait(self, clocks: Iterable[Clock]) -> None:
         """The host waited for handles with these clocks."""
@@ -173,11 +184,19 @@ class RaceChecker:
         with self._lock:
             self.wait(tuple(self._clocks))
 
+    def _number(self, actor: str) -> int:
+        if actor not in self._index and actor.startswith(COMPUTE):
+            self._index[actor] = len(self._actors)
+            self._actors.append(actor)
+            self._clocks = [(*clock, 0) for clock in self._clocks]
+            self._clocks.append((0,) * len(self._actors))
+        return self._index[actor]
+
     def _joined(self, actor: int, clocks: Iterable[Clock]) -> Clock:
         joined = self._clocks[actor]
         for clock in (self._clocks[_INDEX[HOST]], *clocks):
-            if clock and clock is not joined:
-                joined = tuple(map(max, joined, clock))
+            if clock and clock is not joined:  # one from before a stream was seen first is shorter
+                joined = (*map(max, joined, clock), *joined[len(clock) :])
         return joined
 
     def _log(self, region: Region) -> _ArenaLog:
@@ -189,23 +208,22 @@ class RaceChecker:
     def _check(self, region: Region, access: _Access, clock: Clock, *, is_write: bool) -> None:
         for write, reads in self._log(region).pieces(region):
             if write is not None and clock[write.actor] < write.tick:
-                raise _race(region, access, write, ("writes" if is_write else "reads", "write"))
+                raise self._race(region, access, write, ("writes" if is_write else "reads", "write"))
             if is_write:
                 for read in reads:
                     if clock[read.actor] < read.tick:
-                        raise _race(region, access, read, ("writes", "read"))
+                        raise self._race(region, access, read, ("writes", "read"))
 
-
-def _race(region: Region, access: _Access, earlier: _Access, verbs: tuple[str, str]) -> RaceError:
-    mine, theirs = ACTORS[access.actor], ACTORS[earlier.actor]
-    if mine == HOST:
-        repair = f"wait for a handle of '{earlier.name}' first"
-    else:
-        repair = f"name a handle of '{earlier.name}' in its `after`"
-    if theirs == COMPUTE:
-        repair += " (a mark taken after the access)"
-    return RaceError(
-        f"expected '{access.name}' on {mine} to come after '{earlier.name}' on {theirs}, but nothing orders them: "
-        f"it {verbs[0]} bytes [{region.start}, {region.stop}) of arena '{region.arena}', which the other one may still "
-        f"{verbs[1]}; {repair}"
-    )
+    def _race(self, region: Region, access: _Access, earlier: _Access, verbs: tuple[str, str]) -> RaceError:
+        mine, theirs = self._actors[access.actor], self._actors[earlier.actor]
+        if mine == HOST:
+            repair = f"wait for a handle of '{earlier.name}' first"
+        else:
+            repair = f"name a handle of '{earlier.name}' in its `after`"
+        if theirs.startswith(COMPUTE):
+            repair += " (a mark taken after the access)"
+        return RaceError(
+            f"expected '{access.name}' on {mine} to come after '{earlier.name}' on {theirs}, but nothing orders them: "
+            f"it {verbs[0]} bytes [{region.start}, {region.stop}) of arena '{region.arena}', which the other one may "
+            f"still {verbs[1]}; {repair}"
+        )

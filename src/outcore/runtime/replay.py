@@ -12,39 +12,9 @@ import torch
 from torch import nn
 
 from outcore.runtime.attributes import Attributes, Content, SavedTensor, mutable_in, saved_buffers
+from outcore.runtime.autocast import OwnAutocastCache
 from outcore.runtime.device import Device
 from outcore.runtime.randomness import GlobalRandom
-
-
-class AutocastCacheOff:
-    """Keep autocast from caching casts of weights: its cache is keyed by the parameter, whose bytes change under it."""
-
-    def __enter__(self) -> None:
-        self._was = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_autocast_cache_enabled(self._was)
-
-
-class OwnAutocastCache:
-    """A cache of casts for one run of a unit, so that a weight which it uses twice is cast once, as in a plain loop.
-
-    Then both gradients are added before they are cast back, in the lower precision. The cache is empty before and
-    afterwards, since there is one for all: what was cached of other weights is cast again.
-    """
-
-    def __init__(self, *, is_on: bool) -> None:
-        self._is_on = is_on
-
-    def __enter__(self) -> None:
-        self._was = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(self._is_on)
-        torch.clear_autocast_cache()
-
-    def __exit__(self, *_: object) -> None:
-        torch.clear_autocast_cache()
-        torch.set_autocast_cache_enabled(self._was)
 
 
 class Surroundings:

@@ -156,6 +156,12 @@ def storage_of(tensor: torch.Tensor) -> int:
         return 0
 
 
+def sharing_memory(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[int]:
+    """Results that share memory with an argument or with one another."""
+    places = [storage_of(t) for t in (*outputs, *inputs)]
+    return [i for i, place in enumerate(places[: len(outputs)]) if place and places.count(place) > 1]
+
+
 def _filled(content: Any, tensors: Sequence[torch.Tensor]) -> Any:
     kind = type(content)
     if kind is _Place:

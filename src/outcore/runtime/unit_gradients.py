@@ -13,6 +13,7 @@ from outcore.memory.arena import Buffer
 from outcore.optim import kernels
 from outcore.runtime.grad_handle import GradHandle
 from outcore.runtime.homes import Slot, SlotPool
+from outcore.runtime.lanes import Handle
 from outcore.runtime.unit import Unit, flat
 
 
@@ -48,11 +49,15 @@ class GradientStore(Protocol):
 class Pass:
     """What one backward pass has given a unit so far: in a bucket, or loose."""
 
+    num_expected: int
+    """Parameters that autograd will reach."""
     present: set[int] = field(default_factory=set)
     reached: set[int] = field(default_factory=set)
     """Parameters that nothing more will come for."""
     loose: dict[int, torch.Tensor] = field(default_factory=dict)
     bucket: tuple[SlotPool, Slot] | None = None
+    made: Handle | None = None
+    """Behind the compute that wrote them: not always the stream on which the pass is closed."""
 
 
 class UnitGradients:
@@ -90,6 +95,8 @@ class UnitGradients:
             grad, handle = param.grad, self.handles.get(i)
             if grad is None:
                 self.handles.pop(i, None)  # put back later it would stand for bytes that may be overwritten by then
+            elif isinstance(grad, GradHandle) and grad.is_lost:
+                raise UnsupportedError(self._lost(i))
             elif handle is None or grad is not handle:
                 raise UnsupportedError(
                     f"expected p.grad of '{self.unit.spec.params[i].name}' to be what backward left there, or None, "
@@ -144,7 +151,26 @@ class UnitGradients:
         self.version += 1
         self._store.replace(self, handle, flat(self.unit.spec.params[handle.index], value))
 
+    def lose(self) -> None:
+        """A backward ended in an exception while the unit was at it: no gradient of it can be trusted."""
+        for i, param in enumerate(self.unit.params[: self.unit.num_trainable]):
+            handle = self.handles[i] = GradHandle(self.unit.grad_likes[i], param.device, self, i)
+            handle.is_lost = True
+            param.grad = handle
+
+    def refuse_lost(self, handle: GradHandle) -> None:
+        """Raise if the gradient is not whole."""
+        if handle.is_lost:
+            raise UnsupportedError(self._lost(handle.index))
+
+    def _lost(self, index: int) -> str:
+        return (
+            "backward ended in an exception; call optimizer.zero_grad() first (expected whole gradients, but that of "
+            f"'{self.unit.spec.params[index].name}' may be a part only)"
+        )
+
     def _refuse_stale(self, handle: GradHandle) -> None:
+        self.refuse_lost(handle)
         if self.unit.params[handle.index].grad is not handle:
             raise UnsupportedError(
                 f"expected the gradient that is on p.grad of '{self.gradient_name(handle)}' now, but got one that was "

@@ -11,12 +11,13 @@ those of the step before. Whatever else is needed is fetched on demand.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import partial
 
 import torch
 
-from outcore.core.errors import MemoryBudgetError, OutcoreError
+from outcore.core.errors import MemoryBudgetError, OutcoreError, UnsupportedError
 from outcore.core.quantities import format_bytes
 from outcore.memory.arena import Buffer
 from outcore.planning.schedule import update_order, usual_visits
@@ -60,6 +61,9 @@ class Weights:
         decide = partial(weight_moves, model, plan)
         self._step = Cursor(decide, usual_visits(model), self._held())
         self._round = Round(decide, (), self._held())
+        self.calls: list[tuple[int, Phase]] = []
+        """Units that are being called, the outermost first."""
+        self._thread = 0
         self._cursor: Cursor = self._step
         """The one of the two that follows the run now."""
 
@@ -68,27 +72,41 @@ class Weights:
         """Those of the last step, which this one is expected to repeat."""
         return self._step.expected
 
-    def bind(self, index: int, phase: Phase) -> None:
-        """Make a unit's parameters present; compute that follows sees the current weights.
+    def begin_call(self, unit: Unit) -> int:
+        """How many calls are running already; one more may begin.
 
-        Order: compute waits for the fetch, and the fetch for the unit's last update.
+        Raises:
+            UnsupportedError: They are another thread's.
         """
         if self.refusal is not None:
             raise self.refusal
+        thread = threading.get_ident()
+        if self.calls and self._thread != thread:
+            raise UnsupportedError(
+                f"unit '{unit.label}': expected one thread at a time to call a prepared model, but another one is in "
+                "a call of a unit; let one thread run the model, or hold a lock around each forward and backward"
+            )
+        self._thread = thread
+        return len(self.calls)
+
+    def bind(self, index: int, phase: Phase) -> None:
+        """Make a unit's parameters present; compute that follows sees the current weights.
+
+        Whoever calls this must ``unbind``, or ``unwind`` if either was interrupted.
+
+        Order: compute waits for the fetch, and the fetch for the unit's last update.
+        """
         unit = self._units[index]
         self._follow(Visit(phase, index))
+        self.calls.append((index, phase))
         unit.num_bound += 1
         if unit.is_gathered:
             return
-        try:
-            self._make_due()
-            if not unit.is_resident and unit.slot is None and unit.weights is not None:
-                self._fetch_on_demand(index)
-            if unit.num_bound == 1:
-                self.present(unit)
-        except BaseException:  # whoever called will not unbind
-            unit.num_bound -= 1
-            raise
+        self._make_due()
+        if not unit.is_resident and unit.slot is None and unit.weights is not None:
+            self._fetch_on_demand(index)
+        if unit.num_bound == 1:
+            self.present(unit)
 
     def present(self, unit: Unit) -> None:
         """Order compute behind whatever writes the unit's weights on the device, and point the parameters at them."""
@@ -114,12 +132,26 @@ class Weights:
     def unbind(self, index: int) -> None:
         """Make a unit's parameters absent again; its slot may go to another unit once compute is done with it."""
         unit = self._units[index]
+        if unit.num_bound == 1:  # first, so that ``unwind`` does it again if it is interrupted
+            self._let_go(unit)
+        self.calls.pop()
         unit.num_bound -= 1
-        if unit.is_gathered or unit.num_bound or unit.is_resident:
+
+    def _let_go(self, unit: Unit) -> None:
+        if unit.is_gathered or unit.is_resident:
             return
         if unit.slot is not None:
             unit.slot.free_after = [self._device.mark(f"weights of {unit.label} used")]
         unit.mark_absent(device=self._device.torch_device)
+
+    def unwind(self, num_calls: int) -> None:
+        """End all calls but the first ones, wherever an exception left them."""
+        del self.calls[num_calls:]
+        called = [index for index, _ in self.calls]
+        for i, unit in enumerate(self._units):
+            bound, unit.num_bound = unit.num_bound, called.count(i)
+            if bound and not unit.num_bound:
+                self._let_go(unit)
 
     def rest(self, unit: Unit) -> None:
         """Put an unbound unit's parameters into the state that they have between calls."""

@@ -1,0 +1,166 @@
+"""``optimizer.state``: what a plain optimizer keeps there, read from its home and written to it when somebody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.runtime.engine import Engine
+from outcore.runtime.on_demand import DistantTensor
+from outcore.runtime.unit import Unit
+
+
+class StateTensor(DistantTensor):
+    """One state of one parameter. See [Note: on demand]."""
+
+    def __init__(
+        self,
+        like: torch.Tensor,
+        device: torch.device,
+        read: Callable[[], torch.Tensor],
+        write: Callable[[torch.Tensor], None],
+    ) -> None:
+        """Args: read: Gives a copy in host memory. write: Replaces the state."""
+        self._read, self._write = read, write
+
+    def fetch(self) -> torch.Tensor:
+        """The current value."""
+        return self._read().to(self.device)
+
+    def store(self, value: torch.Tensor) -> None:
+        """Write it home."""
+        self._write(value)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """The value, as a plain optimizer shows it."""
+        return repr(self.fetch())
+
+
+class LiveStates(MutableMapping[torch.Tensor, Any]):
+    """By parameter, as in ``torch.optim.Optimizer.state``."""
+
+    def __init__(self, engine: Engine, groups: list[dict[str, Any]], *, from_the_start: bool, has_step: bool) -> None:
+        """Args: from_the_start: States exist before the first step. has_step: The optimizer keeps a ``step``."""
+        self._engine, self._groups = engine, groups
+        self._from_the_start, self._has_step = from_the_start, has_step
+
+    def place(self, param: torch.Tensor) -> tuple[Unit, int] | None:
+        """Unit and index of a trained parameter."""
+        unit, index = self._engine.places.get(id(param), (None, 0))
+        return None if unit is None or index >= unit.num_trainable else (unit, index)
+
+    def names(self, param: torch.Tensor) -> tuple[str, ...]:
+        """States that a parameter has now."""
+        place = self.place(param)
+        if place is None:
+            return ()
+        unit, index = place
+        if not unit.steps[index] and not self._from_the_start:
+            return ()
+        is_master = unit.spec.params[index].dtype == unit.spec.params[index].update_dtype
+        names = [name for name in unit.state_names if name != "master" or not is_master]
+        return (*(("step",) if self._has_step else ()), *names)
+
+    def read(self, param: torch.Tensor, name: str) -> torch.Tensor:
+        """One state, in host memory."""
+        unit, index = self._expect(param)
+        if name == "step":
+            return torch.tensor(float(unit.steps[index]))
+        return self._engine.access.read_state(unit, name, index)
+
+    def write(self, param: torch.Tensor, name: str, value: Any) -> None:
+        """Replace one state."""
+        unit, index = self._expect(param)
+        if name == "step":
+            unit.steps[index] = int(value)
+            unit.states_version += 1
+            return
+        if name not in unit.state_names:
+            raise ConfigError(
+                f"optimizer.state: expected one of step, {', '.join(unit.state_names)} for "
+                f"'{unit.spec.params[index].name}', but got '{name}', for which outcore.prepare() took no memory; "
+                "keep values of your own elsewhere"
+            )
+        self._engine.check_state(param, {name: value})
+        self._engine.access.write_state(unit, name, index, value)
+
+    def tensor(self, param: torch.Tensor, name: str) -> StateTensor:
+        """One state, as a tensor that is read when it is used."""
+        unit, index = self._expect(param)
+        like, device = torch.empty((), device="meta"), torch.device("cpu")
+        if name != "step":
+            like = torch.empty_like(unit.grad_likes[index], dtype=unit.update_dtypes[index])
+            device = self._engine.device.torch_device
+        return StateTensor(like, device, lambda: self.read(param, name), lambda value: self.write(param, name, value))
+
+    def replace(self, values: Mapping[torch.Tensor, Any]) -> None:
+        """Take other states for all parameters; those without begin anew."""
+        params = [param for group in self._groups for param in group["params"] if self.place(param) is not None]
+        for param in params:
+            self._engine.check_state(param, values.get(param, {}))
+        for param in params:
+            self._engine.load_state(param, values.get(param, {}))
+
+    def __getitem__(self, param: torch.Tensor) -> _StatesOfOne:
+        return _StatesOfOne(self, param)
+
+    def __setitem__(self, param: torch.Tensor, values: Any) -> None:
+        self._expect(param)
+        self._engine.check_state(param, values)
+        self._engine.load_state(param, values)
+
+    def __delitem__(self, param: torch.Tensor) -> None:
+        self._expect(param)
+        self._engine.load_state(param, {})
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (param for group in self._groups for param in group["params"] if self.names(param))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, param: object) -> bool:
+        return isinstance(param, torch.Tensor) and bool(self.names(param))
+
+    def _expect(self, param: torch.Tensor) -> tuple[Unit, int]:
+        self._engine.refuse_if_closed()
+        place = self.place(param)
+        if place is None:
+            raise ConfigError(
+                "optimizer.state: expected a parameter that is trained by the prepared model, but one of shape "
+                f"{tuple(param.shape)} is not"
+            )
+        return place
+
+
+class _StatesOfOne(MutableMapping[str, Any]):
+    """The states of one parameter, by torch's names."""
+
+    def __init__(self, states: LiveStates, param: torch.Tensor) -> None:
+        self._states, self._param = states, param
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._states.names(self._param):
+            raise KeyError(name)
+        return self._states.tensor(self._param, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._states.write(self._param, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        raise UnsupportedError(
+            f"expected a state to be replaced or zeroed, but '{name}' was to be deleted; 'del optimizer.state[param]' "
+            "lets all states of a parameter begin anew"
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._states.names(self._param))
+
+    def __len__(self) -> int:
+        return len(self._states.names(self._param))
+
+    def __repr__(self) -> str:
+        return repr(dict(self))

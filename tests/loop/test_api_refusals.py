@@ -1,0 +1,126 @@
+"""What cannot work says so in one sentence, and what was there goes on."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import outcore
+from outcore.runtime import device_open
+from outcore.runtime.device_cpu import CpuDevice
+
+from .rig import Block, Tower, adamw, batch, make, prepared, train
+
+POLICY = pytest.mark.parametrize("policy", ["keep", "recompute"])
+
+
+class Checkpointed(Block):
+    reentrant = True
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+@POLICY
+def test_a_reentrant_checkpoint_inside_of_a_unit(policy, tmp_path):
+    model = make(lambda: Tower(Checkpointed))
+    with prepared(model, adamw(model), "host", tmp_path, policy=policy) as (model, optimizer):
+        with pytest.raises(outcore.UnsupportedError, match="pass use_reentrant=False, or leave the checkpoint out"):
+            model.loss(batch()).backward()
+        optimizer.zero_grad()
+        Checkpointed.reentrant = False
+        try:
+            train(model, optimizer)
+        finally:
+            Checkpointed.reentrant = True
+
+
+class Calling(Block):
+    other = None
+
+    def forward(self, x):
+        return super().forward(x) + (0 if self.other is None else self.other[0](x))
+
+
+def calling():
+    tower = Tower(Calling)
+    tower.blocks[0].other = (tower.blocks[1],)  # no submodule of it
+    return tower
+
+
+@POLICY
+@pytest.mark.parametrize(("kind", "depth"), [("device", 0), ("host", 0), ("host", 1)])
+def test_a_unit_that_calls_another(policy, kind, depth, tmp_path):
+    model = make(calling)
+    with prepared(model, adamw(model), kind, tmp_path, policy=policy, depth=depth) as (model, optimizer):
+        for _ in range(2):
+            with pytest.raises(outcore.UnsupportedError, match=r"unit 'blocks.1': .*another unit's forward calls it"):
+                model.loss(batch())
+        model.blocks[0].other = None
+        train(model, optimizer)
+    with prepared(make(calling), None, "host", tmp_path, depth=1) as (model, _), torch.no_grad():
+        assert torch.equal(model.eval()(batch()), make(calling).eval()(batch()))
+
+
+class Waiting(Block):
+    gate = None
+
+    def forward(self, x):
+        gate = self.gate
+        if gate is not None:
+            gate.wait(5)
+            gate.wait(5)
+        return super().forward(x)
+
+
+def test_two_threads_in_forward(tmp_path):
+    model = make(lambda: Tower(Waiting))
+    with prepared(model, adamw(model), "host", tmp_path) as (model, optimizer):
+        train(model, optimizer)
+        Waiting.gate = threading.Barrier(2)
+        other = threading.Thread(target=lambda: model.blocks[0](model.embed(batch())))
+        other.start()
+        Waiting.gate.wait(5)  # it is in its block
+        gate, Waiting.gate = Waiting.gate, None
+        with pytest.raises(outcore.UnsupportedError, match="one thread at a time.*let one thread run the model"):
+            model.loss(batch())
+        gate.wait(5)
+        other.join()
+        train(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "reason"),
+    [
+        (None, r"was built without CUDA and ROCm; install one"),
+        ("12.8", r"built for CUDA 12.8\) sees none; look at nvidia"),
+    ],
+)
+def test_no_gpu(cuda, reason, monkeypatch):
+    monkeypatch.setattr(device_open.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(device_open.torch.version, "cuda", cuda)
+    model = make()
+    with pytest.raises(outcore.UnsupportedError, match=f"expected a GPU for 'cuda', but this torch .*{reason}"):
+        outcore.prepare(model, adamw(model), device="cuda")
+
+
+def test_out_of_device_memory_in_prepare(tmp_path, monkeypatch):
+    def fail(self, nbytes, **_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = make()
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    with monkeypatch.context() as patch:
+        patch.setattr(CpuDevice, "allocate", fail)
+        with (
+            pytest.raises(outcore.MemoryBudgetError, match=r"expected [\d.]+ .*, but [\d.]+ .* are free.*as it was"),
+            prepared(model, adamw(model), "disk", tmp_path),
+        ):
+            pass
+    assert list(tmp_path.iterdir()) == []
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    with prepared(model, adamw(model), "disk", tmp_path) as (model, optimizer):
+        train(model, optimizer)

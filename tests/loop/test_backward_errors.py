@@ -1,0 +1,187 @@
+"""A backward that ends in an exception: nothing is trained on a part of a gradient, and what comes after is as ever."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import outcore
+from outcore.runtime import gradients
+
+from .rig import KINDS, Block, Tower, adamw, assert_same, batch, make, prepared, same, seen, train
+
+KIND = pytest.mark.parametrize("kind", KINDS)
+SENTENCE = r"backward ended in an exception; call optimizer.zero_grad\(\) first"
+
+
+class Bomb(torch.autograd.Function):
+    """Raises in backward while it is armed."""
+
+    is_armed = False
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if Bomb.is_armed:
+            raise ZeroDivisionError("injected")
+        return grad
+
+
+class Mined(Block):
+    def forward(self, x):
+        return super().forward(Bomb.apply(x))
+
+
+class MinedTower(Tower):
+    """The bomb is between two blocks."""
+
+    def forward(self, ids):
+        x = self.blocks[0](self.embed(ids))
+        for block in self.blocks[1:]:
+            x = block(Bomb.apply(x))
+        return self.head(x)
+
+
+BUILDS = {"inside a block": lambda: Tower(Mined), "between blocks": MinedTower}
+
+
+def explode(model, seed):
+    Bomb.is_armed = True
+    with pytest.raises(ZeroDivisionError):
+        model.loss(batch(seed)).backward()
+    Bomb.is_armed = False
+
+
+@KIND
+@pytest.mark.parametrize("where", BUILDS)
+@pytest.mark.parametrize("before", [0, 1])
+def test_zeroed_afterwards_all_goes_on(kind, where, before, tmp_path):
+    def drive(model, optimizer):
+        losses = train(model, optimizer, 1)
+        for seed in range(3):
+            for _ in range(before):
+                model.loss(batch(7)).backward()
+            explode(model, seed)
+            optimizer.zero_grad()
+            optimizer.step()  # there is nothing to do
+            losses += train(model, optimizer, 1, seed=seed)
+        return losses
+
+    same(drive, kind, tmp_path, build=BUILDS[where])
+
+
+@KIND
+@pytest.mark.parametrize("where", BUILDS)
+@pytest.mark.parametrize("before", [0, 1])
+def test_not_zeroed_it_is_refused(kind, where, before, tmp_path):
+    model = make(BUILDS[where])
+    with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
+        for _ in range(before):
+            model.loss(batch(7)).backward()
+        explode(model, 1)
+        weights = {n: t.clone() for n, t in model.state_dict().items()}
+        for use in (
+            optimizer.step,
+            lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+            lambda: model.head.weight.grad.sum(),
+            lambda: model.head.weight.grad.mul_(2),
+            lambda: model.loss(batch(2)).backward(),
+            optimizer.step,
+        ):
+            with pytest.raises(outcore.UnsupportedError, match=SENTENCE):
+                use()
+        assert_same(weights, dict(model.state_dict()))
+        optimizer.zero_grad()
+        train(model, optimizer, 1)
+
+
+def test_an_exception_that_is_kept_does_not_keep_the_pass(tmp_path):
+    """As notebooks do: its traceback keeps everything alive."""
+    kept = []
+
+    def drive(model, optimizer):
+        Bomb.is_armed = True
+        try:
+            model.loss(batch()).backward()
+        except ZeroDivisionError as error:
+            kept.append(error)
+        Bomb.is_armed = False
+        optimizer.zero_grad()
+        return train(model, optimizer)
+
+    same(drive, "host", tmp_path, build=MinedTower)
+
+
+# At every statement of the bookkeeping.
+
+SOURCE = Path(gradients.__file__).parent
+FILES = {str(SOURCE / f"{name}.py") for name in ("gradients", "gradient_homes", "unit_gradients", "homes", "early")}
+FILES |= {str(SOURCE / f"{name}.py") for name in ("supply", "disk_transfers", "weights", "slot_cache")}
+HANDLERS = {"_break_off", "lose", "losing_on_error", "_over", "end_without_callback", "recover", "reclaim", "unwind"}
+
+
+class Injection:
+    """Raises before the n-th line that the calling thread runs in the bookkeeping."""
+
+    def __init__(self, number, error):
+        self.number, self.error, self.count = number, error, 0
+
+    def __enter__(self):
+        sys.settrace(self.call)
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+    def call(self, frame, event, _):
+        is_ours = frame.f_code.co_filename in FILES and frame.f_code.co_name not in HANDLERS
+        return self.line if is_ours else None
+
+    def line(self, frame, event, _):
+        if event == "line":
+            self.count += 1
+            if self.count == self.number + 1:
+                raise self.error
+        return self.line
+
+
+SETTINGS = {"host": {}, "disk": {}, "device": {}, "promised": {"accumulation_steps": 2}}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_an_error_at_any_statement_of_backward_costs_only_the_gradients(setting, error, tmp_path):
+    kind, options = setting if setting in KINDS else "disk", SETTINGS[setting]
+    model = make()
+    with prepared(model, adamw(model), kind, tmp_path, **options) as (model, optimizer):
+        train(model, optimizer, 1)
+        first = {n: t.clone() for n, t in model.state_dict().items()}, optimizer.state_dict()
+
+        def begin_again():
+            model.load_state_dict(first[0])
+            optimizer.load_state_dict(first[1])
+            torch.manual_seed(3)
+
+        begin_again()
+        want = seen(train(model, optimizer, 2), model, optimizer)
+        counting = Injection(-1, None)
+        losses = [model.loss(batch(i)) for i in range(2)]
+        with counting:
+            for loss in losses:
+                loss.backward()
+        optimizer.zero_grad()
+        stride = max(1, counting.count // 9)
+        offset = 0 if error is KeyboardInterrupt else stride // 2
+        for number in range(offset, counting.count, stride):
+            losses = [model.loss(batch(i)) for i in range(2)]
+            with pytest.raises(error), Injection(number, error()):
+                for loss in losses:
+                    loss.backward()
+            optimizer.zero_grad()
+            begin_again()
+            assert_same(want, seen(train(model, optimizer, 2), model, optimizer), f"line {number}")
