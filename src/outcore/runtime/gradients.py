@@ -232,7 +232,7 @@ class Gradients:
         self._is_broken = False
 
     def _keep_loose(self, gradients: UnitGradients, current: Pass, grads: dict[int, torch.Tensor]) -> None:
-        name, after = f"gradients of {gradients.unit.label}", cast("After", {"gradients made": current.made})
+        name, after = f"loose gradients of {gradients.unit.label}", cast("After", {"gradients made": current.made})
         current.made = self._device.compute(name, after=after)
         for i, grad in grads.items():
             known = current.loose.get(i)
