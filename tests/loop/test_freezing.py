@@ -87,3 +87,17 @@ def test_unfreezing_what_has_no_memory_is_refused(kind, tmp_path):
             model.loss(batch()).backward()
         model.blocks[1].shift.requires_grad_(False)
         train(model, optimizer)
+
+
+@KIND
+def test_adapters_that_come_later_are_refused_though_some_go_on_training(kind, tmp_path):
+    model = make()
+    with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
+        train(model, optimizer, 1)
+        model.blocks[1].up.weight.requires_grad_(False)
+        model.blocks[1].adapter = torch.nn.Linear(3, 3)
+        model.loss(batch()).backward()
+        with pytest.raises(outcore.UnsupportedError, match=r"'blocks.1.adapter.weight' came later.*before prepare"):
+            optimizer.step()
+        model.blocks[1].adapter.requires_grad_(False)
+        optimizer.step()

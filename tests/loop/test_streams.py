@@ -27,7 +27,7 @@ class Streams(CpuDevice):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self._execution.stream_name = lambda: self.now
+        self.stream_name = lambda: self.now
 
     @contextmanager
     def on(self, stream):

@@ -71,6 +71,8 @@ class Device(abc.ABC):
         self._checker = race_checker
         self._delays = Delays(faults)
         self._execution = execution
+        self.stream_name = execution.stream_name
+        """Tells the stream on which compute works now."""
         self._failures: list[Failure] = []
         self.recorder = Recorder(execution.stopwatch)
         """Adds up what compute waits for; keeps operations if asked to."""
@@ -136,7 +138,7 @@ class Device(abc.ABC):
         """
         self._refuse_in_child(name)
         dependencies = self._dependencies(after)
-        clock = self._declare(self._execution.stream_name(), name, reads, writes, dependencies)
+        clock = () if self._checker is None else self._declare(self.stream_name(), name, reads, writes, dependencies)
         self._order_compute(dependencies)
         if (pause_s := self._delays.compute_s()) > 0:
             self._pause_compute(pause_s)
@@ -145,7 +147,7 @@ class Device(abc.ABC):
     def mark(self, name: str) -> Handle:
         """A handle behind everything that compute was given so far."""
         self._refuse_in_child(name)
-        clock = self._checker.mark(self._execution.stream_name()) if self._checker is not None else ()
+        clock = self._checker.mark(self.stream_name()) if self._checker is not None else ()
         return self._point(name, clock, self._compute_point(is_late=False))
 
     def wait(self, label: str, handle: Dependency) -> None:

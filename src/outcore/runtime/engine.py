@@ -175,6 +175,8 @@ class Engine:
         self._refuse_while_gathered()
         self.refuse_if_replaced()
         held = {u.name: self.gradients.of[u.name].held_handles() for u in self.units}  # refuses before anything is done
+        if any(len(held[u.name]) < u.num_trainable for u in self.units):
+            self._guard.refuse_if_adapted()
         for unit in self.units:
             take_edits(unit, self.access, self.device)
         with self._refusing_what_follows():

@@ -27,7 +27,7 @@ class GradientOwner(Protocol):
         """Norm of the gradient times the handle's factors: a 0-dim tensor on the device."""
 
     def refuse_lost(self, handle: GradHandle) -> None:
-        """Raise if the gradient is not whole."""
+        """Raise for a gradient that is not whole."""
 
     def known_norm(self, handle: GradHandle) -> torch.Tensor | None:
         """The 2-norm, if it was taken already; a finite one proves that every element is finite."""
@@ -95,19 +95,17 @@ class GradHandle(DistantTensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Serve what loops do to gradients where they are, the rest on their values."""
-        serve = _SERVED.get(func)
-        if serve is not None and _is_of_handles(args[0]):
-            for handle in args[0] if isinstance(args[0], list) else args[:1]:
-                if isinstance(handle, GradHandle) and handle.is_lost:
+        serve, is_ours = _SERVED.get(func), False
+        for handle in args[0] if isinstance(args[0], list) else args[:1]:
+            if isinstance(handle, GradHandle):
+                is_ours = True
+                if handle.is_lost:
                     handle.owner.refuse_lost(handle)
+        if serve is not None and is_ours:
             result = serve(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
         return on_values(func, args, kwargs or {})
-
-
-def _is_of_handles(value: Any) -> bool:
-    return isinstance(value, GradHandle) or (isinstance(value, list) and any(isinstance(v, GradHandle) for v in value))
 
 
 def _vector_norm(handle: GradHandle, order: float = 2, dim: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:

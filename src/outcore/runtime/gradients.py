@@ -111,7 +111,7 @@ class Gradients:
         if not grads:
             return
         gradients = self.of[unit.name]
-        with self.losing_on_error():
+        try:
             self._join_pass(gradients)
             current = gradients.open
             if current is None:
@@ -123,6 +123,9 @@ class Gradients:
                 else:
                     self._keep_loose(gradients, current, grads)
             current.present.update(grads)
+        except BaseException:
+            self._break_off()
+            raise
 
     def hook(self, unit: Unit, index: int) -> Callable[[torch.Tensor], None]:
         """What autograd calls when it has reached a parameter: once in a pass, after all that gives it a gradient.
@@ -145,8 +148,11 @@ class Gradients:
             if current is not None and unit.name:
                 current.reached.add(index)
                 if len(current.reached) == current.num_expected:
-                    with self.losing_on_error():
+                    try:
                         self._close(gradients)
+                    except BaseException:
+                        self._break_off()
+                        raise
 
         return reached
 
@@ -232,12 +238,9 @@ class Gradients:
         self._is_broken = False
 
     def _keep_loose(self, gradients: UnitGradients, current: Pass, grads: dict[int, torch.Tensor]) -> None:
-        name, after = f"loose gradients of {gradients.unit.label}", cast("After", {"gradients made": current.made})
-        current.made = self._device.compute(name, after=after)
+        self._take_over(gradients.unit, current)
         for i, grad in grads.items():
             known = current.loose.get(i)
-            if known is not None:
-                self._device.hand_over(known, None)
             current.loose[i] = grad if known is None else known + grad
 
     def _into_bucket(self, gradients: UnitGradients, current: Pass, grads: dict[int, torch.Tensor]) -> None:
@@ -245,17 +248,15 @@ class Gradients:
         if current.bucket is None:
             pool = self._homes.pool("device", "bucket", unit.spec.trainable_bytes)
             slot = pool.take()
-            while (
-                slot is None
-            ):  # all are held by units that are called again later: send one home early, its rest is added there
-                self._close(
-                    next(g for g in self._open.values() if g.open and g.open.bucket and g.open.bucket[0] is pool)
-                )
+            while slot is None:  # units that are called again later hold all: send one home early, it is added to there
+                holders = (g for g in self._open.values() if g.open and g.open.bucket and g.open.bucket[0] is pool)
+                self._close(next(holders))
                 slot = pool.take()
             current.bucket, after = (pool, slot), {"bucket free": slot.free_after}
         buffer = current.bucket[1].buffer
         region = buffer.part(0, unit.spec.trainable_bytes).region
         current.made = self._device.compute(f"gradients of {unit.label}", writes=[region], after=after)
+        current.stream = self._device.stream_name()
         views = unit.native_views(buffer)
         first = [i for i in grads if i not in current.present]
         if first:
@@ -297,9 +298,13 @@ class Gradients:
 
         The hook that closes a pass then works on the stream on which the parameter was first used.
         """
+        stream = self._device.stream_name()
+        if stream == current.stream:
+            return
         slot = None if current.bucket is None else current.bucket[1]
         regions = [] if slot is None else [slot.buffer.part(0, unit.spec.trainable_bytes).region]
-        self._device.compute(f"close {unit.label}", reads=regions, after={"gradients made": current.made})
+        name, after = f"take over gradients of {unit.label}", {"gradients made": current.made}
+        current.made, current.stream = self._device.compute(name, reads=regions, after=after), stream
         for grad in current.loose.values():
             self._device.hand_over(grad, None)
 

@@ -108,6 +108,21 @@ class ModuleGuard:
                     "weights and add adapters before prepare"
                 )
 
+    def refuse_if_adapted(self) -> None:
+        """Raise if parameters were frozen since ``prepare`` and others came that are to be trained, as adapters are.
+
+        Raises:
+            UnsupportedError: Naming the first.
+        """
+        if all(p.requires_grad for unit in self._engine.units for p in unit.params[: unit.num_trainable]):
+            return
+        for name, param in self._engine.model.named_parameters():
+            if param.requires_grad and id(param) not in self._engine.places:
+                raise UnsupportedError(
+                    f"expected the parameters that outcore.prepare() got, but '{name}' came later and others were "
+                    "frozen; add adapters before prepare, and give it the optimizer that has them"
+                )
+
     def remove(self) -> None:
         """Make it an ordinary module again."""
         for undo in self._undo:

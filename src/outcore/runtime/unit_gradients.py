@@ -57,7 +57,9 @@ class Pass:
     loose: dict[int, torch.Tensor] = field(default_factory=dict)
     bucket: tuple[SlotPool, Slot] | None = None
     made: Handle | None = None
-    """Behind the compute that wrote them: not always the stream on which the pass is closed."""
+    """Behind the compute that wrote them."""
+    stream: str = ""
+    """Where that was: not always the stream on which the pass is closed."""
 
 
 class UnitGradients:
@@ -96,7 +98,7 @@ class UnitGradients:
             if grad is None:
                 self.handles.pop(i, None)  # put back later it would stand for bytes that may be overwritten by then
             elif isinstance(grad, GradHandle) and grad.is_lost:
-                raise UnsupportedError(self._lost(i))
+                self.refuse_lost(grad)
             elif handle is None or grad is not handle:
                 raise UnsupportedError(
                     f"expected p.grad of '{self.unit.spec.params[i].name}' to be what backward left there, or None, "
@@ -154,23 +156,22 @@ class UnitGradients:
     def lose(self) -> None:
         """A backward ended in an exception while the unit was at it: no gradient of it can be trusted."""
         for i, param in enumerate(self.unit.params[: self.unit.num_trainable]):
+            if param.shape != self.unit.spec.params[i].shape:  # resized, which the step will refuse
+                continue
             handle = self.handles[i] = GradHandle(self.unit.grad_likes[i], param.device, self, i)
             handle.is_lost = True
             param.grad = handle
 
     def refuse_lost(self, handle: GradHandle) -> None:
-        """Raise if the gradient is not whole."""
-        if handle.is_lost:
-            raise UnsupportedError(self._lost(handle.index))
-
-    def _lost(self, index: int) -> str:
-        return (
+        """Raise for a gradient that is not whole."""
+        raise UnsupportedError(
             "backward ended in an exception; call optimizer.zero_grad() first (expected whole gradients, but that of "
-            f"'{self.unit.spec.params[index].name}' may be a part only)"
+            f"'{self.gradient_name(handle)}' may be a part only)"
         )
 
     def _refuse_stale(self, handle: GradHandle) -> None:
-        self.refuse_lost(handle)
+        if handle.is_lost:
+            self.refuse_lost(handle)
         if self.unit.params[handle.index].grad is not handle:
             raise UnsupportedError(
                 f"expected the gradient that is on p.grad of '{self.gradient_name(handle)}' now, but got one that was "
