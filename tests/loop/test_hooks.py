@@ -7,7 +7,7 @@ import torch
 
 import outcore
 
-from .rig import adamw, batch, make, prepared, same, train
+from .rig import WIDTH, Block, Tower, adamw, batch, make, prepared, same, train
 
 KIND = pytest.mark.parametrize("kind", ["device", "host"])
 POLICY = pytest.mark.parametrize("policy", ["keep", "recompute"])
@@ -133,3 +133,91 @@ def test_hooks_on_results(kind, policy, tmp_path):
         return x.grad
 
     same(drive, kind, tmp_path, policy=policy)
+
+
+class Choosy(Block):
+    """Runs one of its two parts, and takes an argument that it does not use."""
+
+    def __init__(self):
+        super().__init__()
+        self.spare, self.use_spare = torch.nn.Linear(WIDTH, WIDTH), False
+
+    def forward(self, x, other=None):
+        return self.spare(x) if self.use_spare else super().forward(x)
+
+
+@KIND
+@POLICY
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_hook_is_not_called_where_its_parameter_took_no_part(kind, policy, when, tmp_path):
+    """Nor is it lost where only one of several calls used the parameter, and it can be removed."""
+    seen = []
+
+    def register(model):
+        return [b.spare.weight.register_hook(lambda g: seen.append(g.clone()) or g * 2) for b in model.blocks]
+
+    def optimizer(model):
+        if when == "before":
+            register(model)
+        return adamw(model)
+
+    def drive(model, optimizer):
+        seen.clear()
+        handles = register(model) if when == "after" else []
+        for step, spare in enumerate(((), (0,), (0, 1))):
+            x = model.embed(batch(step))
+            for call in range(2):
+                for block in model.blocks:
+                    block.use_spare = call in spare
+                    x = block(x)
+            model.head(x).square().mean().backward()
+            seen.append([p.grad is None for p in model.parameters()])
+            optimizer.step()
+            optimizer.zero_grad()
+        for handle in handles:
+            handle.remove()
+        for block in model.blocks:
+            block.use_spare = True
+        return list(seen), train(model, optimizer), len(seen)
+
+    same(drive, kind, tmp_path, build=lambda: Tower(Choosy), optimizer=optimizer, policy=policy)
+
+
+class Shown(torch.autograd.Function):
+    """Gets zeros where autograd comes to it without a gradient."""
+
+    @staticmethod
+    def forward(ctx, x, seen):
+        ctx.seen = seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.seen.append(grad.abs().sum())
+        return grad, None
+
+
+@KIND
+@POLICY
+def test_an_argument_that_is_not_used_gets_no_gradient(kind, policy, tmp_path):
+    """What made it is not visited, so what it was made of gets no gradient of zeros, which would be stepped."""
+
+    def drive(model, optimizer):
+        seen = []
+        other = Shown.apply(model.aside(torch.ones(1, WIDTH)), seen)
+        other.register_hook(lambda g: seen.append(g.clone()))
+        x = model.embed(batch())
+        for block in model.blocks:
+            x = block(x, other)
+        model.head(x).square().mean().backward()
+        seen.append([p.grad is None for p in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+        return seen
+
+    def build():
+        tower = Tower(Choosy)
+        tower.aside = torch.nn.Linear(WIDTH, WIDTH)
+        return tower
+
+    same(drive, kind, tmp_path, build=build, policy=policy)

@@ -27,10 +27,12 @@ from outcore.runtime.device import Device
 from outcore.runtime.edits import OwnEdits
 from outcore.runtime.inner_graph import (
     drop_saved,
-    foreign_leaves,
+    find_leaves,
     gradients,
     guarded_leaf,
+    requiring,
     save_weights_by_place,
+    spare_hooks,
     without_hooks,
 )
 from outcore.runtime.replay import ForwardState, Surroundings
@@ -88,6 +90,8 @@ class Call:
     """Parameters that forward itself may have changed, before a recompute."""
     flags: list[bool] = field(default_factory=list)
     """Which of the unit's parameters needed a gradient."""
+    used: list[bool] = field(default_factory=list)
+    """Which of the arguments get one: autograd would come to the others with None, where a plain loop does not."""
 
     def release(self) -> None:
         """Let go of what a backward needs: this object lives as long as the loss does."""
@@ -146,7 +150,7 @@ class UnitCall:
         self._refuse_transforms()
         call, inner, outputs, out_structure = self._run_forward(tensors, structure)
         if call.outputs:
-            given = [t for t, w in zip(tensors, call.wants_grad, strict=True) if w]
+            given = [t for t, u in zip(tensors, call.used, strict=True) if u]
             saved = tensors if call.state is not None or _is_packing() else []
             # Parameters are inputs too: for torch.autograd.grad, backward(inputs=...) and their own gradient hooks.
             results = iter(UnitFunction.apply(self, call, saved, self._anchor, *given, *call.foreign, *self._trainable))
@@ -232,11 +236,12 @@ class UnitCall:
                 f"{self._where} changed one of its arguments in place, which recompute would do twice; copy it first"
             )
         made = [t for t in outputs if t.grad_fn is not None]
-        foreign = foreign_leaves(made, inner, self.unit.params, start, self._where)
+        foreign, used = find_leaves(made, inner, self.unit.params, start, self._where)
         call = Call(structure, wants_grad, foreign, [t.shape for t in made], made, self._weights_version(), state)
         call.edited = self._edits.suspects if recomputes else []
         call.summary = summary_of(outputs, out_structure) if is_checked or call.edited else None
         call.recording, call.flags = emptied(recording), flags
+        call.used = [id(t) in used for t in inner]
         call.foreign_versions = [_version(t) for t in foreign]
         call.watched = sharing_memory(made, tensors) if recomputes else list(range(len(made)))
         if not recomputes:
@@ -308,11 +313,11 @@ class UnitCall:
             for flag, (node, _) in zip(call.flags, ctx.next_functions[-len(params) :] if params else (), strict=False)
         ]
         with self._sink.losing_on_error(self.unit), self._bound(Phase.BACKWARD):
-            with _requiring(self.unit.params, self._refuse_changes(), call.flags):
+            with requiring(self.unit.params, self._refuse_changes(), call.flags):
                 inner, outputs = self._graph(call, saved)
                 if not keeps_graph:
                     call.release()
-                outer = [*(t for t, w in zip(inner, call.wants_grad, strict=True) if w), *call.foreign]
+                outer = [*(t for t, u in zip(inner, call.used, strict=True) if u), *call.foreign]
                 sources = [*outer, *(p for p, w in zip(params, wanted, strict=True) if w)]
                 pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None]
                 leaves = [*params, *call.foreign]
@@ -320,6 +325,7 @@ class UnitCall:
             given = [next(found) for _ in outer]
             made = {i: g for i, w in enumerate(wanted) if w and (g := next(found)) is not None}
             grads_of = self.unit.in_own_dtype(made)
+            spare_hooks(params, grads_of)
             # Autograd itself takes those of chosen inputs, and of parameters with hooks, which see the sum of all
             # calls. It drops those of parameters that were frozen since forward.
             outside = {i: g for i, g in grads_of.items() if not is_ordinary or params[i]._backward_hooks}
@@ -416,19 +422,6 @@ class UnitFunction(torch.autograd.Function):
         """Run the inner backward."""
         found = ctx.unit_call.backward(ctx, ctx.call, ctx.saved_tensors, grads)
         return (None, None, None, None, *found)
-
-
-@contextmanager
-def _requiring(params: Sequence[torch.Tensor], now: list[bool], flags: list[bool]) -> Iterator[None]:
-    """Have those parameters need a gradient that did in forward: they may have been frozen since."""
-    changed = [] if now == flags else list(zip(params, flags, now, strict=True))
-    try:
-        for param, flag, _ in changed:
-            param.requires_grad_(flag)
-        yield
-    finally:
-        for param, _, flag in changed:
-            param.requires_grad_(flag)
 
 
 def _is_wanted(node: Any) -> bool:

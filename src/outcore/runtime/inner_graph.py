@@ -7,8 +7,8 @@ is a way that nobody follows, so it is found and refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -20,10 +20,13 @@ from outcore.runtime.unit import Unit
 _engine = cast("Any", torch.autograd.Variable)._execution_engine
 
 
-def foreign_leaves(
+def find_leaves(
     outputs: Sequence[torch.Tensor], inner: Sequence[torch.Tensor], params: Sequence[Parameter], start: int, where: str
-) -> list[torch.Tensor]:
-    """Leaves with gradient that the block reached by other ways than its arguments and its own parameters.
+) -> tuple[list[torch.Tensor], set[int]]:
+    """Leaves with gradient that results depend on.
+
+    Returns:
+        Those that are neither arguments nor the block's own parameters, and the ids of those that are.
 
     Args:
         outputs: Results that need a gradient.
@@ -36,7 +39,7 @@ def foreign_leaves(
         UnsupportedError: A tensor that was computed outside of the block was captured.
     """
     known = {id(t) for t in inner} | {id(p) for p in params}
-    found: dict[int, torch.Tensor] = {}
+    found, used = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
     seen: set[Any] = {None}
     stack: list[Any] = [t.grad_fn for t in outputs]
     while stack:
@@ -46,8 +49,7 @@ def foreign_leaves(
         seen.add(node)
         edges = node.next_functions
         if not edges and (leaf := getattr(node, "variable", None)) is not None:
-            if id(leaf) not in known:
-                found[id(leaf)] = leaf
+            (used if id(leaf) in known else found)[id(leaf)] = leaf
         elif node._sequence_nr() < start:
             raise UnsupportedError(
                 f"{where} uses a tensor made outside of it ({node.name()}) by closure, so its gradient would be lost; "
@@ -58,7 +60,7 @@ def foreign_leaves(
             for edge, _ in edges:
                 if edge not in seen:
                     stack.append(edge)
-    return list(found.values())
+    return list(found.values()), set(used)
 
 
 def guarded_leaf(tensor: torch.Tensor, where: str) -> torch.Tensor:
@@ -180,6 +182,42 @@ def gradients(
             ) from error
         raise
     return cast("Sequence[torch.Tensor | None]", found)
+
+
+class _WhereReached:
+    """A parameter's own hook, which a plain loop does not call where the parameter took no part."""
+
+    def __init__(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        self._hook = hook
+
+    def __call__(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        return None if grad is None else self._hook(grad)
+
+
+def spare_hooks(params: Sequence[Parameter], grads: Container[int]) -> None:
+    """Autograd comes to parameters that have no gradient too: their own hooks are not to be called there.
+
+    Args:
+        params: Of a unit.
+        grads: Which of them have one.
+    """
+    for i, param in enumerate(params):
+        hooks = param._backward_hooks
+        if hooks and i not in grads:
+            hooks.update({k: h if isinstance(h, _WhereReached) else _WhereReached(h) for k, h in hooks.items()})
+
+
+@contextmanager
+def requiring(params: Sequence[torch.Tensor], now: list[bool], flags: list[bool]) -> Iterator[None]:
+    """Have those parameters need a gradient that did in forward: they may have been frozen since."""
+    changed = [] if now == flags else list(zip(params, flags, now, strict=True))
+    try:
+        for param, flag, _ in changed:
+            param.requires_grad_(flag)
+        yield
+    finally:
+        for param, _, flag in changed:
+            param.requires_grad_(flag)
 
 
 def without_hooks(leaves: Sequence[torch.Tensor], work: Callable[[], Any]) -> Any:
