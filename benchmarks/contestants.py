@@ -97,7 +97,7 @@ class Streamed:
 
     def close(self) -> None:
         """Give everything back."""
-        outcore.close(self.model)
+        outcore.close(self.model, keep_weights=False)
 
 
 def timed(step: Callable[[], None], steps: int, device: str) -> list[float]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from outcore.core.errors import ConfigError
+from outcore.core.errors import ConfigError, OutcoreError
 from outcore.memory.limits import disk_free_bytes, host_free_bytes
 from outcore.optim.rules import UpdateRule, rule_for
 from outcore.planning.check import check_plan
@@ -33,6 +33,7 @@ from outcore.runtime.unit import Unit
 from outcore.saving.conversions import refuse_prefixes
 from outcore.saving.export import save_model, stream_tensors
 from outcore.saving.first_values import FirstValues
+from outcore.saving.give_back import Origin, give_back, origins_of, take_weights
 from outcore.spec.budget import Budget, Limits
 from outcore.spec.model import ModelSpec, Precision
 from outcore.spec.plan import Plan
@@ -50,8 +51,21 @@ class Prepared(NamedTuple):
     def __enter__(self) -> Prepared:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        close(self.model)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        # An interrupt is to end things soon, so nothing is copied; errors leave the weights of the last whole step.
+        try:
+            close(self.model, keep_weights=kind is None or issubclass(kind, Exception))
+        except OutcoreError as refusal:
+            lost = (
+                f"the weights of this {type(self.model).__name__} are gone with the end of its block: "
+                f"{refusal.__cause__}. Save them inside the block, or go on from an earlier save"
+            )
+            if error is None:
+                warnings.warn(lost, stacklevel=2)
+            else:
+                error.add_note(lost)
+        finally:
+            close(self.model, keep_weights=False)
 
 
 def prepare(  # noqa: PLR0913 (one call is the whole configuration)
@@ -149,23 +163,53 @@ def free_budget(budget: Budget, *, device: torch.device | str | None = None) -> 
     return Budget(device=limits.device_bytes, host=limits.host_bytes, disk=budget.disk, disk_bytes=limits.disk_bytes)
 
 
-def close(model: nn.Module) -> None:
+def close(model: nn.Module, *, keep_weights: bool = True) -> None:
     """End the run of a prepared model: let running work end, give memory, files and threads back. Idempotent.
 
-    Its weights are gone afterwards; save them before. Also done when the interpreter exits.
+    The model is an ordinary one afterwards, and can be prepared again with a new optimizer. Its weights are as
+    ``state_dict`` gives them: gradients, fp32 masters and optimizer states end with the run. The end of a ``with``
+    block closes in any case, with a warning where the weights cannot be kept. After a Ctrl-C there, and when the
+    interpreter exits, none are kept.
+
+    Args:
+        model: Prepared.
+        keep_weights: Put them back to where they were before ``prepare``. False gives their memory back, too: right
+            where they were saved or do not fit into host memory.
 
     Raises:
         ConfigError: Not a prepared model.
+        OutcoreError: The weights cannot be kept: they do not fit, or a step was cut short. The model is prepared still.
+
+    Memory: host, all weights beside what the run holds until it ends; none with ``keep_weights=False``.
     """
     attachment = attachment_of(model)
-    if attachment is not None:
-        _CLOSED.add(model)
-        attachment.engine.close()
-    elif model not in _CLOSED:
+    if attachment is None:
+        if model in _CLOSED:
+            return
         raise ConfigError(
             f"close: expected a model that outcore.prepare() returned, but got a {type(model).__name__} that is not "
             "prepared"
         )
+    engine = attachment.engine
+    values = _weights_to_keep(engine) if keep_weights else {}
+    _CLOSED.add(model)
+    try:
+        engine.close()
+    finally:
+        if keep_weights:
+            _ENGINES.discard(engine)
+            give_back(model, values, _ORIGINS[engine])
+
+
+def _weights_to_keep(engine: Engine) -> dict[int, torch.Tensor]:
+    try:
+        return take_weights(engine)
+    except OutcoreError as error:
+        raise OutcoreError(
+            f"close: expected weights that can go back into ordinary parameters, but {error}. The model is prepared "
+            "still: save it if it is whole (outcore.save_pretrained, or named_tensors one by one), then end its run "
+            "without them: outcore.close(model, keep_weights=False)"
+        ) from error
 
 
 def gathered(
@@ -240,6 +284,9 @@ def save_pretrained(model: nn.Module, directory: str | Path) -> None:
 
 _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
 _CLOSED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_ORIGINS: weakref.WeakKeyDictionary[Engine, dict[str, Origin]] = weakref.WeakKeyDictionary()
+_GIVEN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers that were prepared once: their states ended with that run, or go on elsewhere."""
 
 
 class _Options(NamedTuple):
@@ -261,6 +308,7 @@ def _prepare(
     faults: Faults,
     race_checker: RaceChecker | None,
 ) -> Prepared:
+    origins = origins_of(model, is_to_be_frozen=optimizer is None) if isinstance(model, nn.Module) else {}
     rule, cut = _cut(model, optimizer, options)
     first_values = FirstValues(model, options.weights)
     device = open_device(options.device, faults, race_checker)
@@ -289,6 +337,10 @@ def _prepare(
         raise
     _switch_off_checkpointing(model)
     _ENGINES.add(engine)
+    _ORIGINS[engine] = origins
+    if optimizer is not None:
+        _GIVEN.add(optimizer)
+    _CLOSED.discard(model)
     close_at_exit(engine)
     return Prepared(model, streamed)
 
@@ -326,6 +378,12 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
         raise ConfigError(f"prepare: expected accumulation_steps to be a positive integer or None, but got {steps!r}")
     if optimizer is None:
         return
+    if optimizer in _GIVEN:
+        raise ConfigError(
+            f"prepare: expected a new optimizer, but this {type(optimizer).__name__} was prepared before, and its "
+            "states ended with that run; build a new one, and load the prepared one's state_dict() into it if the "
+            "states are to go on"
+        )
     names = {id(p): n for n, p in model.named_parameters()}
     for param in (p for group in optimizer.param_groups for p in group["params"]):
         if id(param) not in names:

@@ -100,7 +100,7 @@ def streamed(folder: Path, **options: Any) -> Iterator[Streamed]:
         finally:
             for model in side.models:
                 if attachment_of(model()) is not None:
-                    outcore.close(model())
+                    outcore.close(model(), keep_weights=False)
 
 
 def train(trainer: Trainer) -> None:

@@ -131,6 +131,65 @@ def test_optimizer_that_outcore_does_not_know(tmp_path):
             trainer.train()
 
 
+def test_a_second_trainer_takes_the_model_over(tmp_path):
+    """Two stages, or a cell of a notebook that is run again."""
+
+    def job(side, folder):
+        model = llama()
+        language(side, folder / "first", model=model).train()
+        return language(side, folder / "second", model=model)
+
+    same(job, tmp_path)
+
+
+def test_a_second_trainer_with_positional_arguments(tmp_path):
+    with streamed(tmp_path) as side:
+        first = language(side, tmp_path / "first")
+        first.train()
+        kind = type(first)
+        second = kind(first.model, first.args, first.data_collator, first.train_dataset, first.eval_dataset)
+        side.models.append(lambda: second.model)
+        second.train()
+
+
+def test_a_trainer_whose_model_was_closed(tmp_path):
+    with streamed(tmp_path) as side:
+        trainer = language(side, tmp_path / "trainer")
+        trainer.train()
+        outcore.close(trainer.model)
+        with pytest.raises(outcore.ConfigError, match=r"outcore.close\(\) ended its run, .* or build a new Trainer"):
+            trainer.train()
+
+
+def test_no_take_over_that_would_lose_weights(tmp_path, monkeypatch):
+    with streamed(tmp_path) as side:
+        first = language(side, tmp_path / "first")
+        first.train()
+        want = weights(first.model)
+        with monkeypatch.context() as patched:
+            patched.setattr("outcore.saving.give_back.host_free_bytes", lambda: 1000)
+            with pytest.raises(outcore.ConfigError, match=r"its weights would be lost: they take .* of host memory"):
+                language(side, tmp_path / "second", model=first.model)
+        exactly(weights(first.model), want)
+        assert not first.optimizer.engine.is_closed
+
+
+class Stops(TrainerCallback):
+    def on_step_begin(self, args, state, control, **_):
+        if state.global_step == 2:
+            raise KeyboardInterrupt
+
+
+def test_a_second_trainer_after_an_interrupt(tmp_path):
+    def job(side, folder):
+        model = llama()
+        with pytest.raises(KeyboardInterrupt):
+            language(side, folder / "first", model=model, parts={"callbacks": [Stops()]}).train()
+        return language(side, folder / "second", model=model)
+
+    same(job, tmp_path)
+
+
 class Samples(TrainerCallback):
     """Generates at the end of every epoch."""
 

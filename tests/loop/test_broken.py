@@ -19,6 +19,8 @@ from outcore.runtime import workers
 
 from .rig import adamw, batch, make, prepared, train
 
+pytestmark = pytest.mark.filterwarnings("ignore:the weights of this:UserWarning")
+
 BOUND_S = 0.2
 
 
@@ -72,7 +74,7 @@ def fails_then_closes(model, optimizer, error, match, *, is_forward_lost=True):
         with pytest.raises(outcore.OutcoreError):  # an update that needs what failed is missed by the next forward
             train(model, optimizer, 2)
     start_s = time.monotonic()
-    outcore.close(model)
+    outcore.close(model, keep_weights=False)
     assert time.monotonic() - start_s < 20 * BOUND_S
 
 
@@ -133,7 +135,7 @@ def test_a_thread_that_is_left_behind_is_said(tmp_path, monkeypatch, release):
         optimizer.step()
         begun.wait(30)
         with pytest.warns(RuntimeWarning, match=r"'update .*' on lane update still runs; its thread is left behind"):
-            outcore.close(model)
+            outcore.close(model, keep_weights=False)
 
 
 def test_closing_stops_an_update_that_is_only_long(tmp_path, monkeypatch):
@@ -150,7 +152,7 @@ def test_closing_stops_an_update_that_is_only_long(tmp_path, monkeypatch):
         model.loss(batch()).backward()
         optimizer.step()
         begun.wait(30)
-        outcore.close(model)  # without a warning: no thread is left behind
+        outcore.close(model, keep_weights=False)  # without a warning: no thread is left behind
 
 
 @pytest.mark.parametrize("verb", ["pread", "pwrite"])
@@ -179,7 +181,7 @@ def test_closing_does_not_wait_for_a_disk_that_stands_still(tmp_path, monkeypatc
         monkeypatch.setattr(OsDiskIO, "pread", lambda *_: release.wait(30))
         optimizer.step()
         start_s = time.monotonic()
-        outcore.close(model)
+        outcore.close(model, keep_weights=False)
         assert time.monotonic() - start_s < 20 * BOUND_S
     assert list(tmp_path.iterdir()) == []
 

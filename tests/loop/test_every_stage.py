@@ -17,6 +17,8 @@ from outcore.planning.share import share_updates
 
 from .rig import adamw, assert_same, batch, make, plan_for, prepared, train
 
+pytestmark = pytest.mark.filterwarnings("ignore:the weights of this:UserWarning")
+
 STEPS = 2  # micro-batches of a step
 SETTINGS = {
     "host": {},

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import weakref
+from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,8 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import outcore
+from outcore.runtime.access import Access
 
-from .rig import KINDS, Tower, adamw, batch, make, prepared, same, train
+from .rig import KINDS, Tower, adamw, assert_same, batch, make, prepared, same, train
 
 KIND = pytest.mark.parametrize("kind", KINDS)
 NAME = "blocks.1.up.weight"
@@ -144,7 +147,7 @@ def test_use_after_close(kind, tmp_path):
     with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
         train(model, optimizer, 1)
         model.loss(batch()).backward()
-        outcore.close(model)
+        outcore.close(model, keep_weights=False)
         outcore.close(model)
         optimizer.close()
         uses = {
@@ -186,12 +189,47 @@ def test_backward_after_close(kind, tmp_path):
 def test_an_error_in_the_body_closes(kind, tmp_path):
     model = make()
     with pytest.raises(ZeroDivisionError), prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
+        torch.manual_seed(5)
         model.loss(batch()).backward()
         optimizer.step()
         raise ZeroDivisionError
+    plain = make()
+    plain_optimizer = adamw(plain, fused=True)
+    torch.manual_seed(5)
+    plain.loss(batch()).backward()
+    plain_optimizer.step()
+    assert_same(dict(plain.state_dict()), dict(model.state_dict()))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_in_the_body_ends_at_once(tmp_path):
+    model = make()
+    with pytest.raises(KeyboardInterrupt), prepared(model, adamw(model), "disk", tmp_path) as (model, _):
+        raise KeyboardInterrupt
     with pytest.raises(outcore.AbsentParameterError, match="closed"):
         model.head.weight.sum()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_states_go_on_in_another_optimizer(tmp_path):
+    model = make()
+    mine, others = adamw(model), adamw(model)
+    with prepared(model, mine, "host", tmp_path) as (_, optimizer):
+        train(model, optimizer, 1)
+        kept = optimizer.state_dict()
+    del optimizer
+    with pytest.raises(outcore.ConfigError, match="expected a new optimizer, but this AdamW was prepared before, and"):
+        outcore.prepare(model, mine)
+    plain = make()
+    plain.load_state_dict(model.state_dict())
+    plains = adamw(plain, fused=True)
+    plains.load_state_dict(kept)
+    others.load_state_dict(kept)
+    with prepared(model, others, "disk", tmp_path) as (_, optimizer):
+        torch.manual_seed(5)
+        got = train(model, optimizer)
+    torch.manual_seed(5)
+    assert_same(train(plain, plains), got)
 
 
 @KIND
@@ -200,7 +238,7 @@ def test_second_prepare_is_refused(kind, tmp_path):
     with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
         outer = nn.ModuleDict({"inner": model})
         for again in (model, outer, model.blocks[1]):
-            with pytest.raises(outcore.ConfigError, match=r"prepared|prepare\(\) already manages"):
+            with pytest.raises(outcore.ConfigError, match=r"prepared|not inside it"):
                 outcore.prepare(again, torch.optim.AdamW(model.blocks[1].parameters()))
         train(model, optimizer, 1)
 
@@ -328,3 +366,79 @@ def test_without_an_optimizer(tmp_path):
 
 def test_units_as_a_class(tmp_path):
     same(lambda m, o: train(m, o), "disk", tmp_path, units=[type(Tower().blocks[0])])
+
+
+@KIND
+def test_prepared_again_after_close(kind, tmp_path):
+    """Two stages with an optimizer each, as two plain loops over one model."""
+
+    def stages(prepare):
+        model, seen = make(), []
+        torch.manual_seed(5)
+        for seed in (0, 7):
+            with prepare(model) as (_, optimizer):
+                seen.append(train(model, optimizer, seed=seed))
+        return seen, model
+
+    want, plain = stages(lambda model: nullcontext((model, adamw(model, fused=True))))
+    got, model = stages(lambda model: prepared(model, adamw(model), kind, tmp_path))
+    assert_same(want, got)
+    assert_same(dict(plain.state_dict()), dict(model.state_dict()))
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (type(ours), ours.requires_grad, ours.device) == (type(theirs), theirs.requires_grad, theirs.device)
+    after = []
+    for one in (plain, model):
+        torch.manual_seed(6)
+        after.append(train(one, adamw(one, fused=True)))
+    assert_same(*after)
+
+
+def test_what_was_frozen_to_evaluate_is_trained_again(tmp_path):
+    model = make()
+    want = {name: param.requires_grad for name, param in model.named_parameters()}
+    assert set(want.values()) == {True, False}
+    with prepared(model, None, "host", tmp_path):
+        assert not any(p.requires_grad for p in model.parameters())
+    assert {name: param.requires_grad for name, param in model.named_parameters()} == want
+
+
+def test_close_that_cannot_keep_weights_changes_nothing(tmp_path, monkeypatch):
+    def job(model, optimizer):
+        seen = train(model, optimizer, 1)
+        if not hasattr(optimizer, "plan"):
+            return seen, train(model, optimizer)
+        with outcore.gathered(model), pytest.raises(outcore.OutcoreError, match="is inside outcore.gathered"):
+            outcore.close(model)
+        with monkeypatch.context() as patched:
+            patched.setattr("outcore.saving.give_back.host_free_bytes", lambda: 1000)
+            with pytest.raises(outcore.OutcoreError, match=r"they take .* of host memory, .*keep_weights=False"):
+                outcore.close(model)
+            patched.setattr("outcore.saving.give_back.host_free_bytes", lambda: 2**40)
+            for error in (KeyboardInterrupt, MemoryError):
+                patched.setattr(Access, "read_weight", Mock(side_effect=error))
+                with pytest.raises(error):
+                    outcore.close(model)
+        return seen, train(model, optimizer)
+
+    same(job, "disk", tmp_path)
+
+
+def test_an_interrupt_while_closing_keeps_the_weights(tmp_path, monkeypatch):
+    model = make()
+    want = {name: value.clone() for name, value in model.state_dict().items()}
+    with prepared(model, adamw(model), "host", tmp_path) as (model, optimizer):
+        close = optimizer.engine.close
+        monkeypatch.setattr(optimizer.engine, "close", lambda: (close(), 1 / 0))
+        with pytest.raises(ZeroDivisionError):
+            outcore.close(model)
+    assert_same(want, dict(model.state_dict()))
+
+
+def test_the_end_of_a_block_closes_in_any_case(tmp_path, monkeypatch):
+    model = make()
+    with pytest.warns(UserWarning, match="are gone with the end of its block: they take"):
+        with prepared(model, adamw(model), "host", tmp_path):
+            monkeypatch.setattr("outcore.saving.give_back.host_free_bytes", lambda: 1000)
+    with pytest.raises(outcore.ConfigError, match="closed without its weights .load what was saved with from_pretra"):
+        outcore.prepare(model, adamw(model))
+    assert list(tmp_path.iterdir()) == []

@@ -371,7 +371,7 @@ class Prepared(Side):
         try:
             yield
         finally:
-            outcore.close(self.model)
+            outcore.close(self.model, keep_weights=False)
 
 
 def _copied(nest: Any) -> Any:

@@ -351,7 +351,7 @@ class TestRefusals:
             partition(with_parameter(param))
 
     def test_a_prepared_model(self):
-        with pytest.raises(ConfigError, match=r"'blocks\.0\.odd' belongs to .* outcore\.prepare\(\) already manages"):
+        with pytest.raises(ConfigError, match=r"'blocks\.0\.odd' are not inside it: it is prepared already"):
             partition(with_parameter(AbsentParameter(torch.zeros(3))))
 
     def test_subclasses(self):

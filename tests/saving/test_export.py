@@ -191,10 +191,13 @@ class TestAnOlderSave:
         def fail(*_: object) -> None:
             raise outcore.DiskError("planted")
 
-        with small.prepared(small.build("llama"), tmp_path, "disk") as (model, optimizer):
-            monkeypatch.setattr(type(optimizer.engine.access), "read_weight", fail)
-            with pytest.raises(outcore.DiskError, match="planted"):
-                outcore.save_pretrained(model, folder)
+        with (
+            small.prepared(small.build("llama"), tmp_path, "disk") as (model, optimizer),
+            monkeypatch.context() as patched,
+            pytest.raises(outcore.DiskError, match="planted"),
+        ):
+            patched.setattr(type(optimizer.engine.access), "read_weight", fail)
+            outcore.save_pretrained(model, folder)
         assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
 
 

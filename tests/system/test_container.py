@@ -48,7 +48,7 @@ CHILD = """
         optimizer.step()
         optimizer.zero_grad()
     disk_bytes = optimizer.plan.tier_bytes["disk"]
-    outcore.close(model)
+    outcore.close(model, keep_weights=False)
     print(json.dumps({"quarter": quarter, "disk": disk_bytes, "loss": loss.item()}))
 """
 

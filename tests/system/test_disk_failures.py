@@ -77,6 +77,7 @@ class Failing:
         return self._real(*args)
 
 
+@pytest.mark.filterwarnings("ignore:the weights of this:UserWarning")
 @pytest.mark.parametrize("first", [0, 3, 11, 40])
 @pytest.mark.parametrize(("verb", "number"), [("pread", errno.EIO), ("pwrite", errno.EIO), ("pwrite", errno.ENOSPC)])
 def test_an_error_surfaces_typed_and_nothing_hangs(verb, number, first, tmp_path, monkeypatch):

@@ -8,8 +8,10 @@ they always do. ``tests/integrations/test_contract.py`` lists the library's name
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 from outcore.api import close, prepare, save_pretrained
-from outcore.core.errors import ConfigError
+from outcore.core.errors import ConfigError, OutcoreError
 from outcore.integrations.checkpoints import refuse_incomplete
 from outcore.integrations.refusals import refuse_accelerator, refuse_arguments, refuse_model, refuse_optimizer
 from outcore.memory.weights_file import WeightsDirectory
@@ -34,6 +36,8 @@ from outcore.spec.plan import Plan
 
 # What Accelerate has this on, it neither moves nor wraps.
 _ACCELERATE_PREPARED = "_is_accelerate_prepared"
+_PREPARED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models that a Trainer prepared: the next one may take them over."""
 
 
 class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types here
@@ -89,6 +93,7 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
             ):
                 # TRL's default would load the whole model onto the accelerator.
                 training.model_init_kwargs = {"device_map": None, **(training.model_init_kwargs or {})}
+        _take_over(super().__init__, args, kwargs)
         super().__init__(*args, **kwargs)
 
     def _outcore_brings_optimizer(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -111,7 +116,7 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """End the preparation of the model that the new one replaces."""
         if self.model is not None and attachment_of(self.model) is not None:
-            close(self.model)
+            close(self.model, keep_weights=False)
         return super().call_model_init(trial)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -121,7 +126,7 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:  # noqa: FBT001, FBT002
         """Prepare the model; the Trainer comes here before its first step and its first evaluation."""
-        self._outcore_prepare_once()
+        self._outcore_prepare_once(training=training)
         return super()._wrap_model(model, training, dataloader)
 
     def compute_ref_log_probs(self, model: nn.Module, inputs: Any) -> Any:
@@ -129,7 +134,15 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
         self._outcore_prepare_once()
         return super().compute_ref_log_probs(model, inputs)
 
-    def _outcore_prepare_once(self) -> None:
+    def _outcore_prepare_once(self, *, training: bool = False) -> None:
+        known = attachment_of(self.model)
+        is_over = isinstance(self.optimizer, StreamedOptimizer) and self.optimizer.engine.is_closed
+        if is_over and (training or known is None):
+            raise ConfigError(
+                f"{type(self).__name__}: expected a model that this Trainer prepared and nobody closed since, but "
+                "outcore.close() ended its run, or another Trainer took the model over; train with that one, or build "
+                "a new Trainer over the model, which goes on from its weights"
+            )
         _switch_off_checkpointing(self.model)
         if attachment_of(self.model) is None or not isinstance(self.optimizer, StreamedOptimizer | None):
             if self.train_dataset is not None:
@@ -151,6 +164,7 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
         precision = self._outcore_precision or _plain_precision(self.model)
         prepared = prepare(self.model, self.optimizer, precision=precision, device=self.args.device, **options)
         self.optimizer = prepared.optimizer
+        _PREPARED.add(self.model)
         self._outcore_logged = (0, 0.0)
         if checkpoint is not None and adapters:
             load_weights(self.model, checkpoint)
@@ -214,6 +228,29 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
             logs |= {"moved_bytes": moved_bytes - before_bytes, "exposed_s": exposed_s - before_s}
             self._outcore_logged = (moved_bytes, exposed_s)
         super().log(logs, start_time)
+
+
+def _take_over(build: Callable[..., None], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Close a model that an earlier Trainer prepared: one that is to train it goes on from the same weights."""
+    try:
+        given = inspect.signature(build).bind_partial(*args, **kwargs).arguments
+    except TypeError:  # the Trainer says it better
+        return
+    options = {**given, **given.get("kwargs", {})}
+    model = options.get("model")
+    if not isinstance(model, nn.Module) or model not in _PREPARED or options.get("train_dataset") is None:
+        return
+    if attachment_of(model) is None:
+        return
+    try:
+        close(model)
+    except OutcoreError as error:
+        raise ConfigError(
+            f"expected to take over the {type(model).__name__} that an earlier Trainer prepared, but its weights "
+            f"would be lost: {error.__cause__}. Save it with outcore.save_pretrained (or go on from its last "
+            "checkpoint), end its run with outcore.close(model, keep_weights=False), and give this Trainer what "
+            "from_pretrained loads"
+        ) from error
 
 
 def _plain_precision(model: nn.Module) -> Precision | None:

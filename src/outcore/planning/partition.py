@@ -171,8 +171,9 @@ def _refuse_parameter(name: str, param: nn.Parameter) -> None:
     kind = type(param)
     if kind.__name__ == "AbsentParameter":
         raise ConfigError(
-            f"expected a plain model, but '{name}' belongs to a model that outcore.prepare() already manages; "
-            "close that one first with outcore.close(), and prepare a model once"
+            f"expected a model with weights, but those of '{name}' are not inside it: it is prepared already "
+            "(outcore.close() gives it back), or it was closed without its weights (load what was saved with "
+            "from_pretrained, and prepare that)"
         )
     if param._post_accumulate_grad_hooks:
         raise UnsupportedError(

@@ -304,7 +304,7 @@ class Engine:
             raise self.weights.refusal
         if self.is_closed:
             raise OutcoreError(
-                "expected a prepared model, but it was closed; its weights are gone with it. Save before close()"
+                "expected a prepared model, but it was closed; prepare it again, or load what was saved before close()"
             )
 
     def close(self) -> None:

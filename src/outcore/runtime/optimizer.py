@@ -198,7 +198,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             self.engine.load_state(param, state)
 
     def close(self) -> None:
-        """Give memory, files and threads back; see ``outcore.close``."""
+        """Give memory, files and threads back, those of the weights too; ``outcore.close(model)`` keeps the weights."""
         self.engine.close()
 
     def __getstate__(self) -> NoReturn:

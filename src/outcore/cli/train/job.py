@@ -143,7 +143,7 @@ class Job:
             )
         except BaseException:
             for model in reference.values():
-                close(model)
+                close(model, keep_weights=False)
             raise
         trainer.remove_callback(PrinterCallback)
         return trainer

@@ -66,7 +66,7 @@ class DpoTrainer(_QuietMixin, DPOTrainer):  # type: ignore[misc]  # the library 
         """Give memory, files and threads back, those of the reference model too."""
         super().end()
         if self.ref_model is not None:
-            close(self.ref_model)
+            close(self.ref_model, keep_weights=False)
 
     def _prepare_dataset(
         self, dataset: datasets.Dataset, processing_class: Any, args: DPOConfig, dataset_name: str

@@ -1,0 +1,90 @@
+"""A closed model's weights, back in ordinary parameters where they were before ``prepare``.
+
+Everything that can fail comes before the engine is closed, or after each parameter has its value: no error loses any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from outcore.core.errors import MemoryBudgetError, UnsupportedError
+from outcore.core.quantities import format_bytes
+from outcore.memory.limits import host_free_bytes
+from outcore.runtime.engine import Engine
+from outcore.runtime.unit import Unit
+from outcore.saving.state_names import places
+
+
+class Origin(NamedTuple):
+    """What a tensor was before ``prepare``."""
+
+    device: torch.device
+    is_thawed: bool
+    """It was to be trained, and ``prepare`` without an optimizer froze it."""
+
+
+def origins_of(model: nn.Module, *, is_to_be_frozen: bool) -> dict[str, Origin]:
+    """By name, of all parameters and buffers. What was on the meta device comes back to the host."""
+    host, everything = torch.device("cpu"), {p.name: p.tensor for p in places(model)}
+    return {
+        name: Origin(host if tensor.is_meta else tensor.device, is_to_be_frozen and tensor.requires_grad)
+        for name, tensor in everything.items()
+    }
+
+
+def take_weights(engine: Engine) -> dict[int, torch.Tensor]:
+    """The current weights in host memory, by the identity of their parameter; waits for updates.
+
+    Raises:
+        OutcoreError: There is no room for them, they are gathered, or they are not whole any more. Nothing was changed.
+
+    Memory: host, all weights beside everything that the engine holds.
+    """
+    engine.refuse_if_closed()
+    engine.device.check()
+    gathered = next((u.label for u in engine.units if u.is_gathered), None)
+    if gathered is not None:
+        raise UnsupportedError(f"unit '{gathered}' is inside outcore.gathered(); leave the block first")
+    need, free = sum(u.spec.weight_bytes for u in engine.units), host_free_bytes()
+    if need > free:
+        raise MemoryBudgetError(
+            f"they take {format_bytes(need)} of host memory, of which {format_bytes(free)} are free"
+        )
+    return {id(p): _value(engine, unit, i) for unit in engine.units for i, p in enumerate(unit.params)}
+
+
+def _value(engine: Engine, unit: Unit, index: int) -> torch.Tensor:
+    if unit.is_resident and unit.is_present:  # where it may have been edited
+        return unit.params[index].detach().to("cpu", copy=True)
+    return engine.access.read_weight(unit, index)
+
+
+@torch.no_grad()
+def give_back(model: nn.Module, values: Mapping[int, torch.Tensor], origins: Mapping[str, Origin]) -> None:
+    """Put weights into the parameters of a closed model, and then all that was elsewhere back to its device."""
+    everything = list(places(model))
+    known = [p for p in everything if p.name in origins and (p.is_buffer or id(p.tensor) in values)]
+    for place in known:
+        if not place.is_buffer:
+            _restore(place.tensor, values[id(place.tensor)], is_thawed=origins[place.name].is_thawed)
+    moved: dict[int, torch.Tensor] = {}
+    for place in known:
+        device = origins[place.name].device
+        if place.is_buffer:
+            place.module._buffers[place.key] = moved.setdefault(id(place.tensor), place.tensor.to(device))
+        else:
+            place.tensor.data = place.tensor.data.to(device)
+
+
+def _restore(param: torch.Tensor, value: torch.Tensor, *, is_thawed: bool) -> None:
+    param.__class__ = Parameter
+    param.__dict__.pop("place", None)  # of the class that watched it
+    param.data = value
+    param.requires_grad_(param.requires_grad or is_thawed)
+    if hasattr(param, "grad_dtype"):
+        param.grad_dtype = param.dtype  # the unit allowed any
