@@ -177,6 +177,7 @@ def test_a_dry_run_writes_nothing(command, weights, pairs, tmp_path):
     done = dpo(command, weights, pairs, tmp_path / "run", "--dry-run")
     assert done.status == 0, done.err
     assert "its frozen reference:" in done.out
+    assert "rows" in done.out.partition("Data")[2]
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -20,6 +20,7 @@ from outcore.cli.train.settings import Settings
 from outcore.core.errors import ConfigError, DiskError
 from outcore.memory.disk import DiskStore
 from outcore.planning.table import plan_table
+from outcore.runtime.module_guard import is_guarded
 from outcore.spec.budget import Budget
 from outcore.spec.plan import TIERS, Plan, Tier
 
@@ -124,7 +125,7 @@ class Job:
         """
         settings = self.settings
         training = settings.method.fitted(settings.training, data.training.kind)
-        reference = {} if self.reference is None else {"ref_model": self._open_reference(self.reference)}
+        reference = {} if self.reference is None else {"ref_model": self._reference_model(self.reference)}
         try:
             trainer = settings.method.trainer_class()(
                 model=build_model(self.source, settings.precision),
@@ -143,14 +144,18 @@ class Job:
             )
         except BaseException:
             for model in reference.values():
-                close(model, keep_weights=False)
+                if is_guarded(model):
+                    close(model, keep_weights=False)
             raise
         trainer.remove_callback(PrinterCallback)
         return trainer
 
-    def _open_reference(self, planned: Planned) -> nn.Module:
+    def _reference_model(self, planned: Planned) -> nn.Module:
         # As from_pretrained leaves a model, and as TRL's own reference is: without dropout.
         model = build_model(self.source, self.settings.precision).eval()
+        if self.settings.dry_run:
+            model.to = lambda *_, **__: model  # it stays on the meta device, unread
+            return model
         return prepare(
             model,
             None,

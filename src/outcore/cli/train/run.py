@@ -87,8 +87,6 @@ def _dry_run(console: Console, job: Job, output: OutputFolder, record: RunRecord
     with tempfile.TemporaryDirectory() as cache:
         data = job.load_data(Path(cache))
         _say(console, "Plan", job.plan_table())
-        if job.reference is not None:  # its weights would be read
-            return
         elsewhere = dataclasses.replace(job, settings=dataclasses.replace(job.settings, out=Path(cache)))
         with _trainer(console, elsewhere, data, TrainerCallback(), record) as (trainer, _):
             if output.checkpoint is not None:

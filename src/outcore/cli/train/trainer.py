@@ -16,6 +16,7 @@ from outcore.api import close
 from outcore.cli.train.nonfinite import FiniteSteps
 from outcore.cli.train.recorded import RecordedRuns
 from outcore.core.errors import ConfigError
+from outcore.runtime.module_guard import is_guarded
 from outcore.runtime.optimizer import StreamedOptimizer
 
 _FLAGS = {"train": "--data", "eval": "--eval-data"}
@@ -65,7 +66,7 @@ class DpoTrainer(_QuietMixin, DPOTrainer):  # type: ignore[misc]  # the library 
     def end(self) -> None:
         """Give memory, files and threads back, those of the reference model too."""
         super().end()
-        if self.ref_model is not None:
+        if self.ref_model is not None and is_guarded(self.ref_model):  # in a dry run it is not prepared
             close(self.ref_model, keep_weights=False)
 
     def _prepare_dataset(
