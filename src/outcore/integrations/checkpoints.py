@@ -12,7 +12,8 @@ from transformers import TrainerState
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from outcore.core.errors import ConfigError
-from outcore.saving.training_state import has_states, saved_step
+from outcore.memory.weights_file import WeightsDirectory
+from outcore.saving.training_state import has_states, saved_with
 
 _RANDOM_STATE = "rng_state.pth"
 
@@ -43,11 +44,26 @@ def refuse_incomplete(checkpoint: str) -> None:
         )
 
 
+def mark_of_weights(folder: Path) -> str | None:
+    """What tells the weights or adapters in a checkpoint from others; None if they are not in safetensors."""
+    if WeightsDirectory.is_there(folder, "model"):
+        return WeightsDirectory.open(folder).digest()
+    adapters = sorted(path.parent for path in folder.rglob("adapter_model.safetensors"))
+    return " ".join(WeightsDirectory.open(path, "adapter_model").digest() for path in adapters) or None
+
+
 def _refuse_mixed(folder: Path) -> None:
-    step = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)).global_step
-    states = saved_step(folder) if has_states(folder) else None
-    if states is not None and states != step:
-        raise ConfigError(
-            f"resume_from_checkpoint: expected parts of one checkpoint in '{folder}', but {TRAINER_STATE_NAME} is of "
-            f"step {step} and optimizer.safetensors of step {states}; name a checkpoint as it was saved"
-        )
+    """Older checkpoints, and those of plain Trainers, do not say what their states were saved with."""
+    if not has_states(folder):
+        return
+    step, weights = saved_with(folder)
+    at = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)).global_step
+    found = f"{TRAINER_STATE_NAME} is of step {at} and optimizer.safetensors of step {step}"
+    if step in (None, at):
+        if weights in (None, mark_of_weights(folder)):
+            return
+        found = "its weights are others than those that optimizer.safetensors was saved with"
+    raise ConfigError(
+        f"resume_from_checkpoint: expected parts of one checkpoint in '{folder}', but {found}; name a checkpoint as it "
+        "was saved, or begin anew from these weights: load the model from there and leave resume_from_checkpoint out"
+    )

@@ -22,7 +22,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_N
 
 from outcore.api import close, prepare, save_pretrained
 from outcore.core.errors import ConfigError, OutcoreError
-from outcore.integrations.checkpoints import refuse_incomplete
+from outcore.integrations.checkpoints import mark_of_weights, refuse_incomplete
 from outcore.integrations.refusals import refuse_accelerator, refuse_arguments, refuse_model, refuse_optimizer
 from outcore.memory.weights_file import WeightsDirectory
 from outcore.runtime.module_guard import attachment_of
@@ -202,7 +202,8 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
         torch.save(self.args, os.path.join(directory, TRAINING_ARGS_NAME))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save_states(self.optimizer, output_dir, step=self.state.global_step)
+        weights = mark_of_weights(Path(output_dir))  # the Trainer has just saved them there
+        save_states(self.optimizer, output_dir, step=self.state.global_step, weights=weights)
         torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

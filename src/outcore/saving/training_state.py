@@ -36,13 +36,16 @@ def has_states(directory: str | Path) -> bool:
     return WeightsDirectory.is_there(directory, _STEM)
 
 
-def save_states(optimizer: StreamedOptimizer, directory: str | Path, *, step: int | None = None) -> None:
+def save_states(
+    optimizer: StreamedOptimizer, directory: str | Path, *, step: int | None = None, weights: str | None = None
+) -> None:
     """Write optimizer states, steps and the settings of param groups. Updates that are under way are waited for.
 
     Args:
         optimizer: Prepared.
         directory: Made if missing; an older save there is replaced when the new one is complete.
-        step: Of the whole run, for ``saved_step``.
+        step: Of the whole run, for ``saved_with``.
+        weights: What tells the weights beside them from others, for ``saved_with``.
 
     Raises:
         UnsupportedError: A setting of a param group that JSON cannot hold.
@@ -57,18 +60,16 @@ def save_states(optimizer: StreamedOptimizer, directory: str | Path, *, step: in
         "steps": {name: unit.steps[i] for name, (unit, i) in trained.items()},
         "groups": [{k: _plain(k, v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
     }
-    if step is not None:
-        described["step"] = step
+    described |= {key: value for key, value in (("step", step), ("weights", weights)) if value is not None}
     specs = [spec for name, (unit, i) in trained.items() for spec in _specs(name, unit, i)]
     metadata = {_KEY: json.dumps(described)}
     write_safetensors(directory, specs, _values(engine, trained), stem=_STEM, metadata=metadata)
 
 
-def saved_step(directory: str | Path) -> int | None:
-    """The step of the run that ``save_states`` was told; None if it was told none."""
-    metadata = WeightsDirectory.open(directory, _STEM).metadata.get(_KEY, "{}")
-    step = json.loads(metadata).get("step")
-    return None if step is None else int(step)
+def saved_with(directory: str | Path) -> tuple[int | None, str | None]:
+    """The step of the run and the weights that ``save_states`` was told; None for what it was not told."""
+    described = json.loads(WeightsDirectory.open(directory, _STEM).metadata.get(_KEY, "{}"))
+    return described.get("step"), described.get("weights")
 
 
 def load_states(optimizer: StreamedOptimizer, directory: str | Path) -> None:
