@@ -121,6 +121,7 @@ def test_a_drive_that_fails_while_somebody_looks(name, error, tmp_path, monkeypa
     model = make()
     with prepared(model, adamw(model), "disk", tmp_path) as (model, optimizer):
         train(model, optimizer, 1)
+        optimizer.engine.device.synchronize()  # else an update that is under way hits the error
         with monkeypatch.context() as patch, torch.no_grad():
             patch.setattr(OsDiskIO, "pread", fail)
             match = r"(blocks\.\d|root) (weights|states|gradients)|injected"  # the last update may still read
