@@ -117,6 +117,37 @@ def test_a_weight_used_twice_in_one_block(kind, policy, name, tmp_path):
     same(drive_with(context), kind, tmp_path, build=lambda: Tower(BUILDS[name]), **options)
 
 
+class Branches(nn.Module):
+    """Gives its argument to two operations that autocast casts it for."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.one(x) * self.two(x)
+
+
+@pytest.mark.parametrize("is_leaf", [False, True])
+def test_an_argument_used_twice_in_one_block(kind, policy, is_leaf, tmp_path):
+    """Autocast casts it each time, unless it is a leaf: then once, and both gradients are added before the cast."""
+
+    def drive(model, optimizer):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = model.embed(batch())
+            x = x.detach().requires_grad_() if is_leaf else x
+            y = x
+            for block in model.blocks:
+                y = block(y)
+            loss = model.head(y).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach(), x.grad if is_leaf else None
+
+    same(drive, kind, tmp_path, build=lambda: Tower(Branches), policy=policy)
+
+
 class AroundBlocks(Tower):
     """A layer of the root runs before, between and after units."""
 

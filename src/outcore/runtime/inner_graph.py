@@ -69,7 +69,10 @@ def guarded_leaf(tensor: torch.Tensor, where: str) -> torch.Tensor:
     def refuse(_: torch.Tensor) -> NoReturn:
         raise UnsupportedError(_escaped(where))
 
-    leaf = tensor.detach().requires_grad_()
+    leaf = tensor.detach()
+    if not tensor.is_leaf:  # autocast casts a leaf once, and adds up gradients before they are cast back; but no view
+        leaf = leaf.view_as(leaf)
+    leaf.requires_grad_()
     leaf.register_post_accumulate_grad_hook(refuse)
     return leaf
 
