@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -9,11 +10,13 @@ import pytest
 import torch
 
 import outcore
+from outcore.api import prepare_for_test
 from outcore.memory.disk_file import OsDiskIO
 from outcore.planning.partition import partition
 from outcore.planning.pools import Comfort, pools_for
 from outcore.planning.reservations import can_be_early
 from outcore.planning.share import share_updates
+from outcore.runtime.race import RaceChecker
 
 from .rig import adamw, assert_same, batch, make, plan_for, prepared, train
 
@@ -38,7 +41,7 @@ STAGES = [
 
 
 @contextmanager
-def special(setting, folder):
+def special(setting, folder, prepare=outcore.prepare):
     """A model whose steps have two micro-batches, after one good step."""
     model = make().requires_grad_()  # what is frozen has no second home
     optimizer = adamw(model)
@@ -50,7 +53,7 @@ def special(setting, folder):
     pools = pools_for(spec, units, Comfort(prefetch_depth=1, num_buckets=2, max_slots_host=2))
     plan = replace(given, units=tuple(units), pools=pools, tier_bytes={})
     options = {"plan": plan, "accumulation_steps": STEPS, "clipping": not early}
-    with outcore.prepare(model, optimizer, budget=outcore.Budget(disk=str(folder)), **options) as (model, optimizer):
+    with prepare(model, optimizer, budget=outcore.Budget(disk=str(folder)), **options) as (model, optimizer):
         step(model, optimizer, 0)
         optimizer.engine.device.synchronize()
         yield model, optimizer
@@ -182,6 +185,42 @@ def interrupt(patch, owner, names, number):
     for name in names:
         patch.setattr(owner, name, wrapped(getattr(owner, name)))
     return calls
+
+
+@pytest.mark.parametrize("setting", ["host early", "disk early"])
+def test_after_an_interrupt_of_an_early_update_states_can_be_loaded(setting, tmp_path, monkeypatch):
+    """What was submitted for it is still under way, and nobody has its handle."""
+    prepare = functools.partial(prepare_for_test, race_checker=RaceChecker())
+    with special(setting, tmp_path, prepare) as (model, optimizer):
+        saved = {n: t.clone() for n, t in model.state_dict().items()}, optimizer.state_dict()
+
+        def begin_again():
+            optimizer.zero_grad()
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+
+        for seed in (1, 2):
+            step(model, optimizer, seed)
+        want = looks(model, optimizer)
+        submit = optimizer.engine.device.submit
+
+        def interrupted(lane, what, *args, **options):
+            handle = submit(lane, what, *args, **options)
+            if what == stage:
+                raise KeyboardInterrupt
+            return handle
+
+        for stage in ("read states of blocks.1", "update early blocks.1", "write states of blocks.1"):
+            begin_again()
+            with monkeypatch.context() as patch:
+                patch.setattr(optimizer.engine.device, "submit", interrupted)
+                if stage.split()[0] == "update" or setting == "disk early":
+                    with pytest.raises(KeyboardInterrupt):
+                        step(model, optimizer, 1)
+            begin_again()
+            for seed in (1, 2):
+                step(model, optimizer, seed)
+            assert_same(want, looks(model, optimizer))
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

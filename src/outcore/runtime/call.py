@@ -10,8 +10,8 @@ unit, since the slot will hold another unit by then.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -21,6 +21,7 @@ from outcore.core.errors import OutcoreError, UnsupportedError
 from outcore.runtime.absent import called_inside, unfreezing_refusal
 from outcore.runtime.access import Access
 from outcore.runtime.autocast import AutocastCacheOff, CastsOfUnit
+from outcore.runtime.bound import Bound
 from outcore.runtime.caches import is_cache, refuse_filled_caches, without_caches
 from outcore.runtime.checks import Doubts, Rhythm, Summary, summary_of
 from outcore.runtime.device import Device
@@ -51,8 +52,11 @@ class GradientSink(Protocol):
     def deposit(self, unit: Unit, grads: dict[int, torch.Tensor]) -> None:
         """Take gradients of trainable parameters, by index."""
 
-    def losing_on_error(self, unit: Unit) -> AbstractContextManager[None]:
-        """Around the backward of a unit: an exception leaves gradients that are not whole."""
+    def begin(self, unit: Unit) -> None:
+        """The backward of a unit begins."""
+
+    def break_off(self) -> None:
+        """It ended in an exception."""
 
 
 class Services(NamedTuple):
@@ -179,7 +183,7 @@ class UnitCall:
             )
 
     def _run_plain(self, args: Any, kwargs: Any, phase: Phase) -> Any:
-        with self._bound(phase), AutocastCacheOff():
+        with Bound(self.unit, self._index, phase, self._weights, self._device.recorder), AutocastCacheOff():
             self._edits.begin()
             result = self._forward(*args, **kwargs)
             tensors, _ = take_apart(result, self._where)
@@ -194,18 +198,6 @@ class UnitCall:
             )
         return result
 
-    @contextmanager
-    def _bound(self, phase: Phase) -> Iterator[None]:
-        recorder, depth = self._device.recorder, self._weights.begin_call(self.unit)
-        try:
-            self._weights.bind(self._index, phase)
-            with recorder.compute(f"{phase.value} {self.unit.label}") if recorder.is_on else nullcontext():
-                yield
-            self._weights.unbind(self._index)
-        except BaseException:
-            self._weights.unwind(depth)
-            raise
-
     def _run_forward(
         self, tensors: list[torch.Tensor], structure: Structure
     ) -> tuple[Call, list[torch.Tensor], list[torch.Tensor], Structure]:
@@ -219,7 +211,7 @@ class UnitCall:
         state = ForwardState(self._surroundings, structure.objects) if recomputes else None
         is_checked = state is not None and self._is_checked(state, tensors, wants_grad)
         start = cast("Any", self._anchor.view_as(self._anchor).grad_fn)._sequence_nr()
-        with self._bound(Phase.FORWARD):
+        with Bound(self.unit, self._index, Phase.FORWARD, self._weights, self._device.recorder):
             flags = self._refuse_changes()
             saving = drop_saved(self._where) if recomputes else save_weights_by_place(self.unit, self._where)
             recording = active_recording()
@@ -312,7 +304,9 @@ class UnitCall:
             flag and (is_ordinary or _is_wanted(node))
             for flag, (node, _) in zip(call.flags, ctx.next_functions[-len(params) :] if params else (), strict=False)
         ]
-        with self._sink.losing_on_error(self.unit), self._bound(Phase.BACKWARD):
+        if is_ordinary:
+            self._sink.begin(self.unit)
+        with Bound(self.unit, self._index, Phase.BACKWARD, self._weights, self._device.recorder):
             with requiring(self.unit.params, self._refuse_changes(), call.flags):
                 inner, outputs = self._graph(call, saved)
                 if not keeps_graph:

@@ -34,6 +34,11 @@ class Cursor:
         self.expected, self.seen = tuple(self.seen) or self.expected, []
         self._begin(held)
 
+    def reset(self, held: Held) -> None:
+        """What was seen is cut short and no step: begin again."""
+        self.seen = []
+        self._begin(held)
+
     def _begin(self, held: Held) -> None:
         if self._decided != (self.expected, held):
             self._decided, self._moves = (self.expected, held), self._decide(self.expected, held).moves

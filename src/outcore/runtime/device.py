@@ -74,6 +74,7 @@ class Device(abc.ABC):
         self.stream_name = execution.stream_name
         """Tells the stream on which compute works now."""
         self._failures: list[Failure] = []
+        self._first_failure: Failure | None = None
         self.recorder = Recorder(execution.stopwatch)
         """Adds up what compute waits for; keeps operations if asked to."""
         service = Service(execution, self._delays.pace, self._failures, self.recorder)
@@ -217,7 +218,14 @@ class Device(abc.ABC):
         """
         while self._failures:
             failure = self._failures.pop(0)
+            self._first_failure = self._first_failure or failure
             if not failure.is_seen:
+                failure.throw()
+
+    def refuse_after_failure(self) -> None:
+        """Raise the first error that a lane ever hit: what it was to do is not done."""
+        for failure in (self._first_failure, *self._failures):
+            if failure is not None:
                 failure.throw()
 
     def synchronize(self) -> None:

@@ -251,6 +251,14 @@ class EarlyUpdates:
             if isinstance(home, Buffer):
                 self._device.poison(home, lane=Lane.UPDATE, after={"new weights sent": sent})
 
+    def reset(self) -> None:
+        """Forget all attempts. See [Note: cut short]."""
+        while self._attempts:
+            _, attempt = self._attempts.popitem()
+            attempt.settle()
+            attempt.is_wanted = False
+        self._last = None
+
     def _drop(self, unit: Unit) -> None:
         attempt = self._attempts.pop(unit.name, None)
         if attempt is not None:

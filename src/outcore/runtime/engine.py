@@ -32,6 +32,7 @@ from outcore.runtime.lanes import Handle
 from outcore.runtime.module_guard import ModuleGuard
 from outcore.runtime.one_process import refuse_process_group
 from outcore.runtime.pieces import Change
+from outcore.runtime.recovery import Recovery
 from outcore.runtime.staged_updates import StagedUpdates
 from outcore.runtime.supply import Supply
 from outcore.runtime.traffic import Traffic
@@ -91,12 +92,12 @@ class Engine:
             if self._workers is not None:
                 self._closing.callback(self._workers.close)
             self._closing.callback(_stop_lanes, device, self.homes, self._workers)
-        spec, has_steps = partition.spec, rule is not None
-        self.weights = Weights(self.units, self.homes, device, self.traffic, spec, plan, has_steps=has_steps)
+        spec, has_steps, self._recovery = partition.spec, rule is not None, Recovery(device)
+        self.weights = Weights(self.units, self.homes, self._recovery, self.traffic, spec, plan, has_steps=has_steps)
         run_all = run_here if self._workers is None else self._workers.run_all
         resting = GradientHomes(self.homes, device, self.traffic, run_all)
         steps, clipping = promises.accumulation_steps, promises.clipping
-        self.gradients = Gradients(self.units, self.homes, device, resting, steps, clipping=clipping)
+        self.gradients = Gradients(self.units, self.homes, device, resting, steps, self._recovery, clipping=clipping)
         self._supply = Supply(self.homes, device, self.traffic, resting)
         self._updates = Updates(self.homes, device, self.traffic, self.weights, self._supply, self._workers)
         self.groups: Sequence[Mapping[str, Any]] = ()
@@ -104,6 +105,7 @@ class Engine:
         self._staged = StagedUpdates(self._updates, self.homes, device, self.traffic, partition.spec)
         self._early = EarlyUpdates(self._updates, self._supply, device, self.traffic, lambda: self._hypers(self.groups))
         self.gradients.on_last = self._early.attempt
+        self._recovery.parts += [self._early.reset, self.homes.reclaim]
         self._doubts = Doubts(device)
         self.access = Access(self.homes, device, self.weights)
         self.places = {id(p): (u, i) for u in self.units for i, p in enumerate(u.params)}
@@ -170,7 +172,6 @@ class Engine:
         refuse_process_group("optimizer.step")
         self.device.check()
         self._doubts.settle()
-        self.gradients.recover()
         hypers = self._hypers(groups)
         self._refuse_while_gathered()
         self.refuse_if_replaced()
@@ -299,13 +300,14 @@ class Engine:
         self._guard.refuse_if_changed()
 
     def refuse_if_closed(self) -> None:
-        """Raise if ``close`` was called, or nothing else is left."""
+        """Raise if ``close`` was called, or nothing else is left; clear up behind what was cut short."""
         if self.weights.refusal is not None and not self.is_closed:
             raise self.weights.refusal
         if self.is_closed:
             raise OutcoreError(
                 "expected a prepared model, but it was closed; prepare it again, or load what was saved before close()"
             )
+        self._recovery.look()
 
     def close(self) -> None:
         """Let running work end, give memory, files and threads back, and the module its own forward. Idempotent.

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, NoReturn, cast
 
 import torch
@@ -27,14 +26,11 @@ from outcore.runtime.grad_handle import GradHandle
 from outcore.runtime.gradient_homes import GradientHomes
 from outcore.runtime.homes import Homes
 from outcore.runtime.lanes import After, Handle, Lane
+from outcore.runtime.recovery import Recovery
 from outcore.runtime.unit import Unit, outermost_first, torch_dtype
 from outcore.runtime.unit_gradients import Pass, UnitGradients
 
 _autograd = cast("Any", torch._C)
-
-
-class _Running:
-    """Lives as long as autograd's task does: nobody else holds it."""
 
 
 class Gradients:
@@ -47,6 +43,7 @@ class Gradients:
         device: Device,
         resting: GradientHomes,
         accumulation_steps: int | None,
+        recovery: Recovery,
         *,
         clipping: bool,
     ) -> None:
@@ -57,11 +54,14 @@ class Gradients:
         self._homes, self._device, self._resting = homes, device, resting
         self._accumulation_steps, self._clipping = accumulation_steps, clipping
         self.of = {unit.name: UnitGradients(unit, self) for unit in units}
-        self._tasks: dict[int, weakref.ref[_Running]] = {}
+        self._recovery = recovery
+        recovery.signs.append(self._notice)
+        recovery.parts.append(self._reset)
+        self._tasks: dict[int, weakref.ref[object]] = {}
+        """Of autograd, and what it calls at the end of each and nobody else holds: it lives as long as the task."""
         self._num_passes = 0
         self._last_factor: tuple[torch.Tensor, int, torch.Tensor] | None = None
         self._open: dict[str, UnitGradients] = {}
-        self._is_broken = False
         self.on_last: Callable[[UnitGradients], None] = _nothing
         """Called when the last promised gradient of a unit that is updated early is on its way home."""
 
@@ -124,7 +124,15 @@ class Gradients:
                     self._keep_loose(gradients, current, grads)
             current.present.update(grads)
         except BaseException:
-            self._break_off()
+            self.break_off()
+            raise
+
+    def begin(self, unit: Unit) -> None:
+        """The backward of a unit begins: an exception in it leaves gradients of the unit that are not whole."""
+        try:
+            self._join_pass(self.of[unit.name])
+        except BaseException:
+            self.break_off()
             raise
 
     def hook(self, unit: Unit, index: int) -> Callable[[torch.Tensor], None]:
@@ -151,7 +159,7 @@ class Gradients:
                     try:
                         self._close(gradients)
                     except BaseException:
-                        self._break_off()
+                        self.break_off()
                         raise
 
         return reached
@@ -179,63 +187,54 @@ class Gradients:
     def _join_pass(self, gradients: UnitGradients) -> None:
         task = _autograd._current_graph_task_id()
         if task not in self._tasks:
+            self._notice()
             if not self._tasks:
-                self.recover()
+                if self._recovery.is_due:
+                    self._recovery.run()
                 self._num_passes += 1
             # A backward inside of a backward (reentrant checkpointing) has a task of its own: both are one pass.
-            running = _Running()
-            self._tasks[task] = weakref.ref(running, functools.partial(_over, weakref.ref(self), task))
-            end = functools.partial(self._end_task, task, running)
+            end = functools.partial(self._end_task, task)
+            self._tasks[task] = weakref.ref(end, functools.partial(_over, weakref.ref(self), task))
             cast("Any", torch.autograd.Variable)._execution_engine.queue_callback(end)
         self._open[gradients.unit.name] = gradients
 
-    def _end_task(self, task: int, _: _Running) -> None:
+    def _end_task(self, task: int) -> None:
         """Close what is still open: the root, and units of which not all parameters were reached."""
-        with self.losing_on_error():
+        try:
             for gradients in list(self._open.values()):
                 self._close(gradients)
             self._open.clear()
             self._tasks.pop(task, None)
-
-    @contextmanager
-    def losing_on_error(self, unit: Unit | None = None) -> Iterator[None]:
-        """Know after an exception that gradients of this pass are not whole.
-
-        A plain loop keeps those that were there when it came. Which ones they were inside of a block nobody knows
-        afterwards, so they must be set to None.
-
-        Args:
-            unit: Was at work, though it may not have given anything yet.
-        """
-        try:
-            yield
         except BaseException:
-            if unit is not None:
-                self._open[unit.name] = self.of[unit.name]
-            self._break_off()
+            self.break_off()
             raise
 
+    def _notice(self) -> None:
+        if any(end() is None for end in self._tasks.values()):
+            self.break_off()
+
     def end_without_callback(self, task: int) -> None:
-        """Autograd's task is gone, and its end was never called: it ended in an exception."""
+        """Autograd's task is gone. If its end was never called it ended in an exception."""
         if task in self._tasks:
-            self._break_off()
+            self.break_off()
 
-    def _break_off(self) -> None:
-        """End the pass that is running: units that it was at have lost their gradients."""
-        self._is_broken = True
-        self._tasks.clear()
-        for gradients in self._open.values():
+    def break_off(self) -> None:
+        """End the pass after an exception: units that it was at have lost their gradients, and none of them is whole.
+
+        A plain loop keeps those that were there. Which ones they were inside of a block nobody knows afterwards.
+        """
+        self._recovery.is_due = True
+        for name, gradients in list(self._open.items()):
             gradients.lose()
+            del self._open[name]
+        self._tasks.clear()
 
-    def recover(self) -> None:
-        """Clear up behind a pass that ended in an exception, wherever in the bookkeeping that was."""
-        if not self._is_broken:
-            return
-        for gradients in self._open.values():
+    def _reset(self) -> None:
+        """Forget what passes have given so far. See [Note: cut short]."""
+        if self._open:
+            self.break_off()
+        for gradients in self.of.values():
             gradients.open = None
-        self._open.clear()
-        self._homes.reclaim()
-        self._is_broken = False
 
     def _keep_loose(self, gradients: UnitGradients, current: Pass, grads: dict[int, torch.Tensor]) -> None:
         self._take_over(gradients.unit, current)
@@ -272,9 +271,7 @@ class Gradients:
             return
         unit = gradients.unit
         held = {i: handle for i, handle in gradients.held_handles().items() if not handle.is_zero}
-        self._count_pass(
-            gradients, is_first=not held
-        )  # may refuse: until then the pass stays open, to be dropped whole
+        self._count_pass(gradients, is_first=not held)  # may refuse: the pass stays open until then, to be dropped
         gradients.version += 1
         added = current.present & held.keys()
         self._take_over(unit, current)

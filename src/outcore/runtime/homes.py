@@ -70,11 +70,10 @@ class SlotPool:
         return list(self._idle)
 
     def reclaim(self) -> None:
-        """Take all slots back, whoever has them; nothing may be in flight to or from them."""
+        """Take all slots back, whoever has them, and forget what they hold; nothing may be in flight."""
         for slot in self.slots:
-            if slot not in self._idle:
-                slot.free_after, slot.kept, slot.kept_after = [], None, None
-                self._idle.append(slot)
+            slot.free_after, slot.kept, slot.kept_after = [], None, None
+        self._idle = deque(self.slots)
 
     def give(self, slot: Slot, free_after: Sequence[Handle]) -> None:
         """Give a slot back; whoever takes it next must wait for ``free_after``."""
@@ -187,11 +186,10 @@ class Homes:
         return None
 
     def reclaim(self) -> None:
-        """Take all slots back that somebody took who was interrupted. Waits for everything that is under way.
+        """Take all slots back; nothing may be in flight.
 
         Slots of weights are never taken: they are with the unit whose weights they hold.
         """
-        self._device.synchronize()
         for pools in self._pools.values():
             for pool in pools:
                 if pool.kind != "weights":

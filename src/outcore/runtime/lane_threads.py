@@ -66,8 +66,8 @@ class ThreadedLanes:
                 refuse_closed(operation)
             if self._stall is not None:
                 self._stall.throw()
-            self._last[operation.lane] = operation.handle
             self._queues[operation.lane].put(operation)
+            self._last[operation.lane] = operation.handle  # who is interrupted before must not be waited for
 
     def wait_issued(self, handle: Handle) -> None:
         """Block until the lane got to it."""

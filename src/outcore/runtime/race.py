@@ -180,9 +180,10 @@ class RaceChecker:
             self._clocks[_INDEX[HOST]] = self._joined(_INDEX[HOST], clocks)
 
     def synchronize(self) -> None:
-        """The host waited for everything."""
+        """The host waited for everything: whatever comes is ordered behind all that was."""
         with self._lock:
             self.wait(tuple(self._clocks))
+            self._logs.clear()
 
     def _number(self, actor: str) -> int:
         if actor not in self._index and actor.startswith(COMPUTE):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from outcore.planning.weight_cache import NEVER, slots_for
 from outcore.runtime.device import Device
@@ -47,6 +47,13 @@ class SlotCache:
         """A slot that was vacated holds a unit's weights."""
         self.holders[index], self._written[index] = unit, written
         self.slots[index].free_after = []
+
+    def reset(self, kept: Container[int]) -> None:
+        """Forget all contents but those of some units; nothing may be in flight. See [Note: cut short]."""
+        for i, holder in enumerate(self.holders):
+            if holder not in kept:
+                self.holders[i] = self._written[i] = None
+                self.slots[i].free_after = []
 
     def vacate(self, index: int) -> None:
         """Forget a slot's content; who uses the slot next waits for its ``free_after``."""

@@ -11,9 +11,11 @@ those of the step before. Whatever else is needed is fetched on demand.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Sequence
 from functools import partial
+from types import FrameType
 
 import torch
 
@@ -23,10 +25,10 @@ from outcore.memory.arena import Buffer
 from outcore.planning.schedule import update_order, usual_visits
 from outcore.planning.weight_cache import NEVER, Held, weight_moves
 from outcore.runtime.cursor import Cursor, Round
-from outcore.runtime.device import Device
 from outcore.runtime.disk_transfers import DiskTransfers
 from outcore.runtime.homes import Homes
 from outcore.runtime.lanes import After, Lane, newest
+from outcore.runtime.recovery import Recovery
 from outcore.runtime.slot_cache import SlotCache
 from outcore.runtime.traffic import Traffic
 from outcore.runtime.unit import Unit, expect_buffer, expect_extent
@@ -42,7 +44,7 @@ class Weights:
         self,
         units: Sequence[Unit],
         homes: Homes,
-        device: Device,
+        recovery: Recovery,
         traffic: Traffic,
         model: ModelSpec,
         plan: Plan,
@@ -50,6 +52,9 @@ class Weights:
         has_steps: bool,
     ) -> None:
         """Args: units: All, the root first. has_steps: There is an optimizer, so that visits come in steps."""
+        self._recovery, device = recovery, recovery.device
+        recovery.signs.append(self._notice)
+        recovery.parts.append(self._reset)
         self._units, self._homes, self._device, self._traffic = units, homes, device, traffic
         self._transfers = DiskTransfers(homes, device, traffic)
         self._index = {unit: i for i, unit in enumerate(units)}
@@ -61,8 +66,8 @@ class Weights:
         decide = partial(weight_moves, model, plan)
         self._step = Cursor(decide, usual_visits(model), self._held())
         self._round = Round(decide, (), self._held())
-        self.calls: list[tuple[int, Phase]] = []
-        """Units that are being called, the outermost first."""
+        self.calls: list[tuple[int, Phase, FrameType | None]] = []
+        """Units that are being called, the outermost first, and by which frame."""
         self._thread = 0
         self._cursor: Cursor = self._step
         """The one of the two that follows the run now."""
@@ -81,6 +86,10 @@ class Weights:
         if self.refusal is not None:
             raise self.refusal
         thread = threading.get_ident()
+        if self.calls and self._thread == thread:
+            self._notice()
+        if self._recovery.is_due:
+            self._recovery.run()
         if self.calls and self._thread != thread:
             raise UnsupportedError(
                 f"unit '{unit.label}': expected one thread at a time to call a prepared model, but another one is in "
@@ -89,16 +98,16 @@ class Weights:
         self._thread = thread
         return len(self.calls)
 
-    def bind(self, index: int, phase: Phase) -> None:
+    def bind(self, index: int, phase: Phase, frame: FrameType | None) -> None:
         """Make a unit's parameters present; compute that follows sees the current weights.
 
-        Whoever calls this must ``unbind``, or ``unwind`` if either was interrupted.
+        Whoever calls this must ``unbind``, or ``unwind`` if either was interrupted, while ``frame`` runs.
 
         Order: compute waits for the fetch, and the fetch for the unit's last update.
         """
         unit = self._units[index]
         self._follow(Visit(phase, index))
-        self.calls.append((index, phase))
+        self.calls.append((index, phase, frame))
         unit.num_bound += 1
         if unit.is_gathered:
             return
@@ -132,13 +141,9 @@ class Weights:
     def unbind(self, index: int) -> None:
         """Make a unit's parameters absent again; its slot may go to another unit once compute is done with it."""
         unit = self._units[index]
-        if unit.num_bound == 1:  # first, so that ``unwind`` does it again if it is interrupted
-            self._let_go(unit)
         self.calls.pop()
         unit.num_bound -= 1
-
-    def _let_go(self, unit: Unit) -> None:
-        if unit.is_gathered or unit.is_resident:
+        if unit.is_gathered or unit.num_bound or unit.is_resident:
             return
         if unit.slot is not None:
             unit.slot.free_after = [self._device.mark(f"weights of {unit.label} used")]
@@ -146,12 +151,33 @@ class Weights:
 
     def unwind(self, num_calls: int) -> None:
         """End all calls but the first ones, wherever an exception left them."""
+        self._recovery.is_due = True
         del self.calls[num_calls:]
-        called = [index for index, _ in self.calls]
+
+    def _notice(self) -> None:
+        """End the calls whose frames run no more: an exception came before they could be ended."""
+        frame, running = inspect.currentframe() if self.calls else None, set()
+        while frame is not None:
+            running.add(id(frame))  # the frames themselves would hold one another
+            frame = frame.f_back
+        for number, (_, _, caller) in enumerate(self.calls):
+            if id(caller) not in running:
+                self.unwind(number)
+                break
+
+    def _reset(self) -> None:
+        """Take back what no running call has. See [Note: cut short]."""
+        called = [index for index, _, _ in self.calls]
+        self._on_device.reset(called)
+        self._on_host.reset(())
         for i, unit in enumerate(self._units):
-            bound, unit.num_bound = unit.num_bound, called.count(i)
-            if bound and not unit.num_bound:
-                self._let_go(unit)
+            unit.num_bound = called.count(i)
+            if unit.num_bound or unit.is_gathered or unit.num_lent or unit.is_resident:
+                continue
+            unit.slot = unit.fetched = None
+            unit.mark_absent(device=self._device.torch_device)
+        self._step.reset(self._held())
+        self._round.reset(self._held())
 
     def rest(self, unit: Unit) -> None:
         """Put an unbound unit's parameters into the state that they have between calls."""
