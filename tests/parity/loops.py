@@ -103,7 +103,7 @@ def plain_loop(
         backward: Instead of the ordinary forward and backward of a micro-batch.
         edit: Changes the model before the optimizer is made.
     """
-    model = zoo.make(name, setting.precision)
+    model = zoo.make(name, setting.precision).to(zoo.DEVICE)
     if edit is not None:
         edit(model)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -188,7 +188,8 @@ def streamed_loop(
     scheduler = build_scheduler(setting, optimizer) if setting.scheduler == "cosine" else None
     if make_plan is not None:
         options["plan"] = make_plan(model, optimizer)
-    model, optimizer = (prepare or _outcore().prepare)(model, optimizer, precision=setting.precision, **options)
+    options |= {"precision": setting.precision, "device": zoo.DEVICE}
+    model, optimizer = (prepare or _outcore().prepare)(model, optimizer, **options)
     with closing(optimizer):
         if setting.scheduler == "lambda":
             scheduler = build_scheduler(setting, optimizer)

@@ -7,6 +7,7 @@ on, so that a random number drawn once too often or too seldom shows in the loss
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 import zlib
 from typing import Any
@@ -19,6 +20,9 @@ LENGTH = 17
 STEPS = 6
 MODELS = ("gpt2", "llama", "qwen3", "mixtral", "lora", "patchwork")
 """Bitwise equal under every plan. T5 is here too, but only its first step is comparable."""
+
+DEVICE = os.environ.get("OUTCORE_TEST_DEVICE", "cpu")
+"""Where the loops compute. Under ``cuda`` an update on the host has the plain loop's bits on a simulated GPU only."""
 
 Batch = dict[str, Any]
 
@@ -47,9 +51,9 @@ def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 def _batch(name: str, step: int, micro: int, generator: torch.Generator) -> Batch:
     rows = 2 + (step + micro) % 2
-    ids = torch.randint(0, VOCAB, (rows, LENGTH), generator=generator)
+    ids = torch.randint(0, VOCAB, (rows, LENGTH), generator=generator).to(DEVICE)
     if name == "patchwork":
-        targets = torch.randint(0, VOCAB, (rows * LENGTH,), generator=generator)
+        targets = torch.randint(0, VOCAB, (rows * LENGTH,), generator=generator).to(DEVICE)
         return {"inputs": {"tokens": ids, "weight": 0.5}, "order": call_order(step, micro), "targets": targets}
     batch: Batch = {"input_ids": ids, "labels": ids.clone()}
     if name in ("llama", "qwen3"):

@@ -165,6 +165,9 @@ struct Call {
 
 Stack run_on_cpu(const c10::OperatorHandle& op, Stack arguments) {
   c10::impl::ExcludeDispatchKeyGuard guard(kBelowAutograd);
+  if (op.schema().name() == "aten::histc" && at::isIntegralType(arguments[0].toTensor().scalar_type(), false)) {
+    arguments[0] = arguments[0].toTensor().to(at::kFloat);  // the CPU has no kernel for integers
+  }
   op.callBoxed(&arguments);
   return arguments;
 }
@@ -186,7 +189,7 @@ double compute_s(const Call& call) {
 
 // Statistics of a half-precision norm are in the input's dtype on the CPU, and in fp32 by the meta kernel.
 bool has_cpu_dtypes(const std::string& name) {
-  return name == "aten::native_layer_norm" || name == "aten::native_group_norm";
+  return name == "aten::native_layer_norm" || name == "aten::native_group_norm" || name == "aten::native_batch_norm";
 }
 
 std::optional<Stack> meta_results(const Call& call) {
@@ -300,7 +303,7 @@ void compute(Call& call, Stack results, Stack* stack) {
       for_each_tensor(value, [&](const at::Tensor& source) {
         c10::impl::ExcludeDispatchKeyGuard guard(kBelowAutograd);
         at::Tensor target = targets[next++];
-        target.copy_(source);
+        if (source.numel() > 0) target.copy_(source);  // the CPU leaves statistics out that are not used
       });
     }
   });
