@@ -5,6 +5,7 @@ A job is a function ``job(side, folder, **changes)`` that builds a Trainer with 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -203,7 +204,7 @@ ARGUMENTS = {
     "save_strategy": "no",
     "report_to": "none",
     "disable_tqdm": True,
-    "use_cpu": True,
+    "use_cpu": os.environ.get("OUTCORE_TEST_DEVICE", "cpu") == "cpu",
 }
 TEXTS = [f"line {i} " + "abc " * (i % 5 + 1) for i in range(8)]
 EVAL_TEXTS = [f"unseen {i} " + "ab " * i for i in range(4)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from outcore.spec.plan import Plan, UnitPlan
 
 WIDTH, VOCAB, LENGTH = 13, 31, 7
 KINDS = ("device", "host", "disk")
+DEVICE = os.environ.get("OUTCORE_TEST_DEVICE", "cpu")
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
 
 
@@ -57,12 +59,12 @@ class Tower(nn.Module):
 
 
 def batch(seed: int = 0, rows: int = 3) -> torch.Tensor:
-    return torch.randint(0, VOCAB, (rows, LENGTH), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(0, VOCAB, (rows, LENGTH), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def make(build: Callable[[], nn.Module] = Tower, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(11)
-    return build().to(dtype).train()
+    return build().to(DEVICE, dtype).train()
 
 
 def plan_for(
@@ -110,7 +112,7 @@ def prepared(
 ) -> Iterator[Any]:
     """``outcore.prepare`` with a plan for one tier, closed at the end."""
     plan = plan_for(model, optimizer, kind, policy, units, steps=accumulation_steps, depth=depth)
-    options["accumulation_steps"] = accumulation_steps
+    options |= {"accumulation_steps": accumulation_steps, "device": DEVICE}
     budget = outcore.Budget(disk=str(folder))
     with outcore.prepare(model, optimizer, plan=plan, budget=budget, units=units, **options) as result:
         yield result
@@ -159,7 +161,7 @@ def seen(result: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 def assert_same(want: Any, got: Any, path: str = "", rounding: float = 0.0) -> None:
     """Compare nests of tensors bit for bit, or up to ``rounding``."""
     if isinstance(want, torch.Tensor):
-        want, got = want.detach(), got.detach()
+        want, got = want.detach().cpu(), got.detach().cpu()
         assert want.shape == got.shape, f"{path}: {tuple(want.shape)} != {tuple(got.shape)}"
         assert want.dtype == got.dtype, f"{path}: {want.dtype} != {got.dtype}"
         gap = float((want.double() - got.double()).abs().nan_to_num().max()) if want.numel() else 0.0

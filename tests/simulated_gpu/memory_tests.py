@@ -1,0 +1,107 @@
+"""Device memory by the device's own counter: what plans say, and nothing more but activations."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from parity import zoo
+from parity.cases import MIXED, Case, run
+from parity.loops import Setting, assert_equal, plain_loop
+
+from outcore.api import prepare_for_test
+from outcore.optim.rules import rule_for
+from outcore.planning.partition import partition
+from outcore.planning.reservations import tier_bytes
+
+pytestmark = pytest.mark.gpu
+NUM_PLANS = 50
+LOOSE_BYTES = 2**16  # norms, factors, counts of steps: each takes a block of 512 bytes
+
+
+def allocated() -> int:
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
+@dataclass
+class Seen:
+    """Of a streamed run, in bytes."""
+
+    planned: int = 0
+    prepared: int = 0
+    between_steps: int = 0
+    peak: int = 0
+
+
+def train(case: Case, folder: Path) -> Seen:
+    """Train, and compare with the plain loop too."""
+    seen, before = Seen(), allocated()
+
+    def prepare(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Any:
+        names = rule_for(optimizer).state_names(optimizer.param_groups)
+        spec = partition(model, state_names=names, precision=options["precision"]).spec
+        seen.planned = tier_bytes(spec, options["plan"])["device"]
+        prepared = prepare_for_test(model, optimizer, **options)
+        seen.prepared = allocated() - before
+        torch.cuda.reset_peak_memory_stats()
+        return prepared
+
+    def after_step(_model: torch.nn.Module, _optimizer: torch.optim.Optimizer, _step: int) -> None:
+        seen.between_steps = max(seen.between_steps, allocated() - before)
+
+    got = run(case, folder, prepare=prepare, after_step=after_step)
+    seen.peak = torch.cuda.max_memory_allocated() - before
+    assert_equal(plain_loop(case.name, case.setting), got)
+    return seen
+
+
+def activation_bytes(name: str) -> int:
+    """The most that forward and backward of a plain model take beside weights and gradients."""
+    model = zoo.make(name).to("cuda")
+    batch = max(zoo.batches(name, steps=2), key=lambda b: b["input_ids"].numel())
+    zoo.loss(model, batch).backward()
+    held = allocated()
+    torch.cuda.reset_peak_memory_stats()
+    zoo.loss(model, batch).backward()
+    return torch.cuda.max_memory_allocated() - held
+
+
+def random_case(seed: int) -> Case:
+    draw = random.Random(seed)
+    early = draw.random() < 0.4
+    return Case(
+        "llama",
+        draw.choice(["device", "host", "disk", "mixed", "mixed", "mixed", "resident"]),
+        Setting(steps=2, micro_batches=draw.choice([1, 2]), clipping=draw.choice(["on", "off"])),
+        policy=draw.choice(["recompute", "keep", "mixed"]),
+        promised=early,
+        early=early,
+        share=draw.choice([0.0, 0.5, 1.0]),
+        depth=draw.choice([0, 1, 2]),
+        offset=draw.randrange(len(MIXED)),
+        is_minimal=draw.random() < 0.3,
+    )
+
+
+@pytest.fixture(scope="module")
+def activations() -> int:
+    return activation_bytes("llama")
+
+
+@pytest.mark.parametrize("seed", range(NUM_PLANS))
+def test_peak_of_a_random_plan(seed, activations, tmp_path):
+    seen = train(random_case(seed), tmp_path)
+    # The arena is one block, cut to begin at a page.
+    assert 0 <= seen.prepared - seen.planned <= LOOSE_BYTES
+    assert seen.between_steps - seen.prepared <= LOOSE_BYTES
+    assert seen.peak - seen.prepared <= 1.1 * activations + LOOSE_BYTES
