@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch.nn import utils
 
+from outcore.runtime.gradient_homes import GradientHomes
+
 from .rig import KINDS, adamw, batch, make, prepared, same
 
 pytestmark = pytest.mark.parametrize("kind", KINDS)
@@ -35,6 +37,38 @@ def scaled_steps(model, optimizer, scale, *, clip, infinite_at=(), unscale=True)
 @pytest.mark.parametrize("scale", [2.0**12, 1000.0])
 def test_scaled(kind, tmp_path, scale, clip):
     same(lambda m, o: scaled_steps(m, o, scale, clip=clip), kind, tmp_path)
+
+
+def test_gradients_whose_squares_vanish(kind, tmp_path):
+    """Their norm cannot be scaled; the gradients can."""
+
+    def drive(model, optimizer):
+        scaler, seen = torch.amp.GradScaler("cpu", init_scale=2.0**16), []
+        for step, size in enumerate([2.0**-40, 2.0**-70, 0.0]):
+            scaler.scale(model.loss(batch(step)) * size).backward()
+            scaler.unscale_(optimizer)
+            seen += [*(p.grad.norm() for p in model.parameters() if p.requires_grad)]
+            seen.append(utils.clip_grad_norm_(model.parameters(), 2.0**-45))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return seen
+
+    same(drive, kind, tmp_path)
+
+
+def test_clipping_after_unscaling_fetches_nothing(kind, tmp_path, monkeypatch):
+    model, fetched = make(), []
+    with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+        scaler.scale(model.loss(batch())).backward()
+        if kind == "device":
+            utils.get_total_norm([p.grad for p in model.parameters() if p.requires_grad])
+        value = GradientHomes.value
+        monkeypatch.setattr(GradientHomes, "value", lambda *args: fetched.append(args[2]) or value(*args))
+        scaler.unscale_(optimizer)
+        utils.clip_grad_norm_(model.parameters(), 0.1)
+    assert not fetched
 
 
 def test_step_unscales_by_itself(kind, tmp_path):

@@ -199,10 +199,13 @@ def shrunk(program: dict[str, Any], result: dict[str, Any]) -> tuple[dict[str, A
     def key(r: dict[str, Any]) -> tuple[Any, ...]:
         return r["verdict"], r.get("kind"), r.get("message", "").split(": ")[1:2]
 
-    changed = True
+    changed, tried = True, {json.dumps(program)}
     while changed:
         changed = False
         for smaller in simpler(program):
+            if (text := json.dumps(smaller)) in tried:
+                continue
+            tried.add(text)
             try:
                 outcome = run_program(smaller)
             except Exception:  # it makes no sense any more

@@ -283,10 +283,8 @@ void Machine::raise_remembered() { raise_and_forget(mutex_, error_); }
 
 void Machine::raise_refused() { raise_and_forget(mutex_, refused_); }
 
-bool Machine::register_host(const void* address, size_t nbytes) {
+bool Machine::register_host(const void* address, size_t nbytes, bool is_refused) {
   std::lock_guard<std::mutex> lock(mutex_);
-  bool is_refused = knobs.refuse_registration > 0;
-  if (is_refused) --knobs.refuse_registration;
   auto next = registered_.upper_bound((const char*)address);
   bool overlaps = next != registered_.end() && next->first < (const char*)address + nbytes;
   if (next != registered_.begin()) {

@@ -163,7 +163,7 @@ class Machine {
   void raise_remembered();
   void raise_refused();  // by a call of the runtime: surfaces at the next launch, whoever launches
 
-  bool register_host(const void* address, size_t nbytes);
+  bool register_host(const void* address, size_t nbytes, bool is_refused = false);
   bool unregister_host(const void* address);
   bool is_registered(const void* address);
 

@@ -38,7 +38,11 @@ void sim_reset_peaks(int device) { Machine::get().memory(device).reset_peaks(); 
 void sim_empty_cache(int device) { Machine::get().memory(device).empty_cache(); }
 int64_t sim_free_bytes(int device) { return Machine::get().memory(device).free_bytes(); }
 
-int sim_register_host(const void* address, size_t nbytes) { return Machine::get().register_host(address, nbytes) ? 0 : 1; }
+int sim_register_host(const void* address, size_t nbytes) {
+  bool is_refused = knobs.refuse_registration > 0;
+  if (is_refused) --knobs.refuse_registration;
+  return Machine::get().register_host(address, nbytes, is_refused) ? 0 : 1;
+}
 int sim_unregister_host(const void* address) { return Machine::get().unregister_host(address) ? 0 : 1; }
 
 void sim_sleep(int device, int stream, double seconds) {

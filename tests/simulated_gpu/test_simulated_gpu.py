@@ -14,7 +14,15 @@ FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER))
 import simulator  # noqa: E402
 
-FILES = sorted([*(FOLDER.parent / "gpu").glob("test_*.py"), FOLDER / "machine_tests.py"])
+TESTS = FOLDER.parent
+GPU_TESTS = sorted([*(TESTS / "gpu").glob("test_*.py"), *FOLDER.glob("*_tests.py")])
+PARITY = (
+    "test_nothing_is_unordered or test_all_lanes_late or test_skipped_frozen_and_shared_parts and adamw "
+    "or TestWindow and bf16 or test_a_block_used_twice or test_evaluation_between_steps"
+)
+RUNS = {file.stem: ["-m", "gpu", str(file)] for file in GPU_TESTS}
+# The promise as on CPU lanes, but a device computes and streams wait. All of tests/parity passes; this is a part of it.
+RUNS["parity"] = ["-k", PARITY, str(TESTS / "parity")]
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real GPU"),
@@ -32,16 +40,16 @@ def simulated_gpu() -> Path:
     return simulator.build()
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.usefixtures("simulated_gpu")
-def test_on_the_simulated_gpu(file: Path):
-    options = ["-q", "-p", "no:randomly", "-p", "no:cacheprovider", "-n0", "-m", "gpu"]
-    command = [sys.executable, str(FOLDER / "run.py"), "-m", "pytest", *options, str(file)]
+def test_on_the_simulated_gpu(run: str):
+    options = ["-q", "-p", "no:randomly", "-p", "no:cacheprovider", "-n0"]
+    command = [sys.executable, str(FOLDER / "run.py"), "-m", "pytest", *options, *RUNS[run]]
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
         command,
         cwd=FOLDER.parent.parent,
-        env=env | {"OMP_NUM_THREADS": "1"},
+        env=env | {"OMP_NUM_THREADS": "1", "OUTCORE_TEST_DEVICE": "cuda"},
         capture_output=True,
         text=True,
         check=False,

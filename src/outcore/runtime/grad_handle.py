@@ -7,7 +7,8 @@ zeroing work unchanged. Any other use fetches the gradient, see [Note: on demand
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, Self
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from outcore.runtime.on_demand import DistantTensor, on_values
 
 aten = torch.ops.aten
+_LEAST_NORM = 2.0**-30
 
 
 class GradientOwner(Protocol):
@@ -54,12 +56,14 @@ class GradHandle(DistantTensor):
     Attributes:
         index: Of the parameter among its unit's trainable ones.
         factors: 0-dim tensors by which the gradient is to be multiplied, in order.
+        exact: A factor by which the norm may be multiplied instead, and its value.
         is_zero: It was zeroed in place; the stored bytes no longer count.
         is_lost: It is not whole, and can only be set to None.
     """
 
     index: int  # type: ignore[assignment]  # torch.Tensor inherits a method of that name
     factors: list[torch.Tensor]
+    exact: tuple[torch.Tensor, float] | None
     is_zero: bool
     is_lost: bool
     owner: GradientOwner
@@ -67,10 +71,16 @@ class GradHandle(DistantTensor):
     def __init__(self, like: torch.Tensor, device: torch.device, owner: GradientOwner, index: int) -> None:
         """Args: like, device: See ``DistantTensor``. owner: Keeps the gradient. index: Of the parameter."""
         self.owner, self.index, self.factors, self.is_zero, self.is_lost = owner, index, [], False, False
+        self.exact = None
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Name and shape: the values are elsewhere."""
         return f"GradHandle('{self.owner.gradient_name(self)}', shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @property
+    def norm_scale(self) -> float | None:
+        """What to multiply the stored gradient's norm by to have that times the factors; None if that may round."""
+        return self.exact[1] if self.exact and len(self.factors) == 1 and self.factors[0] is self.exact[0] else None
 
     def fetch(self) -> torch.Tensor:
         """A copy, on the device."""
@@ -151,24 +161,27 @@ def _add(handle: GradHandle, more: torch.Tensor, *, alpha: float = 1) -> GradHan
 
 
 def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+    """Only gradients that no finite norm proves to be finite are looked at. The host waits for the device once at most.
+
+    Multiplied by a power of two, gradients have their norm times it, to the bit: no partial sum of squares that rounds
+    for being tiny counts beside a norm of ``_LEAST_NORM``.
+    """
     plain = [g for g in gradients if not isinstance(g, GradHandle)]
     if plain:
         aten._amp_foreach_non_finite_check_and_unscale_.default(plain, found_inf, inverse_scale)
     handles = [g for g in gradients if isinstance(g, GradHandle)]
-    for value in _perhaps_infinite(handles):
-        found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(value).all()).to(found_inf)))
+    known = {h: norm for h in handles if (norm := h.owner.known_norm(h)) is not None}
+    scale, *values = torch.stack([t.double() for t in (inverse_scale, *known.values())]).tolist() if known else (0.0,)
+    norms = dict(zip(known, values, strict=True))
     for handle in handles:
-        handle.multiply(inverse_scale)
-
-
-def _perhaps_infinite(handles: Sequence[GradHandle]) -> Iterator[torch.Tensor]:
-    """Values of the gradients that no finite norm proves to be finite. The host waits for the device once at most."""
-    norms = {h: norm for h in handles if (norm := h.owner.known_norm(h)) is not None}
-    is_proven = torch.isfinite(torch.stack([n.double() for n in norms.values()])).tolist() if norms else []
-    proven = {h for h, is_finite in zip(norms, is_proven, strict=True) if is_finite}
-    for handle in handles:
-        if handle not in proven:
-            yield handle.owner.gradient_value(handle)
+        norm = norms.get(handle, math.inf)
+        if not math.isfinite(norm):
+            value = handle.owner.gradient_value(handle)
+            found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(value).all()).to(found_inf)))
+        is_power_of_two = math.frexp(scale)[0] == 0.5
+        handle.multiply(scale if is_power_of_two else inverse_scale)
+        if is_power_of_two and (_LEAST_NORM <= norm * scale < math.inf or (norm == 0 and scale <= 1)):
+            handle.exact = handle.factors[0], scale
 
 
 def _each(operation: Callable[..., Any]) -> Callable[..., Any]:

@@ -124,8 +124,9 @@ class UnitGradients:
         is_stored_norm = order == 2 and not handle.is_zero and not handle.factors
         if is_stored_norm and self.unit.plan.gradients == "device" and handle.index not in self.norms:
             self._take_norms_on_device()
-        if is_stored_norm and handle.index in self.norms:
-            return self.norms[handle.index]
+        scale = handle.norm_scale if handle.factors else 1.0
+        if order == 2 and not handle.is_zero and scale is not None and handle.index in self.norms:
+            return self.norms[handle.index] if scale == 1 else self.norms[handle.index] * scale
         value = self._store.value(self, handle)
         norm = kernels.norms([value])[0] if order == 2 else torch.linalg.vector_norm(value, order)
         if is_stored_norm:
