@@ -138,7 +138,8 @@ class Side:
             elif hook["kind"] == "backward":
                 block.register_full_backward_hook(lambda m, i, o: self.calls.append("backward"))
             elif hook["kind"] == "tensor":
-                self.model.tensor_hook = (hook["block"], lambda g: g * 0.5)
+                # None: as for any custom function, where nothing flows back. The plain loop does not call it then.
+                self.model.tensor_hook = (hook["block"], lambda g: None if g is None else g * 0.5)
             elif hook["kind"] in ("parameter", "parameter_look"):
                 for p in [p for p in block.parameters() if p.requires_grad][:2]:
                     p.register_hook(
