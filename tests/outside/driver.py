@@ -686,7 +686,20 @@ def has_documented_rounding(program: Program) -> bool:
 
 
 def run_program(program: Program) -> dict[str, Any]:
-    """Run a program on both sides; returns its verdict, and details of what is not equal."""
+    """Run a program on both sides; returns its verdict, and details of what is not equal.
+
+    Some steps may make much of bf16's rounding. Where they do, the same program must agree closely in fp32.
+    """
+    result = _run_once(program)
+    is_low = program["autocast"] or program["precision"] != "fp32"
+    if result["verdict"] == "wrong" and is_low and has_documented_rounding(program):
+        result["fp32"] = _run_once({**program, "autocast": False, "precision": "fp32"})
+        if result["fp32"]["verdict"] in ("equal", "rounding"):
+            result["verdict"] = "rounding"
+    return result
+
+
+def _run_once(program: Program) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     PLACES.clear()
