@@ -18,10 +18,10 @@ TESTS = FOLDER.parent
 GPU_TESTS = sorted([*(TESTS / "gpu").glob("test_*.py"), *FOLDER.glob("*_tests.py")])
 PARITY = (
     "test_nothing_is_unordered or test_all_lanes_late or test_skipped_frozen_and_shared_parts and adamw "
-    "or TestWindow and bf16 or test_a_block_used_twice or test_evaluation_between_steps"
+    "or TestWindow and bf16"
 )
 RUNS = {file.stem: ["-m", "gpu", str(file)] for file in GPU_TESTS}
-# The promise as on CPU lanes, but a device computes and streams wait. All of tests/parity passes; this is a part of it.
+# The promise as on CPU lanes, but a device computes and streams wait.
 RUNS["parity"] = ["-k", PARITY, str(TESTS / "parity")]
 
 pytestmark = [
