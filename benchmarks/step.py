@@ -19,7 +19,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from measuring import context, spread
@@ -64,9 +64,10 @@ class Contestant:
         return seconds
 
 
-def plain(model: LlamaForCausalLM, batch: dict[str, torch.Tensor]) -> Contestant:
-    """The loop that outcore is held against, with the model's own activation checkpointing."""
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+def plain(model: LlamaForCausalLM, batch: dict[str, torch.Tensor], *, keeps: bool = False) -> Contestant:
+    """The loop that outcore is held against, with the model's own activation checkpointing unless it ``keeps`` all."""
+    if not keeps:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     weights = list(model.parameters())
     masters = [torch.nn.Parameter(w.detach().float()) for w in weights]
     sums = [torch.zeros_like(m) for m in masters]
@@ -86,14 +87,18 @@ def plain(model: LlamaForCausalLM, batch: dict[str, torch.Tensor]) -> Contestant
     return Contestant("plain", step, synchronize, dict)
 
 
-def streamed(
-    name: Tier, model: LlamaForCausalLM, batch: dict[str, torch.Tensor], disk: Path, device: str
-) -> Contestant:
-    """outcore with everything but the root's weights on one tier; on the disk plan gradients pass through the host."""
+def streamed(name: str, model: LlamaForCausalLM, batch: dict[str, torch.Tensor], disk: Path, device: str) -> Contestant:
+    """outcore with everything but the root's weights on one tier; on the disk plan gradients pass through the host.
+
+    ``fits`` is what ``prepare`` plans by itself, which is to keep all activations where there is room.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), **HYPER)
     budget = outcore.Budget(disk=disk)
-    plan = plan_for(partition(model, state_names=STATES).spec, name)
-    model, optimizer = outcore.prepare(model, optimizer, plan=plan, budget=budget, accumulation_steps=1, device=device)
+    options: dict[str, Any] = {"budget": budget, "device": device}
+    if name != "fits":
+        plan = plan_for(partition(model, state_names=STATES).spec, cast("Tier", name))
+        options |= {"plan": plan, "accumulation_steps": 1}
+    model, optimizer = outcore.prepare(model, optimizer, **options)
 
     def step() -> None:
         model(**batch).loss.backward()
@@ -177,6 +182,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2, help="timed steps per turn")
     parser.add_argument("--plans", nargs="*", default=["device", "host", "disk"])
+    parser.add_argument("--keep", action="store_true", help="the plain loop keeps its activations")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--vocabulary", type=int, default=32000)
@@ -190,7 +196,7 @@ def main() -> None:
         args.vocabulary, (args.batch_size, args.seq_len), generator=torch.Generator().manual_seed(0)
     ).to(args.device)
     batch = {"input_ids": tokens, "labels": tokens}
-    contestants = [plain(copy.deepcopy(model).to(args.device), batch)]
+    contestants = [plain(copy.deepcopy(model).to(args.device), batch, keeps=args.keep)]
     contestants += [streamed(name, copy.deepcopy(model), batch, args.disk, args.device) for name in args.plans]
     rival = deepspeed(copy.deepcopy(model), batch)
     skipped = {} if isinstance(rival, Contestant) else {"deepspeed_zero3_offload": rival}

@@ -27,6 +27,7 @@ TINY = {
     "large.py": f"{LARGE} --tokens 16 32 --device-memory 100KiB 520KiB --disk-memory 0 --steps 1 --recorded-steps 1"
     " --against plain",
     "overlap.py": "--blocks 3 --numel 4096 --milliseconds 1 --steps 1",
+    "overhead.py": "--turns 1 --steps 1 --layers 2 --device cpu",
     "step.py": "--turns 1 --steps 1 --layers 1 --hidden 64 --vocabulary 97 --batch-size 1 --seq-len 16 --disk .",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from outcore.memory.limits import disk_free_bytes, host_free_bytes
 from outcore.optim.rules import UpdateRule, rule_for
 from outcore.planning.check import check_plan
 from outcore.planning.early import with_early_updates
+from outcore.planning.fits import room_bytes, with_room
 from outcore.planning.partition import Partition, partition
 from outcore.planning.placement import place
 from outcore.runtime.at_exit import close_at_exit
@@ -403,7 +405,8 @@ def _choose_plan(cut: Partition, options: _Options, device: Device) -> Plan:
         steps = options.accumulation_steps
         plan = place(cut.spec, limits, accumulation_steps=steps, activation_share=device.activation_share)
         # With clipping an attempt is lost whenever a step clips, which only a measured run can weigh.
-        return plan if steps is None or options.clipping else with_early_updates(cut.spec, plan, limits)
+        plan = plan if steps is None or options.clipping else with_early_updates(cut.spec, plan, limits)
+        return with_room(cut.spec, plan, limits, clipping=options.clipping)
     promised, given = options.plan.accumulation_steps, options.accumulation_steps
     if given is not None and promised != given:
         raise ConfigError(
@@ -412,7 +415,13 @@ def _choose_plan(cut: Partition, options: _Options, device: Device) -> Plan:
             "the plan again"
         )
     check_plan(cut.spec, options.plan, limits)
-    return options.plan
+    if options.plan.plain and not options.clipping:
+        raise ConfigError(
+            "prepare: expected clipping=True with a plan that leaves gradients to autograd (plain), but got False; "
+            "set plain to false in the plan, or make the plan again"
+        )
+    room = min(options.plan.kept_bytes, room_bytes(cut.spec, options.plan, limits))
+    return dataclasses.replace(options.plan, kept_bytes=room)
 
 
 def _limits(budget: Budget, device: Device) -> Limits:

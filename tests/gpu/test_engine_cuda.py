@@ -251,3 +251,29 @@ def test_device_memory_is_what_the_plan_says(tmp_path):
     with outcore.prepare(model, torch.optim.AdamW(model.parameters()), plan=plan, device="cuda"):
         taken = torch.cuda.memory_allocated() - before
     assert 0 <= taken - tier_bytes(spec, plan)["device"] < 2**20
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_where_everything_fits_the_loop_runs_as_it_is_and_keeps_what_was_measured_to_fit(name, micro_batches):
+    model = build(name, torch.float32)
+    want = plain(copy.deepcopy(model), micro_batches)
+    model.train()
+    data, seen, taken = iter(batches(micro_batches)), [], []
+    with outcore.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), device="cuda") as (model, optimizer):
+        assert optimizer.plan.plain
+        torch.manual_seed(7)
+        for _ in range(STEPS):
+            for _ in range(micro_batches):
+                loss = model(**next(data)).loss
+                taken.append(optimizer.engine._room.taken_bytes)
+                loss.backward()
+                assert optimizer.engine._room.taken_bytes == 0
+                seen.append(loss.detach())
+            seen.append(clip_grad_norm_(model.parameters(), 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not any(taken[:micro_batches]), "the first step is measured"
+        assert all(0 < t <= optimizer.plan.kept_bytes for t in taken[2 * micro_batches :])
+        got = seen, [t for _, t in outcore.named_tensors(model)][: len(list(model.parameters()))]
+    assert_equal(want, got)

@@ -14,14 +14,18 @@ from torch.nn import functional
 
 import outcore
 from outcore.optim.rules import rule_for
+from outcore.planning.fits import with_room
 from outcore.planning.partition import partition
 from outcore.planning.pools import Comfort, pools_for
+from outcore.spec.budget import Limits
 from outcore.spec.plan import Plan, UnitPlan
 
 WIDTH, VOCAB, LENGTH = 13, 31, 7
-KINDS = ("device", "host", "disk")
+RESIDENT = ("device", "plain")
+KINDS = (*RESIDENT, "host", "disk")
 DEVICE = os.environ.get("OUTCORE_TEST_DEVICE", "cpu")
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
+PLENTY = Limits(device_bytes=2**30, host_bytes=2**30, disk_bytes=None)
 
 
 class Block(nn.Module):
@@ -76,25 +80,31 @@ def plan_for(
     *,
     steps: int | None = None,
     depth: int = 0,
+    precision: str | None = None,
 ) -> Plan:
-    """Everything on one tier (the root's weights stay on the device), one slot of each kind if ``depth`` is 0."""
+    """Everything on one tier (the root's weights stay on the device), one slot of each kind if ``depth`` is 0.
+
+    ``plain`` is what ``prepare`` does by itself where everything fits: plain if it can be, and activations are kept.
+    """
     names = () if optimizer is None else rule_for(optimizer).state_names(optimizer.param_groups)
-    spec = partition(model, units=units, state_names=names).spec
+    spec = partition(model, units=units, state_names=names, precision=precision).spec
     assert len(spec.units) > 1, "nothing moves"
     plans = []
+    is_plain, tier = kind == "plain", "device" if kind == "plain" else kind
     for i, unit in enumerate(spec.units):
-        weights = "device" if i == 0 else kind
-        rest = kind if unit.trainable else weights
+        weights = "device" if i == 0 else tier
+        rest = tier if unit.trainable else weights
         plans.append(
             UnitPlan(name=unit.name, weights=weights, gradients=rest, states=rest, policy=policy if i else "keep")
         )
-    return Plan(
+    plan = Plan(
         precision=spec.precision,
         units=tuple(plans),
         pools=pools_for(spec, plans, Comfort(prefetch_depth=depth, num_buckets=depth + 1, max_slots_host=depth + 1)),
         prefetch_depth=depth,
         accumulation_steps=steps,
     )
+    return with_room(spec, plan, PLENTY, clipping=True) if is_plain else plan
 
 
 @contextmanager

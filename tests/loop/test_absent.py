@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import outcore
 
-from .rig import KINDS, Block, Tower, adamw, batch, make, prepared, same, train
+from .rig import KINDS, RESIDENT, Block, Tower, adamw, batch, make, prepared, same, train
 
 KIND = pytest.mark.parametrize("kind", KINDS)
 ENDS = pytest.mark.parametrize("kind", ["device", "host"])
@@ -103,14 +103,14 @@ def test_questions_are_answered(kind, tmp_path):
             assert b in {b}
             assert {b: 1}[b] == 1
             assert b.grad is None
-            assert str(tuple(b.shape)) in repr(b) or kind == "device" or not name.startswith("blocks")
+            assert str(tuple(b.shape)) in repr(b) or kind in RESIDENT or not name.startswith("blocks")
             assert b.requires_grad_(b.requires_grad) is b
         count = sum(p.numel() for p in model.parameters())
         assert count == sum(p.numel() for p in plain.parameters())
         assert str(model) == str(plain)
         assert model.get_parameter(NAME) is dict(model.named_parameters())[NAME]
         model.requires_grad_(True) if all(p.requires_grad for p in model.parameters()) else None
-        if kind != "device":
+        if kind not in RESIDENT:
             assert NAME in repr(model.get_parameter(NAME))
 
 
@@ -338,7 +338,7 @@ def test_hand_written_average(kind, tmp_path):
     with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
         average = {n: t.clone() for n, t in outcore.named_tensors(model)}
         train(model, optimizer, 1)
-        if kind != "device":
+        if kind not in RESIDENT:
             with pytest.raises(outcore.AbsentParameterError):
                 [average[n].lerp_(p, 0.1) for n, p in model.named_parameters()]
         before = {n: t.clone() for n, t in average.items()}

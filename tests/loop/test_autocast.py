@@ -10,7 +10,7 @@ from torch.nn import functional
 from .rig import WIDTH, Block, Tower, batch, same
 
 pytestmark = [
-    pytest.mark.parametrize("kind", ["device", "host"]),
+    pytest.mark.parametrize("kind", ["device", "plain", "host"]),
     pytest.mark.parametrize("policy", ["keep", "recompute"]),
 ]
 

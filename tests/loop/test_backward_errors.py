@@ -77,10 +77,26 @@ def test_zeroed_afterwards_all_goes_on(kind, where, before, tmp_path):
     same(drive, kind, tmp_path, build=BUILDS[where])
 
 
+def partly(before):
+    def drive(model, optimizer):
+        train(model, optimizer, 1)  # so that all calls keep what they save
+        for seed in range(before):
+            model.loss(batch(seed)).backward()
+        explode(model, 1)
+        grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        return grads, train(model, optimizer)
+
+    return drive
+
+
 @KIND
 @pytest.mark.parametrize("where", BUILDS)
 @pytest.mark.parametrize("before", [0, 1])
 def test_not_zeroed_it_is_refused(kind, where, before, tmp_path):
+    if kind == "plain":  # what autograd had accumulated is there, as in a plain loop
+        same(partly(before), kind, tmp_path, build=BUILDS[where])
+        return
     model = make(BUILDS[where])
     with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
         for _ in range(before):

@@ -181,7 +181,7 @@ def test_norm_by_hand(kind, tmp_path):
 
 def test_own_tensor_as_gradient(kind, tmp_path):
     model = make()
-    with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
+    with prepared(model, adamw(model), kind if kind != "plain" else "device", tmp_path) as (model, optimizer):
         model.loss(batch()).backward()
         param = model.get_parameter(BLOCK_WEIGHT)
         param.grad = torch.ones(param.shape)
@@ -189,11 +189,13 @@ def test_own_tensor_as_gradient(kind, tmp_path):
             optimizer.step()
 
     def drive(model, optimizer):
-        for step in range(2):
+        for step in range(3):
             for name in (BLOCK_WEIGHT, "head.weight"):
                 param = model.get_parameter(name)
                 param.grad = torch.full(param.shape, 0.01)
             model.loss(batch(step)).backward()  # adds to it, as ever
+            if step == 2 and kind == "plain":
+                param.grad = torch.full(param.shape, 0.02)
             optimizer.step()
             optimizer.zero_grad()
 
@@ -209,7 +211,24 @@ class Sometimes(Block):
         return super().forward(x) if self.uses else x * self.norm.weight
 
 
+def take_away_and_put_back(model, optimizer):
+    for _ in range(2):
+        model.loss(batch()).backward()
+        param = model.get_parameter(BLOCK_WEIGHT)
+        old, param.grad = param.grad, None
+        model.blocks[1].uses = False
+        model.loss(batch(1)).backward()
+        assert param.grad is None
+        param.grad = old
+        optimizer.step()
+        optimizer.zero_grad()
+        model.blocks[1].uses = True
+
+
 def test_taken_away_and_put_back_is_refused(kind, tmp_path):
+    if kind == "plain":  # it is a tensor of its own
+        same(take_away_and_put_back, kind, tmp_path, build=lambda: Tower(Sometimes))
+        return
     model = make(lambda: Tower(Sometimes))
     with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
         model.loss(batch()).backward()
@@ -302,6 +321,8 @@ def test_changing_a_gradient_in_place_changes_what_the_step_takes(kind, when, tm
 
 
 def test_a_copy_says_that_it_is_none(kind, tmp_path):
+    if kind == "plain":
+        pytest.skip("gradients are autograd's own tensors, no copies")
     model = make()
     with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
         model.loss(batch()).backward()

@@ -16,7 +16,9 @@ from torch import nn
 from . import zoo
 from .loops import Record, Setting, plain_backward, streamed_loop
 
-KINDS = ("device", "host", "disk", "mixed")
+KINDS = ("device", "fits", "host", "disk", "mixed")
+"""``fits``: as ``device``, and plain where it can be."""
+ROOMS = (0, 2**15, 2**30)  # for activations: none, for some calls, for all
 PRECISIONS = ("fp32", "bf16", "pure_bf16")
 MIXED = (
     ("device", "host", "disk"),
@@ -60,6 +62,7 @@ class Case:
     offset: int = 0  # where a mixed plan begins in MIXED
     units: tuple[Any, ...] | None = None  # classes or names instead of those that are found
     is_minimal: bool = False  # one slot of each kind
+    room: int = 0  # bytes for activations of units that the policy would recompute
 
     def __str__(self) -> str:
         parts = [self.name, self.kind, self.policy, f"depth={self.depth}", f"offset={self.offset}", str(self.setting)]
@@ -69,6 +72,7 @@ class Case:
             + ["early"] * self.early
             + [f"share={self.share:.2g}"] * bool(self.share)
             + ["minimal"] * self.is_minimal
+            + [f"room={self.room}"] * bool(self.room)
         )
 
     def options(self, folder: Path) -> dict[str, Any]:
@@ -86,6 +90,7 @@ class Case:
     def plan(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
         """The plan for a model, with tiers as this case wants them."""
         from outcore.optim.rules import rule_for
+        from outcore.planning.fits import can_be_plain
         from outcore.planning.partition import partition
         from outcore.planning.pools import LEAST, Comfort, pools_for
         from outcore.planning.reservations import can_be_early
@@ -107,13 +112,16 @@ class Case:
         units = share_updates(units, self.share)
         comfort = Comfort(prefetch_depth=self.depth, num_buckets=2, max_slots_host=3)
         steps = self.setting.micro_batches if self.promised else None
-        return Plan(
+        plan = Plan(
             precision=self.setting.precision,
             units=tuple(units),
             pools=pools_for(spec, units, LEAST if self.is_minimal else comfort),
             prefetch_depth=self.depth,
             accumulation_steps=steps,
+            kept_bytes=self.room,
         )
+        is_plain = self.kind == "fits" and not self.promised and can_be_plain(spec, plan)
+        return dataclasses.replace(plan, plain=True, pools=()) if is_plain else plan
 
 
 def run(case: Case, folder: Path, *, prepare: Callable[..., Any] | None = None, **more: Any) -> Record:
@@ -179,6 +187,8 @@ def tiers(kind: str, i: int, offset: int = 0) -> tuple[str, str, str]:
     """
     if kind == "resident":
         return ("device", "host", "host")
+    if kind == "fits":
+        return ("device", "device", "device")
     if kind != "mixed":
         return ("device" if i == 0 else kind, kind, kind)
     legal = [c for c in MIXED if i > 0 or c[0] == "device"]
@@ -217,6 +227,7 @@ CHOICES: dict[str, Sequence[Any]] = {
     "share": (0.0, 0.5),
     "depth": (0, 1, 2),
     "offset": tuple(range(len(MIXED))),
+    "room": ROOMS,
 }
 
 

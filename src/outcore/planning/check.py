@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from outcore.core.errors import ConfigError, PlanInfeasibleError
 from outcore.core.quantities import format_bytes
+from outcore.planning.fits import can_be_plain
 from outcore.planning.pools import pools_for
 from outcore.planning.reservations import can_be_early, tier_bytes
 from outcore.planning.table import infeasible_table
@@ -34,6 +35,7 @@ def check_plan(
         )
     _check_names(model, plan)
     _check_early(model, plan)
+    _check_plain(model, plan)
     _check_pools(model, plan)
     if limits is not None:
         _check_limits(model, plan, limits, activation_reserve_bytes)
@@ -70,8 +72,16 @@ def _check_early(model: ModelSpec, plan: Plan) -> None:
             )
 
 
+def _check_plain(model: ModelSpec, plan: Plan) -> None:
+    if plan.plain and not (plan.accumulation_steps is None and can_be_plain(model, plan)):
+        raise ConfigError(
+            "plan: plain: expected all homes of all units on the device, gradients updated in the dtype of their "
+            "weights, and no accumulation_steps, but that is not so; set plain to false"
+        )
+
+
 def _check_pools(model: ModelSpec, plan: Plan) -> None:
-    for need in pools_for(model, plan.units):
+    for need in () if plan.plain else pools_for(model, plan.units):
         sizes = [p.slot_bytes for p in plan.pools if (p.tier, p.kind) == (need.tier, need.kind)]
         if max(sizes, default=-1) < need.slot_bytes:
             found = f"the largest has {max(sizes)}" if sizes else "there is none"

@@ -50,6 +50,8 @@ class Access:
         for handle in unit.weights_readers:
             self._device.wait("weights fetched", handle)
         self._write(unit.weights, unit.spec.weight_offsets[index], weight, unit.weights_ready, "weights updated")
+        if unit.is_resident:  # a graph that saved the old weights must not be walked any more
+            unit.note_change(index)
         if unit.has_master and spec.requires_grad:
             self.write_master(unit, index, value)
 

@@ -31,6 +31,16 @@ def refuse_filled_caches(arguments: Arguments, where: str) -> None:
             )
 
 
+def in_training(args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> tuple[Any, dict[str, Any]]:
+    """Arguments of a call in training: no call fills a cache, whether it is recomputed or not."""
+    if not any(is_cache(value) for value in (*args, *kwargs.values())):
+        return args, kwargs
+    arguments = args, tuple(kwargs), tuple(kwargs.values())
+    refuse_filled_caches(arguments, where)
+    args, names, values = without_caches(arguments)
+    return args, dict(zip(names, values, strict=True))
+
+
 def is_cache(value: Any) -> bool:
     """Whether it is a key-value cache of Transformers."""
     return _is_cache_class(type(value))  # type: ignore[arg-type]  # classes can be hashed

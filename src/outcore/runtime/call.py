@@ -10,7 +10,7 @@ unit, since the slot will hold another unit by then.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, cast
@@ -27,18 +27,19 @@ from outcore.runtime.checks import Doubts, Rhythm, Summary, summary_of
 from outcore.runtime.device import Device
 from outcore.runtime.edits import OwnEdits
 from outcore.runtime.inner_graph import (
-    drop_saved,
     find_leaves,
     gradients,
     guarded_leaf,
+    refuse_transforms,
     requiring,
-    save_weights_by_place,
     spare_hooks,
     without_hooks,
 )
+from outcore.runtime.keeping import Dropped, Keeping
 from outcore.runtime.replay import ForwardState, Surroundings
+from outcore.runtime.room import Lease, Room
 from outcore.runtime.side_outputs import active_recording, emptied, hand_over, recording_apart
-from outcore.runtime.structure import Structure, sharing_memory, storage_of, take_apart
+from outcore.runtime.structure import Structure, sharing_memory, storage_of, take_apart, version_of
 from outcore.runtime.unit import Unit
 from outcore.runtime.weights import Weights
 from outcore.spec.schedule import Phase
@@ -49,14 +50,14 @@ _autograd = cast("Any", torch._C)
 class GradientSink(Protocol):
     """Where the parameter gradients of a backward go."""
 
+    takes_gradients: bool
+    """Whether it does in an ordinary backward, or leaves all to autograd."""
+
     def deposit(self, unit: Unit, grads: dict[int, torch.Tensor]) -> None:
         """Take gradients of trainable parameters, by index."""
 
     def begin(self, unit: Unit) -> None:
         """The backward of a unit begins."""
-
-    def break_off(self) -> None:
-        """It ended in an exception."""
 
 
 class Services(NamedTuple):
@@ -67,6 +68,7 @@ class Services(NamedTuple):
     device: Device
     doubts: Doubts
     access: Access
+    room: Room
 
 
 @dataclass(eq=False)
@@ -96,20 +98,26 @@ class Call:
     """Which of the unit's parameters needed a gradient."""
     used: list[bool] = field(default_factory=list)
     """Which of the arguments get one: autograd would come to the others with None, where a plain loop does not."""
+    lease: Lease | None = None
+    """Room that the graph takes."""
+    kind: Hashable = None
+    """Of the arguments, where a recompute may have to be counted."""
 
     def release(self) -> None:
         """Let go of what a backward needs: this object lives as long as the loss does."""
-        self.graph = self.state = None
+        self.graph = self.state = self.lease = None
         self.returned = []
 
 
 class UnitCall:
     """Stands in for ``module.forward`` of a unit."""
 
+    _why_once = "double backward through streamed weights is not supported"
+
     def __init__(self, unit: Unit, index: int, services: Services) -> None:
         """Take over ``unit.module.forward``."""
         self.unit, self._index = unit, index
-        self._weights, self._sink, self._device, self._doubts, access = services
+        self._weights, self._sink, self._device, self._doubts, access, room = services
         self._edits = OwnEdits(unit, access)
         self._rhythm = Rhythm()
         self._casts = CastsOfUnit(unit.params, self._device.torch_device)
@@ -123,6 +131,7 @@ class UnitCall:
         self._is_closed = False
         self._where = f"unit '{unit.label}'"
         self._surroundings = Surroundings(unit.modules, self._device, self._where)
+        self._keeping = Keeping(unit, room, self._device.torch_device.type, self._where)
         self._trainable = unit.params[: unit.num_trainable]
         self._flags = [p.requires_grad for p in unit.params]
         self._trains = any(p.requires_grad for p in unit.module.parameters())
@@ -151,11 +160,14 @@ class UnitCall:
         if not needs_graph:
             self._refuse_changes()
             return self._run_plain(args, kwargs, Phase.FORWARD)
-        self._refuse_transforms()
-        call, inner, outputs, out_structure = self._run_forward(tensors, structure)
+        refuse_transforms(self._where)
+        # Whoever packs what is saved expects the same of the call that it will repeat.
+        is_counted = self._keeping.counts and not is_packing()
+        kind = self._keeping.kind_of(args, kwargs) if is_counted else None
+        call, inner, outputs, out_structure = self._run_forward(tensors, structure, kind)
         if call.outputs:
             given = [t for t, u in zip(tensors, call.used, strict=True) if u]
-            saved = tensors if call.state is not None or _is_packing() else []
+            saved = tensors if call.state is not None or is_packing() else []
             # Parameters are inputs too: for torch.autograd.grad, backward(inputs=...) and their own gradient hooks.
             results = iter(UnitFunction.apply(self, call, saved, self._anchor, *given, *call.foreign, *self._trainable))
         outer = {id(i): t for i, t in zip(inner, tensors, strict=True)}
@@ -174,16 +186,11 @@ class UnitCall:
                     raise UnsupportedError(unfreezing_refusal(spec.name))
         return flags
 
-    def _refuse_transforms(self) -> None:
-        if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
-            raise UnsupportedError(
-                f"{self._where}: expected an ordinary forward, but torch.func transforms (vmap, grad, jvp, ...) or "
-                "forward-mode AD are active, "
-                "which cannot follow streamed weights; call it under torch.no_grad(), or use backward()"
-            )
+    def _bound(self, phase: Phase) -> AbstractContextManager[None]:
+        return Bound(self.unit, self._index, phase, self._weights, self._device.recorder)
 
     def _run_plain(self, args: Any, kwargs: Any, phase: Phase) -> Any:
-        with Bound(self.unit, self._index, phase, self._weights, self._device.recorder), AutocastCacheOff():
+        with self._bound(phase), AutocastCacheOff():
             self._edits.begin()
             result = self._forward(*args, **kwargs)
             tensors, _ = take_apart(result, self._where)
@@ -199,45 +206,48 @@ class UnitCall:
         return result
 
     def _run_forward(
-        self, tensors: list[torch.Tensor], structure: Structure
+        self, tensors: list[torch.Tensor], structure: Structure, kind: Hashable
     ) -> tuple[Call, list[torch.Tensor], list[torch.Tensor], Structure]:
         """Run the block for the first time. Returns also its inner inputs, all results, and how they nest."""
         if self._weights.begin_call(self.unit) and self._weights.calls[-1][1] is Phase.FORWARD:
             raise UnsupportedError(called_inside(self._where))
         wants_grad = [t.requires_grad for t in tensors]
         inner = [guarded_leaf(t, self._where) if w else t for t, w in zip(tensors, wants_grad, strict=True)]
-        versions = [_version(t) for t in tensors]
-        recomputes = self.unit.plan.policy == "recompute"
-        state = ForwardState(self._surroundings, structure.objects) if recomputes else None
+        versions = [version_of(t) for t in tensors]
+        saving = self._keeping.begin(kind, tensors)
+        state = ForwardState(self._surroundings, structure.objects) if saving.may_drop else None
         is_checked = state is not None and self._is_checked(state, tensors, wants_grad)
         start = cast("Any", self._anchor.view_as(self._anchor).grad_fn)._sequence_nr()
-        with Bound(self.unit, self._index, Phase.FORWARD, self._weights, self._device.recorder):
+        with self._bound(Phase.FORWARD):
             flags = self._refuse_changes()
-            saving = drop_saved(self._where) if recomputes else save_weights_by_place(self.unit, self._where)
             recording = active_recording()
             self._edits.begin()
-            modes = saving, AutocastCacheOff() if recomputes else self._casts.cache()
+            modes = saving.hooks(), self._casts.cache() if saving.is_kept else AutocastCacheOff()
             outputs, out_structure = self._run(structure, inner, modes, recording)
             self._refuse_weights_outside(outputs)
             edits = self._edits.end()
         self._edits.write_home(edits)
+        if saving.is_kept:
+            state = None
         if state is not None:
             state.drop_unchanged()
-        if [_version(t) for t in tensors] != versions:
+        if [version_of(t) for t in tensors] != versions:
             raise UnsupportedError(
                 f"{self._where} changed one of its arguments in place, which recompute would do twice; copy it first"
             )
         made = [t for t in outputs if t.grad_fn is not None]
         foreign, used = find_leaves(made, inner, self.unit.params, start, self._where)
         call = Call(structure, wants_grad, foreign, [t.shape for t in made], made, self._weights_version(), state)
-        call.edited = self._edits.suspects if recomputes else []
-        call.summary = summary_of(outputs, out_structure) if is_checked or call.edited else None
+        if not saving.is_kept:
+            call.edited, call.kind = self._edits.suspects, kind
+            call.summary = summary_of(outputs, out_structure) if is_checked or call.edited else None
         call.recording, call.flags = emptied(recording), flags
         call.used = [id(t) in used for t in inner]
-        call.foreign_versions = [_version(t) for t in foreign]
-        call.watched = sharing_memory(made, tensors) if recomputes else list(range(len(made)))
-        if not recomputes:
-            call.graph = inner, list(made)
+        call.foreign_versions = [version_of(t) for t in foreign]
+        call.watched = sharing_memory(made, tensors)
+        if not isinstance(saving, Dropped) and saving.is_kept:
+            call.watched = sorted({*call.watched, *self._keeping.end(kind, saving, made)})
+            call.graph, call.lease = (inner, list(made)), saving.lease
             self._casts.learn(made)
         return call, inner, outputs, out_structure
 
@@ -306,7 +316,7 @@ class UnitCall:
         ]
         if is_ordinary:
             self._sink.begin(self.unit)
-        with Bound(self.unit, self._index, Phase.BACKWARD, self._weights, self._device.recorder):
+        with self._bound(Phase.BACKWARD):
             with requiring(self.unit.params, self._refuse_changes(), call.flags):
                 inner, outputs = self._graph(call, saved)
                 if not keeps_graph:
@@ -322,23 +332,24 @@ class UnitCall:
             spare_hooks(params, grads_of)
             # Autograd itself takes those of chosen inputs, and of parameters with hooks, which see the sum of all
             # calls. It drops those of parameters that were frozen since forward.
-            outside = {i: g for i, g in grads_of.items() if not is_ordinary or params[i]._backward_hooks}
-            if is_ordinary:
+            is_ours = is_ordinary and self._sink.takes_gradients
+            outside = {i: g for i, g in grads_of.items() if not is_ours or params[i]._backward_hooks}
+            if is_ours:
                 inside = {i: g for i, g in grads_of.items() if i not in outside and params[i].requires_grad}
                 self._sink.deposit(self.unit, inside)
         return [*given, *[outside.get(i) for i in range(len(params))]]
 
-    def _refuse_stale(self, call: Call) -> None:
+    def _refuse_always(self) -> None:
         if self._is_closed:
             raise OutcoreError(
                 f"{self._where}: expected a prepared model in backward, but it was closed; call backward() before "
                 "close()"
             )
         if torch.is_grad_enabled():
-            raise UnsupportedError(
-                f"{self._where}: expected a backward without create_graph=True; double backward through streamed "
-                "weights is not supported"
-            )
+            raise UnsupportedError(f"{self._where}: expected a backward without create_graph=True; {self._why_once}")
+
+    def _refuse_stale(self, call: Call) -> None:
+        self._refuse_always()
         if call.weights_version != self._weights_version():
             raise UnsupportedError(
                 f"{self._where}: expected the weights of its forward, but they have changed since (optimizer.step(), "
@@ -349,7 +360,7 @@ class UnitCall:
             raise UnsupportedError(
                 f"a result of {self._where} was changed in place after the call; change a copy instead"
             )
-        if [_version(t) for t in call.foreign] != call.foreign_versions:
+        if [version_of(t) for t in call.foreign] != call.foreign_versions:
             raise UnsupportedError(
                 f"{self._where}: a tensor that it captured was changed in place after the call; change a copy instead"
             )
@@ -368,10 +379,10 @@ class UnitCall:
                 )
             return call.graph
         inner = [guarded_leaf(t, self._where) if w else t for t, w in zip(saved, call.wants_grad, strict=True)]
+        count = None if call.kind is None else self._keeping.count(call.kind)
+        saving = nullcontext() if count is None else count.hooks()
         with call.state.restored(), self._edits.undone(call.edited):
-            outputs, structure = self._run(
-                call.inputs, inner, (nullcontext(), call.state.autocast_cache()), call.recording
-            )
+            outputs, structure = self._run(call.inputs, inner, (saving, call.state.autocast_cache()), call.recording)
         made = [t for t in outputs if t.grad_fn is not None]
         if [t.shape for t in made] != call.shapes:
             raise UnsupportedError(
@@ -381,6 +392,8 @@ class UnitCall:
             )
         if call.summary is not None:
             self._compare(call, call.summary, summary_of(outputs, structure))
+        if count is not None:
+            self._keeping.learn(call.kind, count, made)
         return inner, made
 
     def _compare(self, call: Call, before: Summary, after: Summary) -> None:
@@ -426,10 +439,6 @@ def _is_wanted(node: Any) -> bool:
         return True
 
 
-def _is_packing() -> bool:
+def is_packing() -> bool:
     """Whether somebody packs what is saved: a checkpoint around the unit calls it again when asked to unpack."""
     return _autograd._autograd._top_saved_tensors_default_hooks(False) is not None  # noqa: FBT003
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

@@ -34,6 +34,7 @@ from outcore.runtime.lanes import (
 )
 from outcore.runtime.race import COMPUTE, HOST, RaceChecker
 from outcore.runtime.recorder import Recorder
+from outcore.runtime.room import Meter
 
 NOTHING: After = MappingProxyType({})
 
@@ -211,11 +212,7 @@ class Device(abc.ABC):
             wait()
 
     def check(self) -> None:
-        """Raise the first error that a lane hit and nobody has seen yet.
-
-        Raises:
-            OutcoreError: That error; the next call raises the next one.
-        """
+        """Raise the first error that a lane hit and nobody has seen yet; the next call raises the next one."""
         while self._failures:
             failure = self._failures.pop(0)
             self._first_failure = self._first_failure or failure
@@ -297,6 +294,10 @@ class Device(abc.ABC):
     @abc.abstractmethod
     def memory_bytes(self) -> int:
         """Device memory that is free now."""
+
+    @abc.abstractmethod
+    def meter(self) -> Meter | None:
+        """Measures what is taken beside what is taken now; None where that is other memory than the device tier's."""
 
     @abc.abstractmethod
     def _finish_copies(self) -> None:

@@ -67,6 +67,9 @@ class CpuDevice(Device):
         """Free host memory, which serves as both tiers; who shares it out between them must not count it twice."""
         return host_free_bytes()
 
+    def meter(self) -> None:
+        """Activations share host memory with everything else, which the device tier's share leaves out."""
+
     def _order_compute(self, dependencies: tuple[Handle, ...]) -> None:
         for handle in dependencies:
             self._blocked_by(handle, handle.wait)

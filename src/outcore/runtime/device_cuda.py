@@ -175,6 +175,24 @@ class CudaExecution:
 
 
 @final
+class AllocatorMeter:
+    """Peaks of torch's allocator, which it resets (``torch.cuda.max_memory_allocated``)."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        """What is allocated now is not measured."""
+        self._torch_device = torch_device
+        self._before = torch.cuda.memory_allocated(torch_device)
+
+    def start(self) -> None:
+        """Begin anew."""
+        torch.cuda.reset_peak_memory_stats(self._torch_device)
+
+    def peak_bytes(self) -> int:
+        """The most that was allocated beside what was there before."""
+        return max(0, torch.cuda.max_memory_allocated(self._torch_device) - self._before)
+
+
+@final
 class CudaDevice(Device):
     """A CUDA or ROCm device; compute is the calling thread's current stream."""
 
@@ -229,6 +247,10 @@ class CudaDevice(Device):
         free_bytes, _ = torch.cuda.mem_get_info(self.torch_device)
         idle_bytes = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return int(free_bytes + idle_bytes)
+
+    def meter(self) -> AllocatorMeter:
+        """What torch's allocator gives out."""
+        return AllocatorMeter(self.torch_device)
 
     def _finish_copies(self) -> None:
         torch.cuda.current_stream(self.torch_device).synchronize()

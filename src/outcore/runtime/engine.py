@@ -18,22 +18,21 @@ from outcore.optim.rules import Hyper, UpdateRule
 from outcore.optim.sums import run_here
 from outcore.planning.partition import Partition
 from outcore.runtime.access import Access
-from outcore.runtime.call import Services, UnitCall
+from outcore.runtime.call import GradientSink, Services, UnitCall
 from outcore.runtime.checks import Doubts
 from outcore.runtime.device import Device
 from outcore.runtime.early import EarlyUpdates
-from outcore.runtime.edits import take_edits
 from outcore.runtime.fill import Values, fill_unit
-from outcore.runtime.grad_handle import GradHandle
 from outcore.runtime.gradient_homes import GradientHomes
 from outcore.runtime.gradients import Gradients
 from outcore.runtime.homes import Homes
-from outcore.runtime.lanes import Handle
 from outcore.runtime.module_guard import ModuleGuard
 from outcore.runtime.one_process import refuse_process_group
-from outcore.runtime.pieces import Change
+from outcore.runtime.plain import PlainCall, PlainUpdates
 from outcore.runtime.recovery import Recovery
+from outcore.runtime.room import Room
 from outcore.runtime.staged_updates import StagedUpdates
+from outcore.runtime.streamed import Stepper, StreamedUpdates, Ways
 from outcore.runtime.supply import Supply
 from outcore.runtime.traffic import Traffic
 from outcore.runtime.unit import Unit
@@ -98,21 +97,28 @@ class Engine:
         resting = GradientHomes(self.homes, device, self.traffic, run_all)
         steps, clipping = promises.accumulation_steps, promises.clipping
         self.gradients = Gradients(self.units, self.homes, device, resting, steps, self._recovery, clipping=clipping)
-        self._supply = Supply(self.homes, device, self.traffic, resting)
-        self._updates = Updates(self.homes, device, self.traffic, self.weights, self._supply, self._workers)
         self.groups: Sequence[Mapping[str, Any]] = ()
         """The param groups as they are now, for updates that do not wait for ``step``."""
-        self._staged = StagedUpdates(self._updates, self.homes, device, self.traffic, partition.spec)
-        self._early = EarlyUpdates(self._updates, self._supply, device, self.traffic, lambda: self._hypers(self.groups))
-        self.gradients.on_last = self._early.attempt
-        self._recovery.parts += [self._early.reset, self.homes.reclaim]
         self._doubts = Doubts(device)
         self.access = Access(self.homes, device, self.weights)
+        self._stepper: Stepper = self._streamed_updates(resting)
+        self._room = Room(0)
         self.places = {id(p): (u, i) for u in self.units for i, p in enumerate(u.params)}
         self.is_closed = False
         self._held_back = HeldBack()
         self._moved: list[Unit] = []
         self._undo: list[Callable[[], None]] = []
+
+    def _streamed_updates(self, resting: GradientHomes) -> StreamedUpdates:
+        homes, device, traffic = self.homes, self.device, self.traffic
+        supply = Supply(homes, device, traffic, resting)
+        updates = Updates(homes, device, traffic, self.weights, supply, self._workers)
+        staged = StagedUpdates(updates, homes, device, traffic, self.model_spec)
+        early = EarlyUpdates(updates, supply, device, traffic, lambda: self._hypers(self.groups))
+        self.gradients.on_last = early.attempt
+        self._recovery.parts += [early.reset, homes.reclaim]
+        ways = Ways(updates, staged, early, supply, self.access)
+        return StreamedUpdates(self.units, self.gradients, self.weights, device, ways)
 
     def attach(self, values: Callable[[Unit], Values]) -> None:
         """Move the model in: fill homes unit by unit, make parameters absent, take over forward.
@@ -126,8 +132,8 @@ class Engine:
             initial = self._rule.initial_value if self._rule is not None else _zero
             freed_bytes = 0
             for unit in self.units:
-                for i, param in enumerate(unit.params[: unit.num_trainable]):
-                    self._undo.append(param.register_post_accumulate_grad_hook(self.gradients.hook(unit, i)).remove)
+                if not self.plan.plain:
+                    self._take_gradients(unit)
                 fill_unit(unit, self.homes, values(unit), initial)
                 self.device.synchronize()
                 self._moved.append(unit)
@@ -141,9 +147,15 @@ class Engine:
                     self._held_back.give_back()
             self.homes.settle()
             self._held_back.give_back()
-            services = Services(self.weights, self.gradients, self.device, self._doubts, self.access)
+            if self.plan.kept_bytes:
+                self._room = Room(self.plan.kept_bytes, self.device.meter())
+            sink: GradientSink = self.gradients
+            if self.plan.plain:
+                self._stepper = sink = plain = PlainUpdates(self.units, self.device)
+                self._undo.append(self.model.register_forward_hook(plain.after_forward).remove)
+            services = Services(self.weights, sink, self.device, self._doubts, self.access, self._room)
             for index, unit in enumerate(self.units[1:], start=1):
-                call = UnitCall(unit, index, services)
+                call = (PlainCall if self.plan.plain else UnitCall)(unit, index, services)
                 unit.module.__dict__["forward"] = call
                 self._undo.append(call.restore)
             self._guard = ModuleGuard(self)
@@ -160,6 +172,10 @@ class Engine:
             f"unit: '{self._moved[-1].label}'), the others have their values still: build or load the model again"
         )
 
+    def _take_gradients(self, unit: Unit) -> None:
+        for i, param in enumerate(unit.params[: unit.num_trainable]):
+            self._undo.append(param.register_post_accumulate_grad_hook(self.gradients.hook(unit, i)).remove)
+
     # A step.
 
     def step(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -175,29 +191,11 @@ class Engine:
         hypers = self._hypers(groups)
         self._refuse_while_gathered()
         self.refuse_if_replaced()
-        held = {u.name: self.gradients.of[u.name].held_handles() for u in self.units}  # refuses before anything is done
-        if any(len(held[u.name]) < u.num_trainable for u in self.units):
-            self._guard.refuse_if_adapted()
-        for unit in self.units:
-            take_edits(unit, self.access, self.device)
+        steps = self._stepper.steps_of(hypers, self._guard.refuse_if_adapted)  # refuses before anything is done
         with self._refusing_what_follows():
-            self._submit_updates(held, hypers)
+            self._stepper.take(steps)
+        self._room.end_step()
         self._held_back.give_back_if_due()
-
-    def _submit_updates(self, held: Mapping[str, Mapping[int, GradHandle]], hypers: Mapping[int, Hyper]) -> None:
-        cache: dict[int, tuple[torch.Tensor, Handle | None]] = {}
-        self._early.settle()
-        for unit in self._supply.kept_first(self.weights.units_by_next_use()):
-            changes, copied = self._changes(unit, held[unit.name], hypers, cache)
-            gradients = self.gradients.of[unit.name]
-            if self._early.keep(gradients, changes, copied) or not changes:
-                continue
-            if unit.plan.update == "device":
-                self._staged.submit(gradients, changes)
-            else:
-                self._updates.submit(unit, gradients, changes, copied)
-        self.gradients.after_step()
-        self.weights.prefetch_after_update()
 
     @contextmanager
     def _refusing_what_follows(self) -> Iterator[None]:
@@ -229,26 +227,6 @@ class Engine:
                     f"{', '.join(missing)} now, for which no memory was taken; set momentum or amsgrad before prepare "
                     "(momentum may be set to 0 afterwards and switched on again later)"
                 )
-
-    def _changes(
-        self,
-        unit: Unit,
-        held: Mapping[int, GradHandle],
-        hypers: Mapping[int, Hyper],
-        cache: dict[int, tuple[torch.Tensor, Handle | None]],
-    ) -> tuple[dict[int, Change], list[Handle]]:
-        changes, copied = {}, []
-        for i, handle in held.items():
-            hyper = hypers.get(id(unit.params[i]))
-            if hyper is None:  # trainable, but given to no optimizer: it keeps its gradient, as in a plain loop
-                continue
-            factors: list[torch.Tensor] = list(handle.factors)
-            if unit.is_updated_on_host:
-                factors, ready = self._updates.host_factors(handle, cache)
-                copied += ready
-            unit.steps[i] += 1
-            changes[i] = Change(unit.steps[i], hyper, tuple(factors), handle.is_zero)
-        return changes, copied
 
     def _refuse_while_gathered(self) -> None:
         unit = next((u for u in self.units if u.is_gathered), None)
@@ -335,6 +313,7 @@ class Engine:
         for unit in self.units:
             unit.forget()
         self.weights.forget()
+        self._stepper.forget()
 
     @contextmanager
     def _closing_on_error(self) -> Iterator[None]:

@@ -43,8 +43,11 @@ def gathered_units(engine: Engine, units: Sequence[Unit], *, write: bool) -> Ite
                 _write_changed(engine, unit)
     finally:
         for unit in mine:
+            edited = unit.edited_since_noted()
             unit.is_gathered = False
             engine.weights.rest(unit)
+            for index in edited:  # a graph made inside must not be walked with the weights that come back
+                unit.note_change(index)
 
 
 @torch.no_grad()

@@ -36,6 +36,8 @@ _autograd = cast("Any", torch._C)
 class Gradients:
     """All gradients of a model during backward; ``homes`` has them afterwards."""
 
+    takes_gradients = True
+
     def __init__(
         self,
         units: Sequence[Unit],
@@ -115,8 +117,7 @@ class Gradients:
             self._join_pass(gradients)
             current = gradients.open
             if current is None:
-                trained = unit.params[: unit.num_trainable]
-                gradients.open = current = Pass(sum([p.requires_grad for p in trained]))
+                gradients.open = current = Pass(sum([p.requires_grad for p in unit.params[: unit.num_trainable]]))
             with torch.no_grad():
                 if unit.name and unit.plan.gradients != "device":
                     self._into_bucket(gradients, current, grads)

@@ -99,7 +99,9 @@ class Homes:
         """
         self.homes: dict[tuple[str, HomeKind], Home] = {}
         self._pools: dict[tuple[Tier, PoolKind], list[SlotPool]] = {}
-        items = [r for r in reservations(model, plan) if r.kind != "buffers"]
+        # Buffers stay where they are; gradients of a plain plan are autograd's own tensors.
+        elsewhere = ("buffers", "gradients") if plan.plain else ("buffers",)
+        items = [r for r in reservations(model, plan) if r.kind not in elsewhere]
         total = {
             tier: sum(align_up(r.nbytes, 4096) for r in items if r.tier == tier) for tier in ("device", "host", "disk")
         }

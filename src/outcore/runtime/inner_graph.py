@@ -67,7 +67,7 @@ def guarded_leaf(tensor: torch.Tensor, where: str) -> torch.Tensor:
     """A leaf that stands for an argument inside the block; gradients must come to it through the results."""
 
     def refuse(_: torch.Tensor) -> NoReturn:
-        raise UnsupportedError(_escaped(where))
+        raise UnsupportedError(escaped(where))
 
     leaf = tensor.detach()
     if not tensor.is_leaf:  # autocast casts a leaf once, and adds up gradients before they are cast back; but no view
@@ -81,18 +81,23 @@ def drop_saved(where: str) -> Any:
     """Hooks under which nothing is saved: the graph serves only to tell what needs a gradient."""
 
     def unpack(_: None) -> NoReturn:
-        raise UnsupportedError(_escaped(where))
+        raise UnsupportedError(escaped(where))
 
     return torch.autograd.graph.saved_tensors_hooks(lambda _: None, unpack)
 
 
 def save_weights_by_place(unit: Unit, where: str) -> Any:
     """Hooks under which a weight in a slot is saved as its place: the slot will hold another unit by then."""
-    buffer = unit.device_buffer()
-    if unit.is_resident or buffer is None:
+    if unit.is_resident or unit.device_buffer() is None:
         return nullcontext()
-    first = buffer.bytes.data_ptr()
-    stop = first + unit.spec.weight_bytes
+    return torch.autograd.graph.saved_tensors_hooks(*by_place(unit, where))
+
+
+def by_place(unit: Unit, where: str) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+    """The two hooks of ``save_weights_by_place``. Weights that live on the device are kept as other tensors are."""
+    buffer = None if unit.is_resident else unit.device_buffer()
+    first = 0 if buffer is None else buffer.bytes.data_ptr()
+    stop = 0 if buffer is None else first + unit.spec.weight_bytes
 
     def pack(tensor: torch.Tensor) -> _Kept | _Placed:
         try:
@@ -110,7 +115,7 @@ def save_weights_by_place(unit: Unit, where: str) -> Any:
             return saved.tensor
         now = unit.device_buffer()
         if not unit.num_bound:
-            raise UnsupportedError(_escaped(where))
+            raise UnsupportedError(escaped(where))
         if now is None:
             raise UnsupportedError(
                 f"{where}: expected its backward outside of outcore.gathered(), or its forward inside too, but only "
@@ -119,7 +124,7 @@ def save_weights_by_place(unit: Unit, where: str) -> Any:
             )
         return saved.at(now.bytes)
 
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+    return pack, unpack
 
 
 class _Kept(NamedTuple):
@@ -151,7 +156,8 @@ def _changed(tensor: torch.Tensor, where: str) -> str:
     )
 
 
-def _escaped(where: str) -> str:
+def escaped(where: str) -> str:
+    """The error where a gradient comes by a way that nobody follows. See [Note: ways in and out]."""
     return (
         f"{where}: expected gradients to come through its results, but one came by a tensor that the block stored "
         "elsewhere (an attribute, "
@@ -233,3 +239,13 @@ def without_hooks(leaves: Sequence[torch.Tensor], work: Callable[[], Any]) -> An
     finally:
         for leaf, hooks in hooked:
             leaf._backward_hooks = hooks
+
+
+def refuse_transforms(where: str) -> None:
+    """Raise where what runs is not an ordinary forward."""
+    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+        raise UnsupportedError(
+            f"{where}: expected an ordinary forward, but torch.func transforms (vmap, grad, jvp, ...) or "
+            "forward-mode AD are active, "
+            "which cannot follow streamed weights; call it under torch.no_grad(), or use backward()"
+        )

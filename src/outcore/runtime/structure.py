@@ -156,6 +156,11 @@ def storage_of(tensor: torch.Tensor) -> int:
         return 0
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place; inference tensors do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def sharing_memory(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[int]:
     """Results that share memory with an argument or with one another."""
     places = [storage_of(t) for t in (*outputs, *inputs)]

@@ -170,6 +170,16 @@ class Unit:
         self.touched.clear()
         self.versions = [p._version for p in self.params] if self.is_resident else []
 
+    def edited_since_noted(self) -> list[int]:
+        """Parameters of a resident unit that were changed in place since ``note_versions``."""
+        return [i for i, version in enumerate(self.versions) if self.params[i]._version != version]
+
+    def note_change(self, index: int) -> None:
+        """A parameter's bytes were changed under it: autograd is told, and it is no edit of the user's."""
+        torch.autograd.graph.increment_version(self.params[index])
+        if self.versions:
+            self.versions[index] = self.params[index]._version
+
     def mark_absent(self, *, device: torch.device | None = None) -> None:
         """Make the parameters absent. With ``device`` their bytes are replaced by a NaN there, else left in place."""
         self.is_present = False

@@ -131,6 +131,12 @@ class Plan:
     """So many visits ahead of its use a fetch can begin, where slots allow; fewer visits may save fetches."""
     accumulation_steps: int | None = None
     """Micro-batches per step if promised, else None: any number."""
+    kept_bytes: int = 0
+    """Device bytes, beside the plan's own, in which calls of units with policy ``recompute`` may keep their activations
+    instead. A call that finds no room there is recomputed."""
+    plain: bool = False
+    """Everything rests on the device in the form in which autograd makes it: gradients are autograd's own tensors, and
+    a call that keeps its activations is the module's own forward."""
     tier_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Tier -> bytes that this plan takes there. Informative; recomputed when the plan is used."""
     version: int = PLAN_VERSION
@@ -145,6 +151,9 @@ class Plan:
         _whole_number(self.prefetch_depth, 0, "plan: prefetch_depth")
         if self.accumulation_steps is not None:
             _whole_number(self.accumulation_steps, 1, "plan: accumulation_steps (null: any number)")
+        _whole_number(self.kept_bytes, 0, "plan: kept_bytes")
+        if not isinstance(self.plain, bool):
+            raise ConfigError(f"plan: plain: expected true or false, but got {self.plain!r}")
         if not isinstance(self.tier_bytes, Mapping):
             raise ConfigError(f"plan: expected tier_bytes as an object, but got {self.tier_bytes!r}")
         names = [u.name for u in self.units]
