@@ -192,7 +192,7 @@ class RunRecord:
 
     def _refuse_another_model(self, before: RunRecord, where: Path) -> None:
         if self.model != before.model:
-            old, new = (shown(record.settings.get("model")) for record in (before, self))
+            old, new = (f"'{record.settings.get('model')}'" for record in (before, self))  # whole: a path is copied
             other = "another configuration or other weights" if old == new else f"not {old}"
             raise ConfigError(
                 f"--resume: expected the model of '{where}', but --model {new} is another one ({other}); name the one "
