@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,10 @@ class TestOptimizer:
         small.train(model, plain, range(2))
         small.train(want_model, want_plain, range(2))
         want = small.train(want_model, want_plain, range(2, 5))
+        held = [weakref.ref(t) for state in plain.state.values() for n, t in state.items() if n != "step"]
         with small.prepared(model, tmp_path, tier, optimizer=plain) as (model, optimizer):
+            assert held
+            assert not any(ref() is not None for ref in held), "they stand at home alone"
             assert small.train(model, optimizer, range(2, 5)) == want
             small.same(want_model.state_dict(), model.state_dict())
             assert_same_states(want_plain.state_dict(), optimizer.state_dict())
