@@ -392,8 +392,11 @@ def _states(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str
 
 
 def _with_moments(states: dict[str, Any]) -> dict[str, Any]:
-    """Without those that hold a master and nothing else: plain SGD has none, and the weights are compared anyway."""
-    return {n: s for n, s in states.items() if set(s) - {"master"}}
+    """Without those that hold a master and nothing else: plain SGD has none, and the weights are compared anyway.
+
+    Nor those of a parameter without a step: where it has a master, all of them are saved with it, in their beginning.
+    """
+    return {n: s for n, s in states.items() if set(s) - {"master"} and s.get("step") != 0}
 
 
 def _asks_norms(program: Program) -> bool:

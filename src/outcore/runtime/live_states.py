@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.runtime.edits import take_edits
 from outcore.runtime.engine import Engine
 from outcore.runtime.on_demand import DistantTensor
 from outcore.runtime.unit import Unit
@@ -54,12 +55,24 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
 
     def names(self, param: torch.Tensor) -> tuple[str, ...]:
         """States that a parameter has now."""
-        place = self.place(param)
-        if place is None:
+        unit, index = self.place(param) or (None, 0)
+        has_begun = unit is not None and (unit.steps[index] or self._from_the_start)
+        return self._all_names(unit, index) if unit is not None and has_begun else ()
+
+    def names_to_save(self, param: torch.Tensor) -> tuple[str, ...]:
+        """Those, and before the first step all where there is a master: the rounded weight alone would not bring it back.
+
+        A plain optimizer that loads first moments of 0 beside step 0 begins as without them.
+        """
+        unit, index = self.place(param) or (None, 0)
+        if unit is None or self.names(param):
+            return self.names(param)
+        names = self._all_names(unit, index)
+        if "master" not in names:
             return ()
-        unit, index = place
-        if not unit.steps[index] and not self._from_the_start:
-            return ()
+        return names if self._has_step else ("master",)  # SGD takes a momentum that is there for one that has begun
+
+    def _all_names(self, unit: Unit, index: int) -> tuple[str, ...]:
         is_master = unit.spec.params[index].dtype == unit.spec.params[index].update_dtype
         names = [name for name in unit.state_names if name != "master" or not is_master]
         return (*(("step",) if self._has_step else ()), *names)
@@ -69,6 +82,7 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
         unit, index = self._expect(param)
         if name == "step":
             return torch.tensor(float(unit.steps[index]))
+        take_edits(unit, self._engine.access, self._engine.device)  # the master follows
         return self._engine.access.read_state(unit, name, index)
 
     def write(self, param: torch.Tensor, name: str, value: Any) -> None:

@@ -140,7 +140,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def state_dict(self) -> dict[str, Any]:
-        """States in torch's format, in host memory; bf16 training adds ``master``.
+        """States in torch's format, in host memory; bf16 training adds ``master``, from the start.
 
         Memory: host, all states.
         """
@@ -152,7 +152,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             entry = {k: v for k, v in group.items() if k != "params"}
             entry["params"] = list(range(index, index + len(group["params"])))
             for param in group["params"]:
-                values = {name: self._states.read(param, name) for name in self._states.names(param)}
+                values = {name: self._states.read(param, name) for name in self._states.names_to_save(param)}
                 if values:
                     state[index] = values
                 index += 1
