@@ -221,3 +221,44 @@ def test_an_argument_that_is_not_used_gets_no_gradient(kind, policy, tmp_path):
         return tower
 
     same(drive, kind, tmp_path, build=build, policy=policy)
+
+
+class Two(torch.nn.Module):
+    """Each result depends on its own argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x, other):
+        return self.block(x), torch.tanh(other)
+
+
+@KIND
+@POLICY
+def test_what_only_an_unused_result_needs_gets_no_gradient(kind, policy, tmp_path):
+    """A Function of the user's own before it is not called, as little as in a plain loop; called later it is."""
+
+    def drive(model, optimizer):
+        seen = []
+        for step in range(3):
+            first = Shown.apply(model.aside(torch.ones(1, WIDTH)), seen)
+            other = Shown.apply(first * 2, seen)
+            x = model.embed(batch())
+            for block in model.blocks:
+                x, other = block(x, other)
+            loss = model.head(x).square().mean()
+            loss.backward(retain_graph=True)
+            seen.append([p.grad is None for p in model.parameters()])
+            if step == 1:
+                other.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    def build():
+        tower = Tower(Two)
+        tower.aside = torch.nn.Linear(WIDTH, WIDTH)
+        return tower
+
+    same(drive, kind, tmp_path, build=build, policy=policy)

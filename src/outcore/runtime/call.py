@@ -32,6 +32,7 @@ from outcore.runtime.inner_graph import (
     guarded_leaf,
     refuse_transforms,
     requiring,
+    spare_functions,
     spare_hooks,
     without_hooks,
 )
@@ -330,6 +331,9 @@ class UnitCall:
             made = {i: g for i, w in enumerate(wanted) if w and (g := next(found)) is not None}
             grads_of = self.unit.in_own_dtype(made)
             spare_hooks(params, grads_of)
+            if None in given:
+                ends = ctx.next_functions[1:]  # behind the anchor's
+                spare_functions(node for g, (node, _) in zip(given, ends, strict=False) if g is None)
             # Autograd itself takes those of chosen inputs, and of parameters with hooks, which see the sum of all
             # calls. It drops those of parameters that were frozen since forward.
             is_ours = is_ordinary and self._sink.takes_gradients

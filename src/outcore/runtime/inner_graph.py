@@ -7,11 +7,13 @@ is a way that nobody follows, so it is found and refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+import functools
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.nn import Parameter
 
 from outcore.core.errors import UnsupportedError
@@ -214,6 +216,45 @@ def spare_hooks(params: Sequence[Parameter], grads: Container[int]) -> None:
         hooks = param._backward_hooks
         if hooks and i not in grads:
             hooks.update({k: h if isinstance(h, _WhereReached) else _WhereReached(h) for k, h in hooks.items()})
+
+
+def spare_functions(nodes: Iterable[Any]) -> None:
+    """Autograd also comes to nodes to which no gradient flows. Functions of the user's own are not to be called there.
+
+    A plain loop does not come to them; zeros would be made for them, which are a gradient for what lies before.
+
+    Args:
+        nodes: Of a unit's arguments that get no gradient.
+    """
+    seen: set[Any] = {None}
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if not isinstance(node, BackwardCFunction):
+            stack.extend(before for before, _ in node.next_functions)
+        elif not hasattr(node, "unit_call"):
+            node.register_prehook(_Unreached(node))
+
+
+class _Unreached:
+    """Once, lets a node be passed by if nothing has come to it when it runs."""
+
+    def __init__(self, node: Any) -> None:
+        self._node: Any = node
+
+    def __call__(self, grads: tuple[torch.Tensor | None, ...]) -> None:
+        node, self._node = self._node, None
+        if node is not None and all(g is None for g in grads):
+            node.apply = functools.partial(_pass_by, node)
+
+
+def _pass_by(node: Any, *_: object) -> tuple[None, ...]:
+    del node.apply
+    spare_functions(before for before, _ in node.next_functions)
+    return (None,) * len(node.needs_input_grad)
 
 
 @contextmanager
