@@ -60,7 +60,7 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
         return self._all_names(unit, index) if unit is not None and has_begun else ()
 
     def names_to_save(self, param: torch.Tensor) -> tuple[str, ...]:
-        """Those, and before the first step all where there is a master: the rounded weight alone would not bring it back.
+        """Those, and before the first step all where there is a master, which the rounded weight cannot bring back.
 
         A plain optimizer that loads first moments of 0 beside step 0 begins as without them.
         """
