@@ -34,10 +34,10 @@ from outcore.planning.early import with_early_updates
 from outcore.planning.floor import Floor, Rates, floor_of
 from outcore.planning.partition import partition
 from outcore.planning.pools import Comfort, pools_for
-from outcore.planning.reservations import states_of
 from outcore.runtime.faults import Faults
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.spec.budget import Limits
+from outcore.spec.layout import states_of
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, Tier, UnitPlan
 from outcore.spec.timeline import COMPUTE, Span, Timeline

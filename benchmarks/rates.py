@@ -26,8 +26,8 @@ from outcore.optim.blocks import Piece, update_blocks
 from outcore.optim.rules import AdamHyper
 from outcore.runtime.device import Device
 from outcore.runtime.device_open import open_device
-from outcore.runtime.lanes import Lane
 from outcore.runtime.workers import UpdateWorkers
+from outcore.spec.lanes import Lane
 from outcore.spec.model import UnitSpec
 
 HYPER = AdamHyper(

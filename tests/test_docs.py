@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from outcore.runtime.lanes import Lane
+from outcore.spec.lanes import Lane
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

@@ -38,8 +38,8 @@ from outcore.cli.train.report import keep_until
 from outcore.core.errors import ConfigError
 from outcore.integrations import transformers as mixin
 from outcore.runtime.faults import Faults
-from outcore.runtime.lanes import Lane
 from outcore.runtime.optimizer import StreamedOptimizer
+from outcore.spec.lanes import Lane
 
 from .conftest import TIERS, Run, read_jsonl, write_jsonl
 

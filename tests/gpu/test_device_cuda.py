@@ -11,8 +11,8 @@ from outcore.memory.host import HostMemory
 from outcore.runtime import device_cuda
 from outcore.runtime.device_open import open_device
 from outcore.runtime.faults import Faults
-from outcore.runtime.lanes import Lane
 from outcore.runtime.race import RaceChecker
+from outcore.spec.lanes import Lane
 
 pytestmark = pytest.mark.gpu
 

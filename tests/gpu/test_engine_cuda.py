@@ -17,8 +17,8 @@ from outcore.api import prepare_for_test
 from outcore.planning.partition import partition
 from outcore.planning.pools import Comfort, pools_for
 from outcore.runtime.faults import Faults
-from outcore.runtime.lanes import Lane
 from outcore.runtime.race import RaceChecker
+from outcore.spec.lanes import Lane
 from outcore.spec.plan import Plan, UnitPlan
 
 pytestmark = pytest.mark.gpu

@@ -9,7 +9,7 @@ import torch
 
 from outcore.memory.arena import Region
 from outcore.runtime.device_open import open_device
-from outcore.runtime.lanes import Lane
+from outcore.spec.lanes import Lane
 from outcore.spec.timeline import COMPUTE
 
 pytestmark = pytest.mark.gpu

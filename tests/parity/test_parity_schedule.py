@@ -19,9 +19,9 @@ from outcore.planning.pools import Comfort, pools_for
 from outcore.planning.schedule import consecutive, schedule
 from outcore.planning.weight_cache import nothing_held
 from outcore.runtime.faults import Faults
-from outcore.runtime.lanes import Lane
 from outcore.runtime.module_guard import engine_of
 from outcore.runtime.race import RaceChecker
+from outcore.spec.lanes import Lane
 from outcore.spec.plan import Plan, UnitPlan
 from outcore.spec.schedule import Phase, Schedule, Visit
 from outcore.spec.timeline import COMPUTE

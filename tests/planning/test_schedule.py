@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 
 from outcore.core.errors import ConfigError
-from outcore.planning.reservations import has_master, states_of
 from outcore.planning.schedule import consecutive, schedule, update_order, usual_visits
 from outcore.planning.weight_cache import nothing_held
-from outcore.runtime.lanes import Lane
+from outcore.spec.lanes import Lane
+from outcore.spec.layout import has_master, states_of
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
 from outcore.spec.schedule import Operation, Phase, Schedule, Visit

@@ -15,9 +15,9 @@ from outcore.core.quantities import PAGE_BYTES
 from outcore.planning.check import check_plan
 from outcore.planning.placement import place
 from outcore.planning.pools import LEAST, pools_for
-from outcore.planning.reservations import staging
 from outcore.planning.share import share_updates
 from outcore.spec.budget import Limits
+from outcore.spec.layout import staging
 from outcore.spec.plan import UnitPlan
 
 from .models import layered

@@ -15,8 +15,8 @@ from outcore.runtime.device import Device
 from outcore.runtime.device_cpu import CpuDevice
 from outcore.runtime.device_cuda import CudaDevice
 from outcore.runtime.device_open import open_device
-from outcore.runtime.lanes import Lane
 from outcore.runtime.race import RaceChecker
+from outcore.spec.lanes import Lane
 
 HAS_GPU = torch.cuda.is_available()
 

@@ -13,8 +13,9 @@ from outcore.core.errors import ConfigError, LaneError, RaceError
 from outcore.memory.arena import Arena, Region
 from outcore.runtime.device_open import open_device
 from outcore.runtime.faults import COMPUTE, Delays, Faults
-from outcore.runtime.lanes import Lane, pause
+from outcore.runtime.lanes import pause
 from outcore.runtime.race import RaceChecker
+from outcore.spec.lanes import Lane
 
 LANES = list(Lane)
 

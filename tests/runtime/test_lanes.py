@@ -16,8 +16,9 @@ import torch
 from outcore.core.errors import DiskError, LaneError
 from outcore.runtime.device_open import open_device
 from outcore.runtime.faults import Faults
-from outcore.runtime.lanes import Handle, Lane, newest
+from outcore.runtime.lanes import Handle, newest
 from outcore.runtime.threads import start_single_threaded
+from outcore.spec.lanes import Lane
 
 NUMEL = 1_000_003  # large enough that torch splits the sum among threads, and odd
 
@@ -401,7 +402,7 @@ def test_the_interpreter_exits_with_work_queued_and_no_close(permute):
 import time, torch
 from outcore.runtime.device_open import open_device
 from outcore.runtime.faults import Faults
-from outcore.runtime.lanes import Lane
+from outcore.spec.lanes import Lane
 device = open_device("cpu", Faults(permute={permute}))
 for lane in Lane:
     for i in range(50):

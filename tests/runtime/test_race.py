@@ -12,8 +12,8 @@ from outcore.core.errors import RaceError
 from outcore.memory.arena import Region
 from outcore.runtime.device_open import open_device
 from outcore.runtime.faults import Faults
-from outcore.runtime.lanes import Lane
 from outcore.runtime.race import ACTORS, COMPUTE, HOST, RaceChecker
+from outcore.spec.lanes import Lane
 
 SLOT = Region("device", 4096, 8192)
 HOME = Region("host", 0, 4096)

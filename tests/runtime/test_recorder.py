@@ -20,8 +20,9 @@ from outcore.planning.pools import Comfort, pools_for
 from outcore.runtime import device_cuda
 from outcore.runtime.device_open import open_device
 from outcore.runtime.faults import Faults
-from outcore.runtime.lanes import Handle, Lane
+from outcore.runtime.lanes import Handle
 from outcore.runtime.recorder import MAX_SPANS, HostStopwatch, Recorder, timing
+from outcore.spec.lanes import Lane
 from outcore.spec.plan import Plan, UnitPlan
 from outcore.spec.timeline import COMPUTE
 

@@ -9,7 +9,7 @@ import pytest
 
 from outcore.core.errors import DiskError, LaneError
 from outcore.runtime.device_open import open_device
-from outcore.runtime.lanes import Lane
+from outcore.spec.lanes import Lane
 
 BOUND_S = 0.1
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from outcore.core.errors import ConfigError
-from outcore.planning.reservations import has_master, states_of
 from outcore.planning.weight_cache import Move
+from outcore.spec.layout import has_master, states_of
 from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import Plan, PoolKind, Tier, UnitPlan
 from outcore.spec.schedule import Kind, Operation

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from outcore.core.quantities import PAGE_BYTES, align_up
-from outcore.planning.reservations import SCRATCH_BYTES, staging, states_of
+from outcore.spec.layout import SCRATCH_BYTES, staging, states_of
 from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import Pool, PoolKind, Tier, UnitPlan
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from outcore.planning.operations import Home, Index, Kept, Operations, ScheduledUnit, Taken
-from outcore.planning.reservations import staging
 from outcore.planning.schedule_gradients import Gradients
+from outcore.spec.layout import staging
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
 from outcore.spec.timeline import COMPUTE

@@ -27,7 +27,6 @@ from outcore.runtime.lanes import (
     Execution,
     Failure,
     Handle,
-    Lane,
     Lanes,
     Operation,
     Service,
@@ -35,6 +34,7 @@ from outcore.runtime.lanes import (
 from outcore.runtime.race import COMPUTE, HOST, RaceChecker
 from outcore.runtime.recorder import Recorder
 from outcore.runtime.room import Meter
+from outcore.spec.lanes import Lane
 
 NOTHING: After = MappingProxyType({})
 

@@ -10,8 +10,9 @@ from outcore.memory.host import HostMemory
 from outcore.memory.limits import host_free_bytes
 from outcore.runtime.device import Device
 from outcore.runtime.faults import Faults
-from outcore.runtime.lanes import Handle, HostExecution, Lane, pause
+from outcore.runtime.lanes import Handle, HostExecution, pause
 from outcore.runtime.race import RaceChecker
+from outcore.spec.lanes import Lane
 
 
 @final

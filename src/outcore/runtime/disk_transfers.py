@@ -8,8 +8,9 @@ from outcore.memory.arena import Buffer
 from outcore.memory.disk import Extent
 from outcore.runtime.device import Device
 from outcore.runtime.homes import Homes
-from outcore.runtime.lanes import SKIPPED, After, Handle, Lane
+from outcore.runtime.lanes import SKIPPED, After, Handle
 from outcore.runtime.traffic import Traffic
+from outcore.spec.lanes import Lane
 
 Answer = Callable[[], bool]
 

@@ -34,13 +34,14 @@ from outcore.memory.arena import Buffer
 from outcore.memory.disk import Extent
 from outcore.optim.rules import Hyper
 from outcore.runtime.device import Device
-from outcore.runtime.lanes import SKIPPED, Handle, Lane, newest
+from outcore.runtime.lanes import SKIPPED, Handle, newest
 from outcore.runtime.pieces import Change, pieces_of
 from outcore.runtime.supply import Borrowed, Supply
 from outcore.runtime.traffic import Traffic
 from outcore.runtime.unit import Unit, expect_buffer, expect_extent
 from outcore.runtime.unit_gradients import UnitGradients
 from outcore.runtime.updates import Updates
+from outcore.spec.lanes import Lane
 
 Hypers = Callable[[], Mapping[int, Hyper]]
 """Settings by parameter id, as the param groups have them now."""

@@ -20,7 +20,6 @@ import torch
 from outcore.core.errors import ConfigError
 from outcore.runtime.lanes import (
     Handle,
-    Lane,
     Operation,
     Pace,
     Service,
@@ -30,6 +29,7 @@ from outcore.runtime.lanes import (
     run_operation,
 )
 from outcore.runtime.threads import start_single_threaded
+from outcore.spec.lanes import Lane
 
 COMPUTE = "compute"
 THROTTLED = tuple(lane.value for lane in Lane)

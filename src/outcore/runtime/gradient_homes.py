@@ -18,10 +18,11 @@ from outcore.runtime.device import Device
 from outcore.runtime.disk_transfers import Answer, DiskTransfers
 from outcore.runtime.grad_handle import GradHandle
 from outcore.runtime.homes import Homes, Slot, SlotPool
-from outcore.runtime.lanes import After, Handle, Lane, newest
+from outcore.runtime.lanes import After, Handle, newest
 from outcore.runtime.traffic import Traffic
 from outcore.runtime.unit import Unit, expect_buffer, expect_extent, flat, torch_dtype
 from outcore.runtime.unit_gradients import Pass, UnitGradients
+from outcore.spec.lanes import Lane
 
 
 class GradientHomes:

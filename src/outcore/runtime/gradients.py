@@ -25,10 +25,11 @@ from outcore.runtime.edits import refuse_other_form
 from outcore.runtime.grad_handle import GradHandle
 from outcore.runtime.gradient_homes import GradientHomes
 from outcore.runtime.homes import Homes
-from outcore.runtime.lanes import After, Handle, Lane
+from outcore.runtime.lanes import After, Handle
 from outcore.runtime.recovery import Recovery
 from outcore.runtime.unit import Unit, outermost_first, torch_dtype
 from outcore.runtime.unit_gradients import Pass, UnitGradients
+from outcore.spec.lanes import Lane
 
 _autograd = cast("Any", torch._C)
 

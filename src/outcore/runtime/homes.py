@@ -17,7 +17,8 @@ from outcore.memory.disk import DiskStore, Extent
 from outcore.memory.host import HostMemory
 from outcore.planning.reservations import reservations
 from outcore.runtime.device import Device
-from outcore.runtime.lanes import Handle, Lane, newest
+from outcore.runtime.lanes import Handle, newest
+from outcore.spec.lanes import Lane
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, PoolKind, Tier
 

@@ -21,7 +21,6 @@ from outcore.core.errors import LaneError
 from outcore.runtime.lanes import (
     Failure,
     Handle,
-    Lane,
     Operation,
     Service,
     closed_failure,
@@ -30,6 +29,7 @@ from outcore.runtime.lanes import (
     run_operation,
 )
 from outcore.runtime.threads import start_single_threaded
+from outcore.spec.lanes import Lane
 
 STALL_TIMEOUT_S = 300.0
 CLOSE_TIMEOUT_S = 20.0  # an operation that runs longer than this while its lane closes is left behind, and said

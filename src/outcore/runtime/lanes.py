@@ -7,7 +7,6 @@ dependency orders them. Since an operation can depend only on handles that exist
 
 from __future__ import annotations
 
-import enum
 import os
 import threading
 import time
@@ -18,49 +17,11 @@ from typing import NamedTuple, NoReturn, Protocol, final
 
 from outcore.core.errors import LaneError, OutcoreError
 from outcore.runtime.recorder import HostStopwatch, Recorder, Stopwatch
+from outcore.spec.lanes import Lane
 
 Clock = tuple[int, ...]
 SKIPPED = object()
 """What the work of a host lane returns if it found nothing to do: it is not recorded, and no fault slows it down."""
-
-
-class Lane(enum.Enum):
-    """The queues that take operations. Compute (the caller's thread or stream) and the host are not among them."""
-
-    H2D = "h2d"
-    D2H = "d2h"
-    WRITE_BACK = (
-        "write_back"  # host to device too, apart from fetches: it waits for updates that come after the next fetch
-    )
-    WEIGHTS_READ = "weights_read"
-    STATES_READ = "states_read"
-    DISK_WRITE = "disk_write"
-    UPDATE = "update"
-    # Updates on the device of states from host memory: apart from fetches, which must not wait behind them.
-    STATES_H2D = "states_h2d"
-    DEVICE_UPDATE = "device_update"
-    STATES_D2H = "states_d2h"
-
-    @property
-    def route(self) -> str:
-        """Between which tiers it works, for errors."""
-        return _ROUTES.get(self, "on the host")
-
-
-_ROUTES = {
-    Lane.H2D: "host to device",
-    Lane.D2H: "device to host",
-    Lane.WRITE_BACK: "host to device",
-    Lane.WEIGHTS_READ: "disk to host",
-    Lane.STATES_READ: "disk to host",
-    Lane.DISK_WRITE: "host to disk",
-    Lane.STATES_H2D: "host to device",
-    Lane.DEVICE_UPDATE: "on the device",
-    Lane.STATES_D2H: "device to host",
-}
-
-COPY_LANES = frozenset({Lane.H2D, Lane.D2H, Lane.WRITE_BACK, Lane.STATES_H2D, Lane.DEVICE_UPDATE, Lane.STATES_D2H})
-"""Lanes whose operations are device work: on CUDA they have a stream of their own."""
 
 
 class Completion(Protocol):

@@ -25,7 +25,8 @@ from typing import NamedTuple, final
 
 from outcore.core.errors import RaceError
 from outcore.memory.arena import Region
-from outcore.runtime.lanes import Clock, Lane
+from outcore.runtime.lanes import Clock
+from outcore.spec.lanes import Lane
 
 HOST = "host"
 COMPUTE = "compute"

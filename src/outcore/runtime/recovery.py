@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from outcore.runtime.device import Device
-from outcore.runtime.lanes import SKIPPED, Lane
+from outcore.runtime.lanes import SKIPPED
+from outcore.spec.lanes import Lane
 
 
 class Recovery:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Container, Sequence
 from outcore.planning.weight_cache import NEVER, slots_for
 from outcore.runtime.device import Device
 from outcore.runtime.homes import Slot
-from outcore.runtime.lanes import Handle, Lane, newest
+from outcore.runtime.lanes import Handle, newest
+from outcore.spec.lanes import Lane
 
 
 class SlotCache:

@@ -16,15 +16,16 @@ from typing import Any
 
 from outcore.memory.arena import Buffer, Region
 from outcore.optim.blocks import update_blocks
-from outcore.planning.reservations import staging
 from outcore.runtime.device import Device
 from outcore.runtime.homes import Homes
-from outcore.runtime.lanes import Handle, Lane, newest
+from outcore.runtime.lanes import Handle, newest
 from outcore.runtime.pieces import Change, pieces_of
 from outcore.runtime.traffic import Traffic
 from outcore.runtime.unit import Unit, expect_buffer
 from outcore.runtime.unit_gradients import UnitGradients
 from outcore.runtime.updates import Updates
+from outcore.spec.lanes import Lane
+from outcore.spec.layout import staging
 from outcore.spec.model import ModelSpec
 
 

@@ -17,9 +17,10 @@ from outcore.runtime.device import Device
 from outcore.runtime.disk_transfers import Answer, DiskTransfers
 from outcore.runtime.gradient_homes import GradientHomes
 from outcore.runtime.homes import Homes, Slot, SlotPool
-from outcore.runtime.lanes import After, Handle, Lane, newest
+from outcore.runtime.lanes import After, Handle, newest
 from outcore.runtime.traffic import Traffic
 from outcore.runtime.unit import Unit, expect_buffer
+from outcore.spec.lanes import Lane
 
 
 @dataclass(slots=True)

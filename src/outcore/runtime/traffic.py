@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from outcore.runtime.lanes import Lane
+from outcore.spec.lanes import Lane
 
 
 class Traffic:

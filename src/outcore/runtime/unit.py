@@ -10,10 +10,10 @@ from torch.nn import Parameter
 
 from outcore.memory.arena import TEMPORARY, Buffer, Region
 from outcore.memory.disk import Extent
-from outcore.planning.reservations import has_master, states_of
 from outcore.runtime.absent import AbsentParameter, Owner, absent_class, watched_class
 from outcore.runtime.homes import Home, HomeKind, Slot
 from outcore.runtime.lanes import Handle
+from outcore.spec.layout import has_master, states_of
 from outcore.spec.model import ModelSpec, ParamSpec, UnitSpec, row_major
 from outcore.spec.plan import UnitPlan
 

@@ -13,12 +13,11 @@ import torch
 
 from outcore.memory.arena import Buffer, Region
 from outcore.optim.blocks import Piece, update_blocks
-from outcore.planning.reservations import SCRATCH_BYTES
 from outcore.runtime.device import Device
 from outcore.runtime.disk_transfers import DiskTransfers
 from outcore.runtime.grad_handle import GradHandle
 from outcore.runtime.homes import Homes
-from outcore.runtime.lanes import After, Handle, Lane
+from outcore.runtime.lanes import After, Handle
 from outcore.runtime.pieces import Change, pieces_of
 from outcore.runtime.supply import Borrowed, Supply
 from outcore.runtime.traffic import Traffic
@@ -26,6 +25,8 @@ from outcore.runtime.unit import Unit, expect_buffer, expect_extent
 from outcore.runtime.unit_gradients import UnitGradients
 from outcore.runtime.weights import Weights
 from outcore.runtime.workers import UpdateWorkers
+from outcore.spec.lanes import Lane
+from outcore.spec.layout import SCRATCH_BYTES
 
 
 class Updates:

@@ -27,11 +27,12 @@ from outcore.planning.weight_cache import NEVER, Held, weight_moves
 from outcore.runtime.cursor import Cursor, Round
 from outcore.runtime.disk_transfers import DiskTransfers
 from outcore.runtime.homes import Homes
-from outcore.runtime.lanes import After, Lane, newest
+from outcore.runtime.lanes import After, newest
 from outcore.runtime.recovery import Recovery
 from outcore.runtime.slot_cache import SlotCache
 from outcore.runtime.traffic import Traffic
 from outcore.runtime.unit import Unit, expect_buffer, expect_extent
+from outcore.spec.lanes import Lane
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
 from outcore.spec.schedule import Phase, Visit

@@ -1,0 +1,43 @@
+"""Lanes: the queues that operations run on. Names and routes; what serves them is ``runtime.lanes``."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Lane(enum.Enum):
+    """The queues that take operations. Compute (the caller's thread or stream) and the host are not among them."""
+
+    H2D = "h2d"
+    D2H = "d2h"
+    # Host to device too, apart from fetches: a write-back waits for an update, and would block the fetches behind it.
+    WRITE_BACK = "write_back"
+    WEIGHTS_READ = "weights_read"
+    STATES_READ = "states_read"
+    DISK_WRITE = "disk_write"
+    UPDATE = "update"
+    # Updates on the device of states from host memory: apart from fetches, which must not wait behind them.
+    STATES_H2D = "states_h2d"
+    DEVICE_UPDATE = "device_update"
+    STATES_D2H = "states_d2h"
+
+    @property
+    def route(self) -> str:
+        """Between which tiers it works, for errors."""
+        return _ROUTES.get(self, "on the host")
+
+
+_ROUTES = {
+    Lane.H2D: "host to device",
+    Lane.D2H: "device to host",
+    Lane.WRITE_BACK: "host to device",
+    Lane.WEIGHTS_READ: "disk to host",
+    Lane.STATES_READ: "disk to host",
+    Lane.DISK_WRITE: "host to disk",
+    Lane.STATES_H2D: "host to device",
+    Lane.DEVICE_UPDATE: "on the device",
+    Lane.STATES_D2H: "device to host",
+}
+
+COPY_LANES = frozenset({Lane.H2D, Lane.D2H, Lane.WRITE_BACK, Lane.STATES_H2D, Lane.DEVICE_UPDATE, Lane.STATES_D2H})
+"""Lanes whose operations are device work: on CUDA they have a stream of their own."""
