@@ -24,9 +24,9 @@ from trl import DPOConfig, SFTConfig
 
 import outcore
 from outcore.cli.main import app
-from outcore.cli.train.data import load_data
-from outcore.cli.train.schema import SHORT_NAMES
-from outcore.cli.train.settings import resolve
+from outcore.cli.train.data.load import load_data
+from outcore.cli.train.settings.run_settings import resolve
+from outcore.cli.train.settings.schema import SHORT_NAMES
 from outcore.integrations.refusals import _ARGUMENTS as REFUSED
 from outcore.integrations.transformers import OutcoreMixin
 

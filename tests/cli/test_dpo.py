@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer
 
-from outcore.cli.train import reference
-from outcore.cli.train.byte_tokenizer import byte_tokenizer
-from outcore.cli.train.reference import Planned, plan_both
+from outcore.cli.train.model import reference
+from outcore.cli.train.model.byte_tokenizer import byte_tokenizer
+from outcore.cli.train.model.reference import Planned, plan_both
 from outcore.core.errors import PlanInfeasibleError
 from outcore.spec.budget import Budget
 
@@ -195,13 +195,13 @@ def test_cut_rows_are_counted(command, weights, pairs, tmp_path):
         (("--data", "apart"), "line 1: expected a 'prompt', or that 'chosen' and 'rejected' begin with it"),
         (("--model", "config"), "expected a model with weights, of which the reference is a copy"),
         (("--seq-len", "2"), "--data: expected rows with something to learn, but of all 7 nothing is left"),
-        (("--set", "loss_type=[sigmod]"), "--set loss_type: expected some of sigmoid, .* did you mean 'sigmoid'"),
-        (("--set", "f_divergence_type=kl"), "--set f_divergence_type: expected one of reverse_kl"),
+        (("--set", "loss_type=[sigmod]"), "--set loss_type: expected one of [0-9]+ words, .* did you mean 'sigmoid'"),
+        (("--set", "f_divergence_type=kl"), "--set f_divergence_type: expected 'reverse_kl', .* but got 'kl'"),
         (("--set", "precompute_ref_log_probs=true"), "expected this to be left out.*the frozen reference is kept"),
         (("--set", "sync_ref_model=true"), "sync_ref_model"),
         (("--set", "packing=true"), "--set packing: expected the name of a setting"),
-        (("--set", "metric_for_best_model=rewards"), "expected --eval-data"),
-        (("--beta", "-1"), "--beta: expected a number of 0 or more, but got"),
+        (("--set", "metric_for_best_model=rewards/margins"), "expected --eval-data"),
+        (("--beta", "-1"), "--beta: expected a number greater than or equal to 0, but got"),
         (("--device-memory", "100KiB"), "the model and its frozen reference together"),
     ],
 )  # fmt: skip

@@ -20,7 +20,7 @@ from trl import SFTConfig, SFTTrainer
 
 from outcore.cli.train import run as train_run
 from outcore.cli.train import trainer as train_trainer
-from outcore.cli.train.byte_tokenizer import byte_tokenizer
+from outcore.cli.train.model.byte_tokenizer import byte_tokenizer
 from outcore.core.errors import DiskError
 
 from .conftest import CONFIG, TIERS, Run, read_jsonl

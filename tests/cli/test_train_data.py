@@ -18,9 +18,9 @@ from datasets.arrow_writer import ArrowWriter
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
 
-from outcore.cli.train import readers
-from outcore.cli.train.byte_tokenizer import END, TURN, byte_tokenizer
-from outcore.cli.train.data import Data, load_data
+from outcore.cli.train.data import readers
+from outcore.cli.train.data.load import Data, load_data
+from outcore.cli.train.model.byte_tokenizer import END, TURN, byte_tokenizer
 from outcore.core.errors import ConfigError
 
 HELLO = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo \u2028é"}]

@@ -28,13 +28,14 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from trl import SFTTrainer
 
 from outcore.api import prepare_for_test
-from outcore.cli.train import notices as noticing
-from outcore.cli.train import output, report
 from outcore.cli.train import run as train_run
 from outcore.cli.train.methods import FINE_TUNING
-from outcore.cli.train.notices import notices
-from outcore.cli.train.output import OutputFolder
-from outcore.cli.train.report import keep_until
+from outcore.cli.train.output import folder as output
+from outcore.cli.train.output import notices as noticing
+from outcore.cli.train.output import report
+from outcore.cli.train.output.folder import OutputFolder
+from outcore.cli.train.output.notices import notices
+from outcore.cli.train.output.report import keep_until
 from outcore.core.errors import ConfigError
 from outcore.integrations import transformers as mixin
 from outcore.runtime.faults import Faults
@@ -527,7 +528,7 @@ class TestOneRunPerFolder:
 
     def test_a_killed_run_leaves_no_lock_but_a_live_one_holds_it(self, tmp_path):
         code = (
-            "import sys, time; from pathlib import Path; from outcore.cli.train.output import OutputFolder\n"
+            "import sys, time; from pathlib import Path; from outcore.cli.train.output.folder import OutputFolder\n"
             "with OutputFolder(Path(sys.argv[1]), resume=False).opened():\n"
             "    print('locked', flush=True); time.sleep(100)"
         )

@@ -10,7 +10,7 @@ from typing import Any
 import datasets
 import pytest
 
-from outcore.cli.train.record import Content
+from outcore.cli.train.output.record import Content
 
 from .conftest import CONFIG, Outcome, Run, read_jsonl, write_json, write_jsonl
 from .test_train import options

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from outcore.cli.train import run as train_run
-from outcore.cli.train.trace import StepTracer, TraceFile
+from outcore.cli.train.output.trace import StepTracer, TraceFile
 from outcore.core.errors import ConfigError
 from outcore.spec.timeline import TRACE_BEGINNING, Span, Timeline
 

@@ -16,8 +16,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from outcore.cli.train import options
 from outcore.cli.train.methods import FINE_TUNING, PREFERENCES, Method
+from outcore.cli.train.settings import options
 from outcore.core.errors import ConfigError, OutcoreError, PlanInfeasibleError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -71,12 +71,12 @@ def _run(method: Method, given: Mapping[str, Any]) -> None:
     """Train as options, ``--set`` and a YAML file say; see ``options``."""
     given = {name: value for name, value in given.items() if value not in (None, [], ())}
     flags = {name: value for name, value in given.items() if name not in ("config", "assignments")}
-    from outcore.cli.train.notices import notices
+    from outcore.cli.train.output.notices import notices
 
     try:
         with notices():
             from outcore.cli.train.run import run_train
-            from outcore.cli.train.settings import resolve
+            from outcore.cli.train.settings.run_settings import resolve
 
             run_train(resolve(given.get("config"), flags, given.get("assignments", []), method))
     except (KeyboardInterrupt, SystemExit) as stop:

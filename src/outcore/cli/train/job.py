@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
 from outcore.api import close, free_budget, plan_for, prepare
-from outcore.cli.train.data import Data, load_data
-from outcore.cli.train.model import ModelSource, build_model, find_model, load_tokenizer
-from outcore.cli.train.reference import Planned, plan_both
-from outcore.cli.train.settings import Settings
+from outcore.cli.train.data.load import Data, load_data
+from outcore.cli.train.model.reference import Planned, plan_both
+from outcore.cli.train.model.source import ModelSource, build_model, find_model, load_tokenizer
+from outcore.cli.train.settings.run_settings import Settings
 from outcore.core.errors import ConfigError, DiskError
 from outcore.memory.disk import DiskStore
 from outcore.planning.table import plan_table
@@ -75,7 +75,7 @@ class Job:
         """
         _refuse_unusable(settings.budget.paths)
         source = find_model(settings.model)
-        tokenizer = load_tokenizer(source, eos_token=settings.eos_token, chat_template=settings.chat_template)
+        tokenizer = load_tokenizer(source, eos_token=settings.eos_token, chat_template=settings.chat_template_path)
         if not (settings.method.has_reference and settings.lora is None):
             model = _plan_model(settings, source, settings.budget)
             return cls(settings=settings, source=source, tokenizer=tokenizer, model=model, reference=None)

@@ -9,10 +9,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
-from outcore.cli.train.foreign_rows import with_prompt
+from outcore.cli.train.data.foreign_rows import with_prompt
 
 if TYPE_CHECKING:
-    from outcore.cli.train.records import Kind
+    from outcore.cli.train.data.records import Kind
 
 _MEASURED = (
     *("eval_loss", "eval_entropy", "eval_mean_token_accuracy", "eval_num_tokens", "eval_aux_loss"),

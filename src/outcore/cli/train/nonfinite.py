@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from outcore.cli.train.schema import OnNonfinite
+from outcore.cli.train.settings.own import OnNonfinite
 from outcore.core.errors import OutcoreError
 from outcore.integrations.transformers import OutcoreMixin
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
-from outcore.cli.train.record import RunRecord
+from outcore.cli.train.output.record import RunRecord
 from outcore.integrations.transformers import OutcoreMixin
 
 

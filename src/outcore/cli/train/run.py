@@ -19,14 +19,15 @@ from transformers import TrainerCallback
 
 import outcore
 from outcore.api import free_budget
-from outcore.cli.train.facts import Length, facts_of_data, facts_of_model
 from outcore.cli.train.job import Job, RunData
 from outcore.cli.train.nonfinite import NonFiniteStepError
-from outcore.cli.train.output import MODEL, SETTINGS, Checkpoint, OutputFolder
-from outcore.cli.train.record import RunRecord
-from outcore.cli.train.report import RunReport
-from outcore.cli.train.settings import Settings, describe
-from outcore.cli.train.trace import TraceFile
+from outcore.cli.train.output.facts import Length, facts_of_data, facts_of_model
+from outcore.cli.train.output.folder import MODEL, SETTINGS, Checkpoint, OutputFolder
+from outcore.cli.train.output.record import RunRecord
+from outcore.cli.train.output.report import RunReport
+from outcore.cli.train.output.trace import TraceFile
+from outcore.cli.train.settings.description import describe
+from outcore.cli.train.settings.run_settings import Settings
 from outcore.core.errors import ConfigError, OutcoreError, PlanInfeasibleError
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's names

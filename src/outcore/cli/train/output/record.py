@@ -21,11 +21,13 @@ import numpy as np
 import pyarrow
 import pyarrow.compute
 
-from outcore.cli.train.fields import shown
-from outcore.cli.train.model import ModelSource
-from outcore.cli.train.output import SETTINGS
-from outcore.cli.train.schema import SHORT_NAMES, Own
-from outcore.cli.train.settings import Settings, defaults
+from outcore.cli.train.model.source import ModelSource
+from outcore.cli.train.output.folder import SETTINGS
+from outcore.cli.train.settings.description import defaults
+from outcore.cli.train.settings.given import shown
+from outcore.cli.train.settings.own import Own
+from outcore.cli.train.settings.run_settings import Settings
+from outcore.cli.train.settings.schema import SHORT_NAMES
 from outcore.core.errors import ConfigError
 from outcore.memory.weights_file import WeightsDirectory
 
@@ -117,7 +119,7 @@ class RunRecord:
         budget = settings.budget
         values |= own | {"device_memory": budget.device, "host_memory": budget.host, "disk": list(budget.paths)}
         values |= {"model": settings.model, "trace": settings.trace, "command": settings.method.command}
-        values |= {"eos_token": settings.eos_token, "chat_template_path": settings.chat_template}
+        values |= {"eos_token": settings.eos_token, "chat_template_path": settings.chat_template_path}
         values |= {f"lora.{name}": value for name, value in (settings.lora or {"r": None}).items()}
         return cls(settings=_as_json(values), model=_digest(source))
 

@@ -17,8 +17,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from outcore.cli.progress import Show, StepReport, progress
 from outcore.cli.train.nonfinite import finite
-from outcore.cli.train.output import METRICS, PLAN, OutputFolder
-from outcore.cli.train.trace import StepTracer, TraceFile
+from outcore.cli.train.output.folder import METRICS, PLAN, OutputFolder
+from outcore.cli.train.output.trace import StepTracer, TraceFile
 from outcore.core.quantities import format_bytes
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.runtime.recorder import timing

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import final
 
-from outcore.cli.train.output import METRICS, MODEL, PLAN
+from outcore.cli.train.output.folder import METRICS, MODEL, PLAN
 from outcore.core.errors import ConfigError
 from outcore.runtime.recorder import Recorder
 from outcore.spec.timeline import TRACE_BEGINNING, Timeline

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, final
 
 import datasets
 
-from outcore.cli.train.foreign_rows import read_foreign
+from outcore.cli.train.data.foreign_rows import read_foreign
 from outcore.cli.train.methods import Method
 from outcore.core.errors import ConfigError
 

@@ -2,6 +2,10 @@
 
 What cannot be read raises ConfigError; its message begins with file and line, so that the caller can say which setting
 named the file.
+
+[Note: not datasets' own readers] Those of ``datasets`` name a row of a block, or no place, for what they cannot read.
+And they take what is wrong without a word: in CSV, 007 becomes 7.0, NA and absent fields become null, and a name that
+stands twice is changed; in JSON, NaN becomes null; a text may hold zero bytes. Parquet is read by ``pyarrow`` in both.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn
 import pyarrow
 import pyarrow.parquet
 
-from outcore.cli.train.records import COLUMNS, Record, type_name
+from outcore.cli.train.data.records import COLUMNS, Record, type_name
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import format_bytes
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from outcore.cli.train.job import Job
-from outcore.cli.train.record import Content
+from outcore.cli.train.output.record import Content
 from outcore.core.quantities import format_bytes
 from outcore.planning.reservations import reservations
 from outcore.runtime.device_open import device_name

@@ -108,170 +108,108 @@ class TrainCommand(TyperCommand):
         return super().parse_args(ctx, given)
 
 
-def _option(panel: str, metavar: str | None, text: str, *names: str) -> Any:
-    return typer.Option(*names, metavar=metavar, help=text, rich_help_panel=panel)
+def _option(panel: str, metavar: str | None, text: str, *names: str, kind: Any = str) -> Any:
+    return Annotated[kind | None, typer.Option(*names, metavar=metavar, help=text, rich_help_panel=panel)]
 
 
-Config = Annotated[Path | None, typer.Argument(metavar="CONFIG.yaml", help="Settings in YAML.", show_default=False)]
-Assignments = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Any setting that the YAML file may hold; repeat it for more. VALUE is YAML."
-    ),
-]
-
-Model = Annotated[
-    str | None,
-    _option(
+_SHARED: Mapping[str, Any] = {
+    "config": Annotated[
+        Path | None, typer.Argument(metavar="CONFIG.yaml", help="Settings in YAML.", show_default=False)
+    ],
+    "model": _option(
         _WHAT,
         "DIR|ID|config.json",
         "A directory with config.json and safetensors, a model's ID on the Hugging Face hub, or a config.json alone: a "
         "new model with random weights. Without a tokenizer beside it, every byte is a token.",
     ),
-]
-Data = Annotated[
-    str | None,
-    _option(
+    "data": _option(
         _WHAT,
         "FILE|DIR|ID",
         "A .txt, .jsonl, .csv or .parquet file, a directory of them, or a data set on the hub as ID, ID:split or "
         "ID:config:split. What it holds is said above.",
     ),
-]
-EvalData = Annotated[
-    str | None,
-    _option(
+    "eval_data": _option(
         _WHAT, "FILE|DIR|ID", "Data to evaluate on, every --save-every (or eval_steps) steps, else after every epoch."
     ),
-]
-Lora = Annotated[
-    str | None,
-    _option(_WHAT, "RANK", "Train LoRA adapters of this rank in all linear layers, not the weights. Needs peft."),
-]
-
-Steps = Annotated[str | None, _option(_HOW, "N", "Optimizer steps of the whole run.")]
-Epochs = Annotated[str | None, _option(_HOW, "N", "Passes over the data, instead of --steps; 3 by default.")]
-BatchSize = Annotated[str | None, _option(_HOW, "N", "Rows that go through the model at once; 8 by default.")]
-GradAccum = Annotated[str | None, _option(_HOW, "N", "Batches per optimizer step; 1 by default.")]
-SeqLen = Annotated[str | None, _option(_HOW, "N", "Tokens per row, 1024 by default; longer rows are cut.")]
-Packing = Annotated[
-    bool | None,
-    _option(
-        _HOW,
-        None,
-        "Fill rows up to --seq-len with several texts. On for plain text, else off.",
-        "--packing/--no-packing",
+    "lora": _option(
+        _WHAT, "RANK", "Train LoRA adapters of this rank in all linear layers, not the weights. Needs peft."
     ),
-]
-Lr = Annotated[str | None, _option(_HOW, "X", "Peak learning rate; 2e-5 by default, 1e-6 in dpo.")]
-Beta = Annotated[
-    str | None,
-    _option(_HOW, "X", "How close to stay to the reference; 0.1 by default, more is closer."),
-]
-MaxGradNorm = Annotated[
-    str | None, _option(_HOW, "X", "Clip the gradient's norm to this; 1 by default, 0 for no clipping.")
-]
-Precision = Annotated[
-    str | None,
-    _option(
+    "steps": _option(_HOW, "N", "Optimizer steps of the whole run."),
+    "epochs": _option(_HOW, "N", "Passes over the data, instead of --steps; 3 by default."),
+    "batch_size": _option(_HOW, "N", "Rows that go through the model at once; 8 by default."),
+    "grad_accum": _option(_HOW, "N", "Batches per optimizer step; 1 by default."),
+    "seq_len": _option(_HOW, "N", "Tokens per row, 1024 by default; longer rows are cut."),
+    "lr": _option(_HOW, "X", "Peak learning rate; 2e-5 by default, 1e-6 in dpo."),
+    "max_grad_norm": _option(_HOW, "X", "Clip the gradient's norm to this; 1 by default, 0 for no clipping."),
+    "precision": _option(
         _HOW,
         "WORD",
         "bf16: bf16 weights with fp32 masters and optimizer states, the default. fp32: all in fp32. pure_bf16: all in "
         "bf16.",
     ),
-]
-Seed = Annotated[str | None, _option(_HOW, "N", "Of new weights, data order and dropout; 42 by default.")]
-
-DeviceMemory = Annotated[
-    str | None,
-    _option(_WHERE, "SIZE", "The most to take on the device, such as 20GiB or 500MB; most of what is free by default."),
-]
-HostMemory = Annotated[
-    str | None,
-    _option(_WHERE, "SIZE", "The most to take in host memory; most of what is free here, or in the container."),
-]
-Disk = Annotated[
-    list[str] | None,
-    _option(
+    "seed": _option(_HOW, "N", "Of new weights, data order and dropout; 42 by default."),
+    "device_memory": _option(
+        _WHERE, "SIZE", "The most to take on the device, such as 20GiB or 500MB; most of what is free by default."
+    ),
+    "host_memory": _option(
+        _WHERE, "SIZE", "The most to take in host memory; most of what is free here, or in the container."
+    ),
+    "disk": _option(
         _WHERE,
         "DIR",
         "Folder on a fast drive for what memory cannot hold; repeat it for several drives. Without it nothing goes to "
         "disk.",
+        kind=list[str],
     ),
-]
-Plan = Annotated[str | None, _option(_WHERE, "FILE", "A plan.json to obey, from another run or edited.")]
-Device = Annotated[str | None, _option(_WHERE, "NAME", "cpu or cuda; the accelerator if there is one.")]
-
-Out = Annotated[str | None, _option(_OUTPUT, "DIR", "Folder to write to; new or empty, unless --resume.")]
-SaveEvery = Annotated[
-    str | None, _option(_OUTPUT, "N", "Save a checkpoint every N steps and at the end; none by default.")
-]
-Keep = Annotated[str | None, _option(_OUTPUT, "N", "Keep the newest N checkpoints; all by default.")]
-Resume = Annotated[
-    str | None,
-    _option(
+    "plan": _option(_WHERE, "FILE", "A plan.json to obey, from another run or edited."),
+    "device": _option(_WHERE, "NAME", "cpu or cuda; the accelerator if there is one."),
+    "out": _option(_OUTPUT, "DIR", "Folder to write to; new or empty, unless --resume."),
+    "save_every": _option(_OUTPUT, "N", "Save a checkpoint every N steps and at the end; none by default."),
+    "keep": _option(_OUTPUT, "N", "Keep the newest N checkpoints; all by default."),
+    "resume": _option(
         _OUTPUT,
         "[auto]",
         "Go on from the newest complete checkpoint in --out, as if the run had not stopped. Give the same settings "
         "again, or more --steps. With auto a run that has saved nothing yet begins anew.",
     ),
-]
-OnNonfinite = Annotated[
-    str | None,
-    _option(
+    "on_nonfinite": _option(
         _OUTPUT,
         "WORD",
         "What to do when the loss or the gradient's norm is nan or infinite. stop: end the run before the update, the "
         "default. skip: leave the update out. go: update all the same.",
     ),
-]
-ReportTo = Annotated[
-    list[str] | None, _option(_OUTPUT, "NAME", "A tracker that is installed, such as tensorboard; repeat it for more.")
-]
-Trace = Annotated[
-    str | None,
-    _option(
+    "report_to": _option(
+        _OUTPUT, "NAME", "A tracker that is installed, such as tensorboard; repeat it for more.", kind=list[str]
+    ),
+    "trace": _option(
         _OUTPUT,
         "FILE",
         "Record what every lane does, and what the run waits for, in three steps after the first two (of a short run "
         "the last ones), for ui.perfetto.dev or chrome://tracing. An older trace is replaced, no other file.",
     ),
-]
-DryRun = Annotated[
-    bool | None, _option(_OUTPUT, None, "Check everything, print settings and plan, and stop.", "--dry-run")
-]
-
-_SHARED: Mapping[str, Any] = {
-    "config": Config,
-    "model": Model,
-    "data": Data,
-    "eval_data": EvalData,
-    "lora": Lora,
-    "steps": Steps,
-    "epochs": Epochs,
-    "batch_size": BatchSize,
-    "grad_accum": GradAccum,
-    "seq_len": SeqLen,
-    "lr": Lr,
-    "max_grad_norm": MaxGradNorm,
-    "precision": Precision,
-    "seed": Seed,
-    "device_memory": DeviceMemory,
-    "host_memory": HostMemory,
-    "disk": Disk,
-    "plan": Plan,
-    "device": Device,
-    "out": Out,
-    "save_every": SaveEvery,
-    "keep": Keep,
-    "resume": Resume,
-    "on_nonfinite": OnNonfinite,
-    "report_to": ReportTo,
-    "trace": Trace,
-    "dry_run": DryRun,
-    "assignments": Assignments,
+    "dry_run": _option(_OUTPUT, None, "Check everything, print settings and plan, and stop.", "--dry-run", kind=bool),
+    "assignments": Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Any setting that the YAML file may hold; repeat it for more. VALUE is YAML.",
+        ),
+    ],
 }
-TRAIN: Mapping[str, Any] = {**_SHARED, "packing": Packing}
+TRAIN: Mapping[str, Any] = {
+    **_SHARED,
+    "packing": _option(
+        _HOW,
+        None,
+        "Fill rows up to --seq-len with several texts. On for plain text, else off.",
+        "--packing/--no-packing",
+        kind=bool,
+    ),
+}
 """Options of ``outcore train``: name -> annotation."""
-DPO: Mapping[str, Any] = {**_SHARED, "beta": Beta}
+DPO: Mapping[str, Any] = {
+    **_SHARED,
+    "beta": _option(_HOW, "X", "How close to stay to the reference; 0.1 by default, more is closer."),
+}
 """Options of ``outcore dpo``."""

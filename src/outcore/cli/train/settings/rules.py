@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from outcore.cli.train.fields import shown
 from outcore.cli.train.methods import Method
-from outcore.cli.train.schema import Setting
+from outcore.cli.train.settings.fields import Setting
+from outcore.cli.train.settings.given import shown
 from outcore.core.errors import ConfigError, UnsupportedError
 
 LENGTHS = ("max_steps", "num_train_epochs")
 
 _FEW = 3  # so many settings may be named together where a library does not say which one it means
+_OF_OPTIMIZERS = ("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "optim", "optim_args")
 _EVALUATION = ("per_device_eval_batch_size", "load_best_model_at_end", "metric_for_best_model", "greater_is_better")
 # What constructors of settings raise: they look for packages and files, too.
 _REFUSALS = (ValueError, TypeError, LookupError, AttributeError, NotImplementedError, ImportError, OSError)
 
 
-def refuse_contradictions(settings: Mapping[str, Setting], method: Method) -> None:
-    """Refuse settings that exclude one another, or what the method does not know.
+def refuse_contradictions(settings: Mapping[str, Setting]) -> None:
+    """Refuse settings of which one would silently be without effect.
 
     Raises:
         ConfigError: The first pair that is found.
@@ -35,9 +34,6 @@ def refuse_contradictions(settings: Mapping[str, Setting], method: Method) -> No
     _refuse_unused_intervals(settings)
     _refuse_keeping_what_is_not_saved(settings)
     _refuse_evaluation_without_data(settings)
-    _refuse_unknown_metric(settings.get("metric_for_best_model"), method.metrics)
-    _refuse_unknown_losses(settings.get("loss_type"), method)
-    _refuse_other_adapters(settings)
 
 
 def check_lora(lora: Mapping[str, Any], settings: Mapping[str, Setting]) -> None:
@@ -53,27 +49,25 @@ def check_lora(lora: Mapping[str, Any], settings: Mapping[str, Setting]) -> None
 
 
 def check_training(training: Mapping[str, Any], out: str, settings: Mapping[str, Setting], method: Method) -> None:
-    """Have TRL and transformers look at their settings together. Nothing is written or said.
+    """Have TRL, transformers and torch look at their settings together. Nothing is written or said.
 
     Raises:
         ConfigError: They refuse them, or would when the run has begun.
     """
-    from outcore.integrations.refusals import refuse_arguments, refuse_optimizer
+    from outcore.integrations.refusals import refuse_arguments
 
     given = {key: setting for key, setting in settings.items() if "." not in key}
     with _quiet(), _refused_by("TRL", given):
         # Before the arguments are made, too: for some of them that looks for packages.
-        unchecked = SimpleNamespace(n_gpu=1, **training)
-        refuse_arguments(unchecked)
-        refuse_optimizer(unchecked)
+        refuse_arguments(SimpleNamespace(n_gpu=1, **training))
         args = method.config_class()(output_dir=out, **training)
         refuse_arguments(args)
-    schedule = {key: setting for key, setting in given.items() if key.startswith("lr_scheduler_")}
-    if schedule:
-        with _quiet(), _refused_by("transformers", schedule):
-            _try_schedule(args)
+    with _quiet(), _refused_by("torch", {key: setting for key, setting in given.items() if key in _OF_OPTIMIZERS}):
+        optimizer = _optimizer(args)
+    with _quiet(), _refused_by("transformers", {k: s for k, s in given.items() if k.startswith("lr_scheduler_")}):
+        _try_schedule(args, optimizer)
     if "report_to" in given and args.report_to:
-        _check_trackers(args.report_to, given["report_to"].where)
+        _refuse_absent_trackers(args.report_to, given["report_to"].where)
 
 
 def _refuse_two_lengths(settings: Mapping[str, Setting]) -> None:
@@ -141,72 +135,32 @@ def _refuse_evaluation_without_data(settings: Mapping[str, Setting]) -> None:
             )
 
 
-def _refuse_unknown_metric(metric: Setting | None, metrics: Sequence[str]) -> None:
-    """The run itself would find out at its first evaluation."""
-    if metric is None or metric.value is None or f"eval_{metric.value.removeprefix('eval_')}" in metrics:
-        return
-    short = [name.removeprefix("eval_") for name in metrics]
-    near = difflib.get_close_matches(metric.value, [*short, *metrics], n=1, cutoff=0)
-    raise ConfigError(
-        f"{metric.where}: expected one of {', '.join(short)}, but got {shown(metric.value)}; did you mean '{near[0]}'?"
-    )
-
-
-def _refuse_unknown_losses(losses: Setting | None, method: Method) -> None:
-    """The run itself would find out at its first step. TRL lists the names in its help text alone."""
-    if losses is None or not isinstance(losses.value, list):
-        return
-    field = next(f for f in dataclasses.fields(method.config_class()) if f.name == "loss_type")
-    known = list(dict.fromkeys(re.findall(r"`'(\w+)'`", field.metadata["help"])))
-    unknown = next((name for name in losses.value if name not in known), None)
-    if known and unknown is not None:
-        near = difflib.get_close_matches(unknown, known, n=1, cutoff=0)
-        raise ConfigError(
-            f"{losses.where}: expected some of {', '.join(known)}, but got {shown(unknown)}; did you mean '{near[0]}'?"
-        )
-
-
-def _refuse_other_adapters(settings: Mapping[str, Setting]) -> None:
-    for key, only in (("lora.task_type", "CAUSAL_LM"), ("lora.peft_type", "LORA"), ("lora.inference_mode", False)):
-        setting = settings.get(key)
-        if setting is not None and setting.value not in (only, None):
-            raise ConfigError(
-                f"{setting.where}: expected {shown(only)}, all that this command trains, but got "
-                f"{shown(setting.value)}; leave it out"
-            )
-
-
-def _try_schedule(args: Any) -> None:
-    """A schedule checks its arguments when it is made, which is after the model."""
+def _optimizer(args: Any) -> Any:
     import torch
+    from transformers import Trainer
+
+    kind, options = Trainer.get_optimizer_cls_and_kwargs(args)
+    return kind([torch.zeros(1)], **options)
+
+
+def _try_schedule(args: Any, optimizer: Any) -> None:
+    """A schedule checks its arguments when it is made, which is after the model."""
     from transformers.optimization import get_scheduler
 
-    get_scheduler(
-        args.lr_scheduler_type,
-        torch.optim.SGD([torch.zeros(1)]),
-        num_warmup_steps=0,
-        num_training_steps=1,
-        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
-    )
+    extra = args.lr_scheduler_kwargs
+    get_scheduler(args.lr_scheduler_type, optimizer, 0, num_training_steps=1, scheduler_specific_kwargs=extra)
 
 
-def _check_trackers(trackers: Iterable[str], where: str) -> None:
+def _refuse_absent_trackers(trackers: Iterable[str], where: str) -> None:
     from transformers.integrations import get_available_reporting_integrations
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-    known, installed = sorted(INTEGRATION_TO_CALLBACK), get_available_reporting_integrations()
-    for tracker in trackers:
-        if tracker not in known:
-            near = difflib.get_close_matches(tracker, known, n=1, cutoff=0)
-            raise ConfigError(
-                f"{where}: expected none, all or some of {', '.join(known)}, but got {shown(tracker)}; did you mean "
-                f"'{near[0]}'?"
-            )
-        if tracker not in installed:
-            raise ConfigError(
-                f"{where}: expected a tracker that is installed ({', '.join(installed) or 'there is none'}), but got "
-                f"{shown(tracker)}; install its package, or leave this out"
-            )
+    installed = get_available_reporting_integrations()
+    absent = next((tracker for tracker in trackers if tracker not in installed), None)
+    if absent is not None:
+        raise ConfigError(
+            f"{where}: expected a tracker that is installed ({', '.join(installed) or 'there is none'}), "
+            f"but got {shown(absent)}; install its package, or leave this out"
+        )
 
 
 @contextmanager
@@ -231,8 +185,8 @@ def _guilty(settings: Mapping[str, Setting], said: str) -> list[str]:
 
 
 def _long_words(value: object) -> list[str]:
-    words = [value] if isinstance(value, str) else value if isinstance(value, Mapping) else []
-    return [word for word in words if len(word) > 3]  # "no" stands in many sentences
+    values = value if isinstance(value, Mapping) else [repr(value) if isinstance(value, float) else value]
+    return [word for word in values if isinstance(word, str) and len(word) > 2]  # "no" stands in many sentences
 
 
 @contextmanager

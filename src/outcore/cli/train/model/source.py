@@ -30,7 +30,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from outcore.cli.train.byte_tokenizer import byte_tokenizer
+from outcore.cli.train.model.byte_tokenizer import byte_tokenizer
 from outcore.core.errors import ConfigError
 from outcore.memory.weights_file import WeightsDirectory
 from outcore.spec.model import Precision

@@ -17,9 +17,9 @@ import datasets
 from datasets.arrow_writer import ArrowWriter
 from datasets.exceptions import DatasetsError
 
+from outcore.cli.train.data.readers import SUFFIXES, find_files, read_records, without_nulls_inside
+from outcore.cli.train.data.records import COLUMNS, Kind, Record, Rows
 from outcore.cli.train.methods import FINE_TUNING, Method
-from outcore.cli.train.readers import SUFFIXES, find_files, read_records, without_nulls_inside
-from outcore.cli.train.records import COLUMNS, Kind, Record, Rows
 from outcore.core.errors import ConfigError
 
 _HUB_NAME = re.compile(r"(?P<id>[\w.-]+(/[\w.-]+)?)(:((?P<config>[\w.-]+):)?(?P<split>\w+(\[.*\])?))?")

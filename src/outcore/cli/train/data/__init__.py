@@ -1,0 +1,1 @@
+"""What a run trains on: from files or the hub to checked rows."""

@@ -1,0 +1,1 @@
+"""What a run trains: a model without its weights, its tokenizer, and a frozen reference."""

@@ -1,0 +1,1 @@
+"""What a run is to do: from a YAML file, flags and ``--set`` to one checked value."""

@@ -1,0 +1,105 @@
+"""Settings as a user gave them: flags and ``--set`` here, a YAML file in ``yaml_file``; how they look in a message."""
+
+from __future__ import annotations
+
+import os
+import re
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from outcore.core.errors import ConfigError
+
+# What PyYAML raises for malformed text; its constructors let through whatever Python says to a wrong !!tag.
+MALFORMED = (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, OverflowError, RecursionError)
+
+_SHOWN = 120  # so many characters of a value stand in a message
+_MOST_BITS = 64
+_shorten = reprlib.Repr()
+_shorten.maxstring = _shorten.maxother = 80
+
+
+class Loader(yaml.SafeLoader):
+    """YAML as people write settings: ``1e-5`` is a number, a date is text, and a mapping says nothing twice."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Refuse a name that stands twice: PyYAML takes the last one without a word."""
+        node = super().compose_mapping_node(anchor)
+        names: dict[str, yaml.Node] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and (first := names.setdefault(key.value, key)) is not key:
+                again = f"found {shown(key.value)} again, which stands on line {first.start_mark.line + 1} already"
+                raise yaml.composer.ComposerError(None, None, again, key.start_mark)
+        return node
+
+
+Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """One setting as it was given, before its name and value are checked."""
+
+    key: str
+    """As typed; a dot separates a section from its setting."""
+    value: object
+    where: str
+    """Begins a message: a flag, a ``--set``, or a line of a file."""
+    text: str | None = None
+    """What was typed, where that is known and not null."""
+
+    def section(self, items: Mapping[object, object]) -> Iterator[Given]:
+        """Take a mapping apart that was given for a section as a whole."""
+        for key, value in items.items():
+            yield Given(key=f"{self.key}.{key}", value=value, where=f"{self.where}, {key}")
+
+
+def from_flags(flags: Mapping[str, object]) -> list[Given]:
+    """Read what the command line's own options hold: name -> value."""
+    return [Given(key=key, value=value, where=f"--{key.replace('_', '-')}") for key, value in flags.items()]
+
+
+def from_assignments(assignments: Sequence[str]) -> list[Given]:
+    """Read ``--set`` options. A value is YAML; what is not YAML is text.
+
+    Raises:
+        ConfigError: One has no equals sign, or nothing before it.
+    """
+    return [_assignment(text) for text in assignments]
+
+
+def _assignment(assignment: str) -> Given:
+    key, equals, text = assignment.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(
+            f"--set: expected KEY=VALUE, but got {shown(assignment)}; write for example --set learning_rate=1e-4"
+        )
+    value = from_yaml(text)
+    return Given(key=key.strip(), value=value, where=f"--set {key.strip()}", text=None if value is None else text)
+
+
+def from_yaml(text: str) -> object:
+    """Read a value. What is not YAML is text."""
+    try:
+        return yaml.load(text, Loader)
+    except MALFORMED:
+        return text
+
+
+def shown(value: object) -> str:
+    """Write a value for a message, as YAML would, shortened."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        return f"a number of {value.bit_length()} bits"
+    text = _shorten.repr(os.fspath(value) if isinstance(value, os.PathLike) else value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

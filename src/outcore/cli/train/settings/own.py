@@ -1,0 +1,61 @@
+"""The command's own settings: at the top level of a file, or under ``outcore:``."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator
+from pydantic_core import PydanticCustomError
+
+from outcore.spec.model import Precision
+
+OnNonfinite = Literal["stop", "skip", "go"]
+Resume = bool | Literal["auto"]
+
+
+def _named(text: Any) -> Any:
+    if isinstance(text, str) and (not text.strip() or "\0" in text):
+        raise PydanticCustomError("name", "Input should be a name or a path")
+    return text
+
+
+Name = Annotated[str, BeforeValidator(_named), AfterValidator(os.path.expanduser)]
+File = Annotated[Path, BeforeValidator(_named), AfterValidator(lambda path: Path(os.path.expanduser(path)))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What the commands decide beside TRL."""
+
+    model: Name
+    data: Name
+    out: File
+    eval_data: Name | None = None
+    precision: Precision = "bf16"
+    plan: File | None = None
+    device: str | None = None
+    """``cpu`` or an accelerator; None: the accelerator if there is one."""
+    resume: Resume = False
+    """``auto``: where nothing was saved, begin anew."""
+    on_nonfinite: OnNonfinite = "stop"
+    """What becomes of a step whose loss or gradient norm is not a finite number."""
+    trace: File | None = None
+    """File for a timeline of a few steps."""
+    dry_run: bool = False
+    # SFTConfig has these two, too; DPOConfig has not.
+    eos_token: str | None = None
+    """Ends a document or turn, instead of the tokenizer's own."""
+    chat_template_path: File | None = None
+    """Instead of the tokenizer's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own(RunOptions):
+    """With the sizes of a budget."""
+
+    device_memory: Any = None
+    host_memory: Any = None
+    disk: str | list[str] | None = None

@@ -1,0 +1,222 @@
+"""Every setting there is: TRL's, PEFT's ``LoraConfig`` and outcore's own.
+
+The three classes are the list. Here stands what their annotations do not say and their constructors do not check.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING
+from typing import Any, get_type_hints
+
+from pydantic import Field
+
+from outcore.cli.train.methods import Method
+from outcore.cli.train.settings.fields import Kind, Setting, admitted
+from outcore.cli.train.settings.given import Given, shown
+from outcore.cli.train.settings.own import Own
+from outcore.core.errors import ConfigError
+
+SECTIONS = ("outcore", "lora")
+
+SHORT_NAMES: Mapping[str, str] = {
+    "steps": "max_steps",
+    "epochs": "num_train_epochs",
+    "batch_size": "per_device_train_batch_size",
+    "grad_accum": "gradient_accumulation_steps",
+    "seq_len": "max_length",
+    "lr": "learning_rate",
+    "save_every": "save_steps",
+    "keep": "save_total_limit",
+    "lora": "lora.r",
+    "output_dir": "out",
+    # names that transformers is about to drop
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+}
+
+DEFAULTS: Mapping[str, Any] = {
+    "activation_checkpointing": False,  # the engine recomputes by itself
+    "bf16": False,  # precision says it
+    "disable_tqdm": True,  # outcore has a progress bar of its own
+    "logging_nan_inf_filter": False,  # it shows other numbers in place of nan, and waits for the device to do so
+    "logging_steps": 1,
+    "report_to": "none",
+    "save_strategy": "no",  # model/ is written at the end in any case
+}
+"""Where the commands differ from TRL's class."""
+
+_LIMITS: Mapping[str, Any] = {
+    **dict.fromkeys(
+        (
+            *("max_steps", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+            *("save_total_limit", "eval_accumulation_steps", "dataloader_prefetch_factor", "dataset_num_proc"),
+            *("pad_to_multiple_of", "lora.r", "lora.lora_alpha"),
+        ),
+        Field(ge=1),
+    ),
+    **dict.fromkeys(("num_train_epochs", "learning_rate", "save_steps", "eval_steps", "logging_steps"), Field(gt=0)),
+    "neftune_noise_alpha": Field(gt=0),
+    **dict.fromkeys(("beta", "weight_decay"), Field(ge=0)),
+    **dict.fromkeys(("max_grad_norm", "router_aux_loss_coef", "eval_delay", "dataloader_num_workers"), Field(ge=0)),
+    **dict.fromkeys(("label_smoothing_factor", "label_smoothing", "ld_alpha"), Field(ge=0, le=1)),
+    **dict.fromkeys(("seed", "data_seed"), Field(ge=0, lt=2**32)),  # NumPy's seeds are 32 bits
+    "max_length": Field(ge=2),  # a token and the one to predict
+    "lora.lora_dropout": Field(ge=0, lt=1),
+}
+"""Of numbers that no library judges before the run has begun."""
+
+INSTEAD: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("do_train", "do_eval", "do_predict"), "this command always trains, and evaluates with --eval-data"
+    ),
+    "fp16": "--precision says what weights and arithmetic are in: bf16, pure_bf16 or fp32",
+    "disable_tqdm": "outcore shows a progress bar of its own",
+    "model_init_kwargs": "the model is built from its config.json: change a copy of that file",
+    "trust_remote_code": "only models that transformers itself knows can be trained",
+    "logging_nan_inf_filter": "--on-nonfinite says what becomes of numbers that are not finite; they are shown as such",
+    "resume_from_checkpoint": "--resume continues from the newest checkpoint in --out",
+    "lora.inference_mode": "this command trains",
+    "save_only_model": "without states no checkpoint can be resumed from, and the final model is in model/ anyway",
+    "precompute_ref_log_probs": "the frozen reference is kept out of core beside the model, and --lora needs none",
+    "ignore_data_skip": "a resumed run goes on with the data that comes next",
+    **dict.fromkeys(
+        (
+            *("push_to_hub", "hub_always_push", "hub_model_id", "hub_private_repo", "hub_revision", "hub_strategy"),
+            "hub_token",
+        ),
+        "upload the finished OUT/model with 'hf upload'",
+    ),
+}
+"""Settings that have no effect here, or a wrong one -> what to do instead. Their defaults are accepted."""
+
+_WITHOUT_DEFAULT = {"max_steps", "save_steps", "lora.r"}
+"""Left out they mean another way, not the number that the class has for them."""
+
+
+def _words(method: Method) -> dict[str, Sequence[str]]:
+    """Words of settings whose class says text only."""
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    from outcore.integrations.refusals import OPTIMIZERS
+
+    return {
+        "include_num_input_tokens_seen": ("all", "non_padding", "no"),
+        "pad_to_multiple_of": ("auto",),
+        "f_divergence_type": ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"),
+        "metric_for_best_model": [*(name.removeprefix("eval_") for name in method.metrics), *method.metrics],
+        "optim": OPTIMIZERS,
+        "report_to": (*sorted(INTEGRATION_TO_CALLBACK), "all", "none"),
+        "lora.task_type": ("CAUSAL_LM",),
+        "lora.peft_type": ("LORA",),
+    }
+
+
+class Schema:
+    """The settings by their full names: ``learning_rate``, ``outcore.disk``, ``lora.r``."""
+
+    def __init__(self, method: Method) -> None:
+        """List them.
+
+        Args:
+            method: Whose class of TRL's counts.
+        """
+        # Imported here: the two take seconds, and a broken YAML file is found before.
+        config = method.config_class()
+        try:
+            from peft import LoraConfig
+        except ImportError:
+            LoraConfig = None  # noqa: N806 (a class, if it is there)
+        self._has_lora = LoraConfig is not None
+        self._config_name = config.__name__
+        words = _words(method)
+        self.kinds = dict(_kinds(config, words))
+        own = dict(_kinds(Own, words, "outcore."))
+        self.kinds |= {key: kind for key, kind in own.items() if key.removeprefix("outcore.") not in self.kinds}
+        if LoraConfig is not None:
+            self.kinds |= _kinds(LoraConfig, words, "lora.")
+
+    def check(self, given: Iterable[Given]) -> dict[str, Setting]:
+        """Check names and values of settings that were given side by side.
+
+        Raises:
+            ConfigError: An unknown name, a value that its setting does not take, or the same setting twice.
+        """
+        checked: dict[str, Setting] = {}
+        for item in _apart(given):
+            key = self._key(item)
+            setting = Setting(self._value(key, item), item.where)
+            other = checked.setdefault(key, setting)
+            if other.value != setting.value:
+                raise ConfigError(
+                    f"{setting.where}: expected {key} to be given once, but got {shown(setting.value)} beside "
+                    f"{shown(other.value)} ({other.where}); remove one of them"
+                )
+        return checked
+
+    def _key(self, given: Given) -> str:
+        name = SHORT_NAMES.get(given.key, given.key)
+        key = next((key for key in (name, f"outcore.{name}") if key in self.kinds), None)
+        if key is not None:
+            return key
+        if name.startswith("lora.") and not self._has_lora:
+            raise ConfigError(
+                f"{given.where}: expected the package peft for LoRA, but it is not installed; "
+                "pip install 'outcore[peft]'"
+            )
+        raise ConfigError(f"{given.where}: expected the name of a setting, but got {self._instead_of(given.key)}")
+
+    def _instead_of(self, key: str) -> str:
+        got = f"the unknown {shown(key)}"
+        head, dot, tail = key.partition(".")
+        if dot and head in self.kinds:
+            return f"{got}; give {head} as a whole: {head}={{{tail}: VALUE}}"
+        # A name that is right but stands in another section comes first.
+        known = [name for name in (*SHORT_NAMES, *self.kinds) if name not in INSTEAD]
+        leaf = key.rpartition(".")[2].lower()
+        moved = [name for name in known if name.rpartition(".")[2] == leaf]
+        leaves = {name.removeprefix("outcore."): None for name in known}
+        near = moved or difflib.get_close_matches(key.lower(), leaves, n=1)
+        if near:
+            return f"{got}; did you mean '{near[0]}'?"
+        return (
+            f"{got}; there are those of trl.{self._config_name}, the options of this command, "
+            "and the sections outcore and lora"
+        )
+
+    def _value(self, key: str, given: Given) -> Any:
+        value = self.kinds[key].read(given)
+        if key in INSTEAD and value != self.kinds[key].default:
+            got = "a value" if key.endswith("_token") else shown(value)  # a secret must not end in a log
+            raise ConfigError(f"{given.where}: expected this to be left out, but got {got}; {INSTEAD[key]}")
+        return value
+
+
+def _kinds(config: Any, words: Mapping[str, Sequence[str]], prefix: str = "") -> Iterator[tuple[str, Kind]]:
+    hints = get_type_hints(config, include_extras=True)
+    for field in dataclasses.fields(config):
+        key = prefix + field.name
+        if not field.init or key in SHORT_NAMES:
+            continue
+        choices = words.get(key) or field.metadata.get("choices") or ()
+        if key == "loss_type" and not choices:  # TRL lists them in its help text alone
+            choices = tuple(dict.fromkeys(re.findall(r"`'(\w+)'`", field.metadata.get("help", ""))))
+        default = MISSING if key in _WITHOUT_DEFAULT else DEFAULTS.get(key, field.default)
+        yield key, Kind(admitted(hints[field.name], choices, _LIMITS.get(key)), getattr(default, "value", default))
+
+
+def _apart(given: Iterable[Given]) -> Iterator[Given]:
+    """Take sections apart that were given as a whole; a lone number for LoRA is its rank."""
+    for item in given:
+        if item.key in SECTIONS and isinstance(item.value, Mapping) and item.value:
+            yield from item.section(item.value)
+        elif item.key == "outcore" or (item.key == "lora" and not isinstance(item.value, int | str)):
+            raise ConfigError(
+                f"{item.where}: expected a section of settings{' or a rank' if item.key == 'lora' else ''}, but got "
+                f"{shown(item.value)}; indent its settings below it, or remove it"
+            )
+        else:
+            yield item
