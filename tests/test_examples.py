@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, SFTConfig
 
 import outcore
-from outcore.cli.main import app
+from outcore.cli.main import app, main
 from outcore.cli.train.data.load import load_data
 from outcore.cli.train.settings.run_settings import resolve
 from outcore.cli.train.settings.schema import SHORT_NAMES
@@ -118,7 +119,14 @@ def run_on(name: str, trained: Path, out: Path, *more: str) -> None:
     """What the comment in the file promises to do with a model."""
     (command,) = re.findall(r"^# +outcore (.*--model.*)$", (FOLDER / name).read_text(), re.MULTILINE)
     places = {"DIR/model": str(trained / "model"), "DIR2": str(out)}
-    run(*OUTCORE, *(places.get(word, word) for word in shlex.split(command)), *more)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
+        patch.chdir(ROOT)
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        patch.setattr(sys, "argv", ["outcore", *(places.get(word, word) for word in shlex.split(command)), *more])
+        main()  # in this process, which has imported all libraries already
+    signal.signal(signal.SIGTERM, before)
+    assert not stop.value.code
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
