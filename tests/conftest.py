@@ -11,17 +11,23 @@ import pytest
 import torch
 
 LANE_EXIT_S = 5.0  # a closed lane's thread may still be on its last instructions
+FIRST = ("simulated_gpu", "system")  # folders
+EVERY_OPTIMIZER = ("parity", "loop")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     has_gpu = torch.cuda.is_available()
     for item in items:
         if "gpu" in item.keywords and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; tests/simulated_gpu runs it on one"))
+        if item.path.parent.name in EVERY_OPTIMIZER:  # said once per process, by whichever test comes first
+            item.add_marker(pytest.mark.filterwarnings("ignore:torch._fused_sgd_ .* cannot be used:RuntimeWarning"))
         group = _stays_together(item)
         if group is not None:
             item.add_marker(pytest.mark.xdist_group(group))
+    yield  # here pytest-randomly shuffles them, and pytest-xdist reads their groups
+    items.sort(key=_turn)
 
 
 def _stays_together(item: pytest.Item) -> str | None:
@@ -30,6 +36,12 @@ def _stays_together(item: pytest.Item) -> str | None:
         return "system"
     shares = any(found[-1].scope == "module" for found in item._fixtureinfo.name2fixturedefs.values())
     return item.path.name if shares else None
+
+
+def _turn(item: pytest.Item) -> int:
+    """What one process does for longest begins first, so that at the end none is left that others wait for."""
+    folder = item.path.parent.name
+    return FIRST.index(folder) if folder in FIRST else len(FIRST) + (item.get_closest_marker("xdist_group") is None)
 
 
 @pytest.fixture(autouse=True, scope="session")

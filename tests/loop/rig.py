@@ -8,21 +8,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from plans import forced
 from torch import nn
 from torch.nn import functional
 
 import outcore
-from outcore.optim.rules import rule_for
 from outcore.planning.fits import with_room
-from outcore.planning.partition import partition
-from outcore.planning.pools import Comfort, pools_for
+from outcore.planning.pools import Comfort
 from outcore.spec.budget import Limits
-from outcore.spec.plan import Plan, UnitPlan
+from outcore.spec.plan import Plan
 
 WIDTH, VOCAB, LENGTH = 13, 31, 7
 RESIDENT = ("device", "plain")
 KINDS = (*RESIDENT, "host", "disk")
+BLOCKS = ("device", "host", "host keep")
+"""Where what happens inside of a block differs: weights that stay, that come and go, and come and go under a graph."""
 DEVICE = os.environ.get("OUTCORE_TEST_DEVICE", "cpu")
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
 PLENTY = Limits(device_bytes=2**30, host_bytes=2**30, disk_bytes=None)
@@ -86,24 +88,10 @@ def plan_for(
 
     ``plain`` is what ``prepare`` does by itself where everything fits: plain if it can be, and activations are kept.
     """
-    names = () if optimizer is None else rule_for(optimizer).state_names(optimizer.param_groups)
-    spec = partition(model, units=units, state_names=names, precision=precision).spec
-    assert len(spec.units) > 1, "nothing moves"
-    plans = []
     is_plain, tier = kind == "plain", "device" if kind == "plain" else kind
-    for i, unit in enumerate(spec.units):
-        weights = "device" if i == 0 else tier
-        rest = tier if unit.trainable else weights
-        plans.append(
-            UnitPlan(name=unit.name, weights=weights, gradients=rest, states=rest, policy=policy if i else "keep")
-        )
-    plan = Plan(
-        precision=spec.precision,
-        units=tuple(plans),
-        pools=pools_for(spec, plans, Comfort(prefetch_depth=depth, num_buckets=depth + 1, max_slots_host=depth + 1)),
-        prefetch_depth=depth,
-        accumulation_steps=steps,
-    )
+    comfort = Comfort(prefetch_depth=depth, num_buckets=depth + 1, max_slots_host=depth + 1)
+    options = {"units": units, "precision": precision, "steps": steps}
+    spec, plan = forced(model, optimizer, tier, policy=policy, comfort=comfort, **options)
     return with_room(spec, plan, PLENTY, clipping=True) if is_plain else plan
 
 
@@ -120,7 +108,9 @@ def prepared(
     depth: int = 0,
     **options: Any,
 ) -> Iterator[Any]:
-    """``outcore.prepare`` with a plan for one tier, closed at the end."""
+    """``outcore.prepare`` with a plan for one tier, closed at the end. The kind may name a policy: ``"host keep"``."""
+    kind, _, named = kind.partition(" ")
+    policy = named or policy
     plan = plan_for(model, optimizer, kind, policy, units, steps=accumulation_steps, depth=depth)
     options |= {"accumulation_steps": accumulation_steps, "device": DEVICE}
     budget = outcore.Budget(disk=str(folder))
@@ -158,6 +148,22 @@ def same(
         torch.manual_seed(seed)
         got = seen(drive(twin, streamed), twin, streamed)
     assert_same(want, got, rounding=rounding)
+
+
+def agrees(*kinds: str, **options: Any) -> Callable[[Drive], Callable[..., None]]:
+    """Make a test of a drive: a plain model and those of these kinds see the same.
+
+    Without kinds the module has a mark for them. ``options`` are those of ``same``.
+    """
+
+    def decorate(drive: Drive) -> Callable[..., None]:
+        def test(kind: str, tmp_path: Path) -> None:
+            same(drive, kind, tmp_path, **options)
+
+        test.__name__, test.__module__, test.__doc__ = drive.__name__, drive.__module__, drive.__doc__
+        return pytest.mark.parametrize("kind", kinds)(test) if kinds else test
+
+    return decorate
 
 
 def seen(result: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

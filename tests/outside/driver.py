@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from plans import forced
 from torch import nn
 from torch.nn import functional
 
@@ -312,40 +313,23 @@ class Prepared(Side):
         return outcore.Budget(**sizes, disk=str(folder))
 
     def _plan(self, options: dict[str, Any]) -> Any:
-        from outcore.optim.rules import rule_for
-        from outcore.planning.partition import partition
-        from outcore.planning.pools import Comfort, pools_for
-        from outcore.planning.reservations import can_be_early
-        from outcore.planning.share import share_updates
-        from outcore.spec.plan import Plan, UnitPlan
+        from outcore.planning.pools import Comfort
 
         spec, steps = self.program["plan"], options.get("accumulation_steps")
-        names = rule_for(self.optimizer).state_names(self.optimizer.param_groups)
-        cut = partition(self.model, units=options["units"], state_names=names, precision=self.precision).spec
-        units = []
-        for i, unit in enumerate(cut.units):
-            weights, gradients, states = spec["homes"][i % len(spec["homes"])]
-            if i == 0:
-                weights, gradients, states = "device", gradients, states
-            elif spec["homes"][0][0] == "device" and not unit.trainable:
-                gradients = states = weights
-            if not unit.trainable:
-                gradients = states = weights
-            policy = "keep" if i == 0 else spec["policies"][i % len(spec["policies"])]
-            homes = UnitPlan(name=unit.name, weights=weights, gradients=gradients, states=states, policy=policy)
-            early = spec["early"] and steps is not None and can_be_early(unit, homes)
-            units.append(UnitPlan(**{**vars(homes), "early": early}))
-        units = share_updates(units, spec["share"])
-        comfort = Comfort(
-            prefetch_depth=spec["slots"] - 1, num_buckets=min(spec["slots"], 2), max_slots_host=spec["slots"]
-        )
-        return Plan(
+        slots = spec["slots"]
+        return forced(
+            self.model,
+            self.optimizer,
+            lambda i: spec["homes"][i % len(spec["homes"])],
+            policy=lambda i: spec["policies"][i % len(spec["policies"])],
+            units=options["units"],
             precision=self.precision,
-            units=tuple(units),
-            pools=pools_for(cut, units, comfort),
-            prefetch_depth=spec["depth"],
-            accumulation_steps=steps,
-        )
+            comfort=Comfort(prefetch_depth=slots - 1, num_buckets=min(slots, 2), max_slots_host=slots),
+            depth=spec["depth"],
+            steps=steps,
+            early=spec["early"] and steps is not None,
+            share=spec["share"],
+        )[1]
 
     def gradient_of(self, name: str) -> Any:
         return self.trained[name]
@@ -649,13 +633,14 @@ class LineCounter:
 
     def __init__(self, stop: int | None) -> None:
         self.count, self.stop, self.place = 0, stop, ""
+        self._before = sys.gettrace()  # of whoever measures what is reached
 
     def __enter__(self) -> LineCounter:
         sys.settrace(self._call)
         return self
 
     def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
+        sys.settrace(self._before)
 
     def _call(self, frame: Any, event: str, _: Any) -> Any:
         return self._line if frame.f_code.co_filename.startswith(SOURCE) else None
@@ -666,7 +651,7 @@ class LineCounter:
             if self.count == self.stop:
                 self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
                 PLACES.append(self.place)
-                sys.settrace(None)
+                sys.settrace(self._before)
                 raise KeyboardInterrupt(self.place)
         return self._line
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from plans import forced
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -114,7 +115,7 @@ def _compare(  # noqa: PLR0911
                 for group in optimizer.param_groups:
                     group["fused"] = None
                 named = None if units is None else units(model)
-                plan = _plan(model, optimizer, home, named)
+                _, plan = forced(model, optimizer, home, units=named)
                 budget = outcore.Budget(disk=folder)
                 with outcore.prepare(model, optimizer, plan=plan, budget=budget, units=named) as (model, prepared):
                     got = train(model, prepared, lambda: call(model))
@@ -139,23 +140,6 @@ def _compare(  # noqa: PLR0911
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5))
-
-
-def _plan(model: nn.Module, optimizer: torch.optim.Optimizer, home: str, named: list[str] | None) -> Any:
-    from outcore.optim.rules import rule_for
-    from outcore.planning.partition import partition
-    from outcore.planning.pools import LEAST, pools_for
-    from outcore.spec.plan import Plan, UnitPlan
-
-    cut = partition(model, units=named, state_names=rule_for(optimizer).state_names(optimizer.param_groups)).spec
-    units = []
-    for i, unit in enumerate(cut.units):
-        weights = "device" if i == 0 else home
-        rest = home if unit.trainable else weights
-        units.append(
-            UnitPlan(name=unit.name, weights=weights, gradients=rest, states=rest, policy="recompute" if i else "keep")
-        )
-    return Plan(precision=cut.precision, units=tuple(units), pools=pools_for(cut, units, LEAST), prefetch_depth=0)
 
 
 # -- modules ----------------------------------------------------------------------------------------------------------

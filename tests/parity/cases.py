@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from plans import forced
 from torch import nn
+
+import outcore
+from outcore.planning.fits import can_be_plain
+from outcore.planning.pools import LEAST, Comfort
 
 from . import zoo
 from .loops import Record, Setting, plain_backward, streamed_loop
@@ -20,6 +25,7 @@ KINDS = ("device", "fits", "host", "disk", "mixed")
 """``fits``: as ``device``, and plain where it can be."""
 ROOMS = (0, 2**15, 2**30)  # for activations: none, for some calls, for all
 PRECISIONS = ("fp32", "bf16", "pure_bf16")
+POLICIES = ("recompute", "keep", "mixed")
 MIXED = (
     ("device", "host", "disk"),
     ("disk", "host", "host"),
@@ -77,8 +83,6 @@ class Case:
 
     def options(self, folder: Path) -> dict[str, Any]:
         """Arguments of ``prepare`` other than the plan."""
-        import outcore
-
         options: dict[str, Any] = {"budget": outcore.Budget(disk=str(folder))}
         if self.units is not None:
             options["units"] = list(self.units)
@@ -89,37 +93,21 @@ class Case:
 
     def plan(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
         """The plan for a model, with tiers as this case wants them."""
-        from outcore.optim.rules import rule_for
-        from outcore.planning.fits import can_be_plain
-        from outcore.planning.partition import partition
-        from outcore.planning.pools import LEAST, Comfort, pools_for
-        from outcore.planning.reservations import can_be_early
-        from outcore.planning.share import share_updates
-        from outcore.spec.plan import Plan, UnitPlan
-
-        names = () if optimizer is None else rule_for(optimizer).state_names(optimizer.param_groups)
-        spec = partition(model, units=self.units, state_names=names, precision=self.setting.precision).spec
-        assert len(spec.units) > 2, "nothing moves"
-        units = []
-        for i, unit in enumerate(spec.units):
-            weights, gradients, states = tiers(self.kind, i, self.offset)
-            if not unit.trainable:
-                gradients = states = weights
-            policy = "keep" if i == 0 else unit_policy(self.policy, i)
-            homes = UnitPlan(name=unit.name, weights=weights, gradients=gradients, states=states, policy=policy)
-            is_early = self.early and self.promised and can_be_early(unit, homes)
-            units.append(dataclasses.replace(homes, early=is_early))
-        units = share_updates(units, self.share)
         comfort = Comfort(prefetch_depth=self.depth, num_buckets=2, max_slots_host=3)
-        steps = self.setting.micro_batches if self.promised else None
-        plan = Plan(
+        spec, plan = forced(
+            model,
+            optimizer,
+            lambda i: tiers(self.kind, i, self.offset),
+            policy=lambda i: unit_policy(self.policy, i),
+            units=self.units,
             precision=self.setting.precision,
-            units=tuple(units),
-            pools=pools_for(spec, units, LEAST if self.is_minimal else comfort),
-            prefetch_depth=self.depth,
-            accumulation_steps=steps,
-            kept_bytes=self.room,
+            comfort=LEAST if self.is_minimal else comfort,
+            depth=self.depth,
+            steps=self.setting.micro_batches if self.promised else None,
+            early=self.early and self.promised,
+            share=self.share,
         )
+        plan = dataclasses.replace(plan, kept_bytes=self.room)
         is_plain = self.kind == "fits" and not self.promised and can_be_plain(spec, plan)
         return dataclasses.replace(plan, plain=True, pools=()) if is_plain else plan
 
@@ -201,27 +189,27 @@ def unit_policy(policy: str, i: int) -> str:
 
 
 def pairwise() -> Iterator[Case]:
-    """Every model, kind of plan and precision together, and every pair of any two other choices somewhere among them.
+    """Every kind of plan, precision and policy together, and every pair of any two other choices somewhere among them.
 
-    Greedy: each case takes, of a few random choices, the one with most pairs that are new.
+    Greedy: each case takes, of some random choices, the one with most pairs that are new.
     """
     rng = random.Random(0)
     seen: set[tuple[object, ...]] = set()
-    for name, kind, precision in itertools.product(zoo.MODELS, KINDS, PRECISIONS):
-        fixed = {"name": name, "kind": kind, "precision": precision}
-        tries = [fixed | {k: rng.choice(v) for k, v in CHOICES.items()} for _ in range(60)]
+    for kind, precision, policy in itertools.product(KINDS, PRECISIONS, POLICIES):
+        fixed = {"kind": kind, "precision": precision, "policy": policy}
+        tries = [fixed | {k: rng.choice(v) for k, v in CHOICES.items()} for _ in range(300)]
         best = max(tries, key=lambda chosen: len(pairs(chosen) - seen))
         seen |= pairs(best)
         yield _case(best)
 
 
 CHOICES: dict[str, Sequence[Any]] = {
+    "name": zoo.MODELS,
     "micro_batches": (1, 3),
     "clipping": ("off", "on", "always"),
     "groups": ("one", "two"),
     "scheduler": ("none", "lambda", "cosine"),
     "optimizer": ("adamw", "adam", "sgd", "nesterov", "adagrad"),
-    "policy": ("recompute", "keep", "mixed"),
     "promised": (False, True),
     "early": (False, True),
     "share": (0.0, 0.5),

@@ -17,8 +17,8 @@ from outcore.runtime.faults import Faults
 from outcore.runtime.race import RaceChecker
 
 from . import zoo
-from .cases import Case, run_checked
-from .loops import Setting, assert_equal, plain_loop
+from .cases import Case
+from .loops import Setting
 
 STEPS = 5
 ON_DISK = Case("gpt2", "disk", Setting(), depth=1)
@@ -112,13 +112,3 @@ def look(model: nn.Module, optimizer: Any, step: int) -> None:
 @pytest.mark.parametrize("case", [ON_DISK, Case("gpt2", "mixed", Setting(), offset=3)], ids=str)
 def test_what_others_write_counts(case: Case, between: Between, tmp_path: Path) -> None:
     Disturbed(case, between)(tmp_path)
-
-
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize(
-    "faults", [{}, {"permute": 3}, {"delays": {"states_read": 0.004, "disk_write": 0.004}}], ids=str
-)
-def test_timing_never_shows(micro_batches: int, faults: dict[str, Any], tmp_path: Path) -> None:
-    setting = Setting(steps=STEPS, precision="bf16", clipping="on", micro_batches=micro_batches)
-    case = Case("llama", "disk", setting, depth=2)
-    assert_equal(plain_loop(case.name, case.setting), run_checked(case, tmp_path, poison=True, **faults))

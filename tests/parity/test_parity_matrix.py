@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from . import zoo
-from .cases import CHOICES, KINDS, PRECISIONS, Case, pairs, pairwise, run_checked
-from .loops import assert_equal, plain_loop
+from .cases import CHOICES, KINDS, POLICIES, PRECISIONS, Case, pairs, pairwise, run_checked
+from .loops import Setting, assert_equal, plain_loop
 
 MATRIX = list(pairwise())
 
@@ -19,8 +18,16 @@ def test_streamed_training_equals_the_plain_loop(case: Case, tmp_path: Path) -> 
     assert_equal(plain_loop(case.name, case.setting), run_checked(case, tmp_path))
 
 
+@pytest.mark.parametrize(("kind", "early"), [("host", True), ("disk", False), ("disk", True), ("mixed", False)])
+def test_many_steps(kind: str, *, early: bool, tmp_path: Path) -> None:
+    """Slots go round, and turn by turn keep what they brought: longer than any of their cycles."""
+    setting = Setting(precision="bf16", micro_batches=2, clipping="off", steps=12)
+    case = Case("patchwork", kind, setting, promised=early, early=early, depth=2)
+    assert_equal(plain_loop(case.name, case.setting), run_checked(case, tmp_path, poison=True))
+
+
 def test_every_pair_of_choices_is_covered() -> None:
-    choices = {"name": zoo.MODELS, "kind": KINDS, "precision": PRECISIONS, **CHOICES}
+    choices = {"kind": KINDS, "precision": PRECISIONS, "policy": POLICIES, **CHOICES}
     choices.pop("offset")
     want = {
         (a, x, b, y)

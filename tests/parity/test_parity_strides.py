@@ -14,7 +14,7 @@ import outcore
 from outcore.core.errors import UnsupportedError
 
 from . import zoo
-from .cases import KINDS, Case, run, run_checked
+from .cases import KINDS, PRECISIONS, Case, run, run_checked
 from .loops import Setting, assert_equal, plain_loop
 
 STEPS = 3
@@ -70,7 +70,7 @@ def same_strides(name: str, setting: Setting, streamed: Any, edit: Any = None) -
     assert_equal(plain, streamed)
     for kind in ("tensors", "state_dict", "moments"):
         want, got = ({n: strides_of(t) for n, t in getattr(r, kind).items()} for r in (plain, streamed))
-        assert want == got
+        assert want == {n: got[n] for n in want}
     assert any(n != "embed.weight" and not t.is_contiguous() for n, t in plain.tensors.items())
 
 
@@ -78,22 +78,21 @@ def strides_of(value: Any) -> Any:
     return value.stride() if isinstance(value, torch.Tensor) else {n: t.stride() for n, t in value.items()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "pure_bf16"])
+@pytest.mark.parametrize(
+    ("kind", "precision"), [*((k, PRECISIONS[i % 3]) for i, k in enumerate(KINDS)), ("mixed", "bf16")]
+)
 def test_convolutions_in_channels_last(kind: str, precision: str, tmp_path: Path) -> None:
     case = Case("images", kind, Setting(steps=STEPS, precision=precision, micro_batches=2), policy="mixed", offset=3)
     same_strides(case.name, case.setting, run_checked(case, tmp_path, poison=True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("kind", "precision"), [(k, PRECISIONS[i % 2]) for i, k in enumerate(KINDS)])
 def test_transposed_weights(kind: str, precision: str, tmp_path: Path) -> None:
     case = Case("patchwork", kind, Setting(steps=STEPS, precision=precision, clipping="always"), policy="mixed")
     same_strides(case.name, case.setting, run(case, tmp_path, edit=transpose), edit=transpose)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "nesterov"])
-@pytest.mark.parametrize("kind", ["host", "disk", "mixed"])
+@pytest.mark.parametrize(("kind", "optimizer"), [("host", "nesterov"), ("disk", "adamw"), ("mixed", "nesterov")])
 def test_early_and_staged_updates(kind: str, optimizer: str, tmp_path: Path) -> None:
     setting = Setting(steps=STEPS, precision="bf16", micro_batches=2, clipping="off", optimizer=optimizer)
     case = Case("images", kind, setting, promised=True, early=kind != "mixed", share=0.5 * (kind == "mixed"), offset=5)

@@ -18,7 +18,7 @@ from .cases import Case, run
 from .loops import Setting, assert_equal, named_tensors, plain_loop, streamed_loop
 
 KINDS = pytest.mark.parametrize("kind", ["device", "disk", "mixed"])
-POLICIES = pytest.mark.parametrize("policy", ["recompute", "keep"])
+PLANS = pytest.mark.parametrize(("kind", "policy"), [("device", "recompute"), ("disk", "recompute"), ("mixed", "keep")])
 
 
 def check(case: Case, folder: Path, **more: Any) -> None:
@@ -73,8 +73,7 @@ def test_units_of_unequal_size(tmp_path: Path) -> None:
     check(Case("patchwork", "disk", units=("embed", "pieces.1", "pieces.2.up", "head"), depth=2), tmp_path)
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("name", ["llama", "patchwork"])
+@pytest.mark.parametrize(("name", "depth"), [("llama", 0), ("patchwork", 1), ("llama", 2)])
 def test_one_slot_of_each_kind(name: str, depth: int, tmp_path: Path) -> None:
     # Only what a run cannot do without: the next unit's slot is always the one that was used last.
     case = Case(name, "disk", Setting(precision="bf16", micro_batches=3), depth=depth, is_minimal=True)
@@ -125,9 +124,15 @@ def test_two_threads_of_the_caller(tmp_path: Path) -> None:
 # -- encoder-decoder
 
 
-@POLICIES
-@KINDS
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("kind", "policy", "precision"),
+    [
+        ("disk", "recompute", "fp32"),
+        ("mixed", "keep", "fp32"),
+        ("device", "keep", "bf16"),
+        ("mixed", "recompute", "bf16"),
+    ],
+)
 def test_t5_first_step(kind: str, policy: str, precision: str, tmp_path: Path) -> None:
     # The first momentum buffer is the gradient. The encoder's output collects gradients from all decoder layers, in an
     # order that the model does not define, so they agree to rounding.
@@ -224,8 +229,7 @@ GRAPHS: list[tuple[str, Callable[..., torch.Tensor]]] = [
 ]
 
 
-@POLICIES
-@KINDS
+@PLANS
 @pytest.mark.parametrize(("name", "backward"), GRAPHS, ids=[f"{n}-{b.__name__}" for n, b in GRAPHS])
 def test_graphs(name: str, backward: Any, kind: str, policy: str, tmp_path: Path) -> None:
     check(Case(name, kind, Setting(steps=3), policy=policy), tmp_path, backward=backward)
@@ -257,16 +261,16 @@ def freeze_biases(model: nn.Module) -> None:
         p.requires_grad_(p.ndim >= 2)
 
 
-@POLICIES
-@KINDS
+@PLANS
 @pytest.mark.parametrize("edit", [freeze_start, freeze_middle, freeze_blocks, freeze_biases], ids=lambda f: f.__name__)
 def test_frozen(edit: Any, kind: str, policy: str, tmp_path: Path) -> None:
     precision = "fp32" if policy == "keep" else "bf16"
     check(Case("llama", kind, Setting(precision=precision, steps=3), policy=policy), tmp_path, edit=edit)
 
 
-@KINDS
-@pytest.mark.parametrize("name", zoo.MODELS)
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, "disk") for name in zoo.MODELS), ("gpt2", "device"), ("patchwork", "mixed")]
+)
 def test_a_frozen_model_without_optimizer_evaluates(name: str, kind: str, tmp_path: Path) -> None:
     batch = zoo.batches(name)[0]
     plain = zoo.make(name).requires_grad_(False).eval()
@@ -290,8 +294,7 @@ def test_a_frozen_model_without_optimizer_evaluates(name: str, kind: str, tmp_pa
 # -- between steps
 
 
-@KINDS
-@pytest.mark.parametrize("name", ["llama", "patchwork"])
+@pytest.mark.parametrize(("name", "kind"), [("llama", "disk"), ("llama", "device"), ("patchwork", "mixed")])
 def test_evaluation_between_steps(name: str, kind: str, tmp_path: Path) -> None:
     case = Case(name, kind, Setting(precision="bf16", micro_batches=3, steps=4), depth=2)
     batch = zoo.batches(name)[0]

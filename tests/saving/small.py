@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from plans import forced
 from torch import nn
 
 import outcore
-from outcore.optim.rules import rule_for
-from outcore.planning.partition import partition
-from outcore.planning.pools import LEAST, pools_for
-from outcore.spec.plan import Plan, UnitPlan
+from outcore.spec.plan import Plan
 
 VOCAB = 131
 TIERS = ("device", "host", "disk")
@@ -131,23 +129,7 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 
 def plan_on(tier: str, model: nn.Module, optimizer: torch.optim.Optimizer | None, precision: Any = None) -> Plan:
     """Everything on one tier; weights of the root unit on the device."""
-    names = () if optimizer is None else rule_for(optimizer).state_names(optimizer.param_groups)
-    spec = partition(model, state_names=names, precision=precision).spec
-    units = []
-    for unit in spec.units:
-        weights: Any = tier if unit.name else "device"
-        rest: Any = tier if unit.trainable else weights
-        units.append(
-            UnitPlan(
-                name=unit.name,
-                weights=weights,
-                gradients=rest,
-                states=rest,
-                policy="recompute" if unit.name else "keep",
-            )
-        )
-    pools = pools_for(spec, units, LEAST)
-    return Plan(precision=spec.precision, units=tuple(units), pools=pools, prefetch_depth=1, accumulation_steps=None)
+    return forced(model, optimizer, tier, precision=precision, depth=1)[1]
 
 
 @contextmanager

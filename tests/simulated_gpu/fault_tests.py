@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import simulator
 import torch
-from torch.nn.utils import clip_grad_norm_
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from parity import zoo
 from parity.cases import Case
 from parity.loops import Setting, assert_equal, build_optimizer, plain_loop, streamed_loop
+from torch.nn.utils import clip_grad_norm_
 
 import outcore
 from outcore.core.errors import MemoryBudgetError

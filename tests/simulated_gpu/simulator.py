@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -26,29 +27,37 @@ def why_not() -> str | None:
 
 
 def build() -> Path:
-    """Compile what is not compiled yet, one file per core at a time; cached by sources and version of torch."""
+    """Compile what is not compiled yet, one file per core at a time; cached by sources and version of torch.
+
+    A minute, and nothing later. Who comes while another process compiles waits for it.
+    """
     torch_folder = Path(importlib.util.find_spec("torch").origin).parent
     version = (torch_folder / "version.py").read_text()
     texts = [version, *((FOLDER / name).read_text() for name in (*SOURCES, "machine.h", "device.h"))]
     key = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "outcore-simulated-gpu" / key
     library = cache / "libsimulated_gpu.so"
-    if library.exists():
-        return library
     cache.mkdir(parents=True, exist_ok=True)
+    with (cache / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            _compile(torch_folder, library)
+    return library
+
+
+def _compile(torch_folder: Path, library: Path) -> None:
     include = [f"-I{torch_folder / 'include'}", f"-I{torch_folder / 'include/torch/csrc/api/include'}"]
     compiler = ["g++", "-std=c++20", "-O1", "-fPIC", "-w", *include, "-c"]
-    objects = [cache / f"{Path(name).stem}.{os.getpid()}.o" for name in SOURCES]
+    objects = [library.with_name(f"{Path(name).stem}.o") for name in SOURCES]
     jobs = [subprocess.Popen([*compiler, FOLDER / s, "-o", o]) for s, o in zip(SOURCES, objects, strict=True)]
     if any([job.wait() for job in jobs]):
         raise RuntimeError("the simulated GPU does not compile")
-    fresh = library.with_suffix(f".{os.getpid()}.so")
+    fresh = library.with_suffix(".fresh")
     libs = ["-L", torch_folder / "lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch_folder / 'lib'}"]
     subprocess.run(["g++", "-shared", *objects, "-o", fresh, *libs], check=True)
     for made in objects:
         made.unlink()
     fresh.rename(library)
-    return library
 
 
 def load(**knobs: float) -> None:

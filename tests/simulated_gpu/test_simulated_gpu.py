@@ -1,4 +1,4 @@
-"""Tests marked ``gpu`` on a CUDA device made of threads: a process per file, since it must load before torch."""
+"""Tests marked ``gpu`` on a CUDA device made of threads: in processes of their own, since it must load before torch."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ sys.path.insert(0, str(FOLDER))
 import simulator  # noqa: E402
 
 TESTS = FOLDER.parent
-GPU_TESTS = sorted([*(TESTS / "gpu").glob("test_*.py"), *FOLDER.glob("*_tests.py")])
-PARITY = (
-    "test_nothing_is_unordered or test_all_lanes_late or test_skipped_frozen_and_shared_parts and adamw "
-    "or TestWindow and bf16"
-)
-RUNS = {file.stem: ["-m", "gpu", str(file)] for file in GPU_TESTS}
-RUNS["test_engine_cuda"] += ["-k", "not test_delays_on_each_lane or early"]  # of three kinds of plans one
-# The promise as on CPU lanes, but a device computes and streams wait.
-RUNS["parity"] = ["-k", PARITY, str(TESTS / "parity")]
+GPU = TESTS / "gpu"
+ENGINE = "not test_delays_on_each_lane or early"  # of three kinds of plans one
+PARITY = "test_all_lanes_late or test_skipped_frozen_and_shared_parts"
+# Each is a process of its own, one beside another; files that take seconds share one.
+RUNS = {
+    "engine": ["-m", "gpu", GPU / "test_engine_cuda.py", "-k", ENGINE],
+    "parity": ["-k", PARITY, TESTS / "parity"],  # the promise as on CPU lanes, but a device computes and streams wait
+    "memory": ["-m", "gpu", FOLDER / "memory_tests.py"],
+    "faults": ["-m", "gpu", FOLDER / "fault_tests.py", GPU / "test_streams_cuda.py"],
+    "machine": ["-m", "gpu", FOLDER / "machine_tests.py", GPU / "test_device_cuda.py", GPU / "test_recorder_cuda.py"],
+}
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real GPU"),
@@ -31,21 +33,20 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def simulated_gpu() -> Path:
-    """The simulator, compiled once: a minute, and nothing later."""
+def test_every_file_is_run():
+    run = {part for parts in RUNS.values() for part in parts if isinstance(part, Path)}
+    assert run == {*GPU.glob("test_*.py"), *FOLDER.glob("*_tests.py"), TESTS / "parity"}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_on_the_simulated_gpu(run: str):
     missing = simulator.why_not()
     if missing is not None and "CI" not in os.environ:
         pytest.skip(missing)
     assert missing is None, missing
-    return simulator.build()
-
-
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.usefixtures("simulated_gpu")
-def test_on_the_simulated_gpu(run: str):
+    simulator.build()
     options = ["-q", "-p", "no:randomly", "-p", "no:cacheprovider", "-n0"]
-    command = [sys.executable, str(FOLDER / "run.py"), "-m", "pytest", *options, *RUNS[run]]
+    command = [sys.executable, str(FOLDER / "run.py"), "-m", "pytest", *options, *map(str, RUNS[run])]
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
         command,

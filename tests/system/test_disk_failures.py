@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from plans import forced
 from torch import nn
 
 import outcore
 from outcore.memory.disk_file import OsDiskIO
-from outcore.planning.partition import partition
-from outcore.planning.pools import LEAST, Comfort, pools_for
-from outcore.spec.plan import Plan, UnitPlan
+from outcore.planning.pools import LEAST, Comfort
+from outcore.spec.plan import Plan
 
 WIDTH = 67
 
@@ -31,11 +31,7 @@ def model() -> nn.Module:
 
 
 def disk_plan(module: nn.Module, comfort: Comfort = LEAST) -> Plan:
-    spec = partition(module, state_names=("exp_avg", "exp_avg_sq")).spec
-    units = [UnitPlan(name="", weights="device", gradients="disk", states="disk", policy="keep")]
-    units += [UnitPlan(name=u.name, weights="disk", gradients="disk", states="disk") for u in spec.units[1:]]
-    pools = pools_for(spec, units, comfort)
-    return Plan(precision="fp32", units=tuple(units), pools=pools, prefetch_depth=comfort.prefetch_depth)
+    return forced(module, torch.optim.AdamW(module.parameters()), "disk", policy="recompute", comfort=comfort)[1]
 
 
 def prepared(folder: Path) -> outcore.api.Prepared:
@@ -144,7 +140,7 @@ CHILD = """
     import signal, sys, time
     from pathlib import Path
     signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background ignores it
-    sys.path.insert(0, {here!r})
+    sys.path[:0] = {folders!r}
     from test_disk_failures import prepared, train
     module, optimizer = prepared(Path(sys.argv[1]))
     print("ready", flush=True)
@@ -155,7 +151,7 @@ CHILD = """
 @pytest.mark.leaves_files
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_killed_run_leaves_no_bytes_and_the_next_reclaims_its_folder(number, tmp_path):
-    code = textwrap.dedent(CHILD).format(here=str(Path(__file__).parent))
+    code = textwrap.dedent(CHILD).format(folders=[str(folder) for folder in Path(__file__).parents[:2]])
     command = [sys.executable, "-c", code, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
         assert child.stdout is not None

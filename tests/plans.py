@@ -1,0 +1,73 @@
+"""Plans that put every unit where a test wants it, as no planner would."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.optim.rules import rule_for
+from outcore.planning.partition import partition
+from outcore.planning.pools import LEAST, Comfort, pools_for
+from outcore.planning.reservations import can_be_early
+from outcore.planning.share import share_updates
+from outcore.spec.model import ModelSpec
+from outcore.spec.plan import Plan, UnitPlan
+
+Homes = Callable[[int], Sequence[str]]
+"""Number of a unit -> tiers of weights, gradients and states. 0 is the root, whose weights stay on the device."""
+
+
+def forced(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    homes: str | Homes,
+    *,
+    policy: str | Callable[[int], str] = "recompute",
+    units: Sequence[Any] | None = None,
+    precision: str | None = None,
+    comfort: Comfort = LEAST,
+    depth: int | None = None,
+    steps: int | None = None,
+    early: bool = False,
+    share: float = 0.0,
+) -> tuple[ModelSpec, Plan]:
+    """What the units are, and the plan.
+
+    Args:
+        model: Before it is prepared.
+        optimizer: None to evaluate.
+        homes: One tier for everything, or tiers by unit. What is frozen has its weights' home alone.
+        policy: Of activations, of all units but the root.
+        units: As for ``prepare``.
+        precision: As for ``prepare``.
+        comfort: How many slots there are.
+        depth: Of prefetching, if it is not that of ``comfort``.
+        steps: Micro-batches per step that are promised.
+        early: Every unit that can be is updated inside backward.
+        share: Of the units that can be, updated on the device through staging slots.
+    """
+    names = () if optimizer is None else rule_for(optimizer).state_names(optimizer.param_groups)
+    spec = partition(model, units=units, state_names=names, precision=precision).spec
+    assert len(spec.units) > 1, "nothing moves"
+    plans = []
+    for i, unit in enumerate(spec.units):
+        weights, gradients, states = (homes,) * 3 if isinstance(homes, str) else homes(i)
+        weights = weights if i else "device"
+        rest = (gradients, states) if unit.trainable else (weights, weights)
+        kept = policy if isinstance(policy, str) else policy(i)
+        plan = UnitPlan(
+            name=unit.name, weights=weights, gradients=rest[0], states=rest[1], policy=kept if i else "keep"
+        )
+        plans.append(dataclasses.replace(plan, early=early and can_be_early(unit, plan)))
+    plans = share_updates(plans, share)
+    return spec, Plan(
+        precision=spec.precision,
+        units=tuple(plans),
+        pools=pools_for(spec, plans, comfort),
+        prefetch_depth=comfort.prefetch_depth if depth is None else depth,
+        accumulation_steps=steps,
+    )
