@@ -13,29 +13,25 @@ from torch.utils.checkpoint import checkpoint
 
 import outcore
 
-from .rig import Block, Tower, adamw, batch, make, prepared, same, train
+from .rig import BLOCKS, Block, Tower, adamw, agrees, batch, make, prepared, same, train
 
 KIND = pytest.mark.parametrize("kind", ["device", "host"])
 POLICY = pytest.mark.parametrize("policy", ["keep", "recompute"])
 
 
-@KIND
-@POLICY
-def test_eval_between_forward_and_backward(kind, policy, tmp_path):
-    def drive(model, optimizer):
-        losses = []
-        for step in range(2):
-            loss = model.loss(batch(step))
-            model.eval()
-            losses.append(model.loss(batch(step + 3)).detach())
-            loss.backward()
-            assert not model.blocks[0].dropout.training
-            model.train()
-            optimizer.step()
-            optimizer.zero_grad()
-        return losses
-
-    same(drive, kind, tmp_path, policy=policy)
+@agrees(*BLOCKS)
+def test_eval_between_forward_and_backward(model, optimizer):
+    losses = []
+    for step in range(2):
+        loss = model.loss(batch(step))
+        model.eval()
+        losses.append(model.loss(batch(step + 3)).detach())
+        loss.backward()
+        assert not model.blocks[0].dropout.training
+        model.train()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
 
 
 @KIND
@@ -64,41 +60,29 @@ def test_evaluation_comes_first_and_between(kind, mode, tmp_path):
     same(drive, kind, tmp_path)
 
 
-@KIND
-@POLICY
-def test_graphs_without_backward(kind, policy, tmp_path):
-    def drive(model, optimizer):
-        model.loss(batch(1))
-        kept = model.loss(batch(2))
-        losses = train(model, optimizer)
-        return [*losses, kept.detach()]
-
-    same(drive, kind, tmp_path, policy=policy)
+@agrees(*BLOCKS)
+def test_graphs_without_backward(model, optimizer):
+    model.loss(batch(1))
+    kept = model.loss(batch(2))
+    losses = train(model, optimizer)
+    return [*losses, kept.detach()]
 
 
-@KIND
-@POLICY
-def test_one_backward_through_two_forwards(kind, policy, tmp_path):
-    def drive(model, optimizer):
-        (model.loss(batch(1)) + 0.5 * model.loss(batch(2))).backward()
-        optimizer.step()
-
-    same(drive, kind, tmp_path, policy=policy)
+@agrees(*BLOCKS)
+def test_one_backward_through_two_forwards(model, optimizer):
+    (model.loss(batch(1)) + 0.5 * model.loss(batch(2))).backward()
+    optimizer.step()
 
 
-@KIND
-@POLICY
-def test_retained_graph(kind, policy, tmp_path):
-    def drive(model, optimizer):
-        loss = model.loss(batch())
-        loss.backward(retain_graph=True)
-        (loss * 0.3).backward(retain_graph=True)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        return norm
-
-    same(drive, kind, tmp_path, policy=policy)
+@agrees(*BLOCKS)
+def test_retained_graph(model, optimizer):
+    loss = model.loss(batch())
+    loss.backward(retain_graph=True)
+    (loss * 0.3).backward(retain_graph=True)
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    return norm
 
 
 @KIND
@@ -152,37 +136,33 @@ def test_double_backward_is_refused(kind, policy, tmp_path):
         train(model, optimizer)
 
 
-@KIND
-@POLICY
-def test_gradients_of_inputs_and_parameters_alone(kind, policy, tmp_path):
-    def drive(model, optimizer):
-        x = torch.randn(2, 5, 13, requires_grad=True)
+@agrees(*BLOCKS)
+def test_gradients_of_inputs_and_parameters_alone(model, optimizer):
+    x = torch.randn(2, 5, 13, requires_grad=True)
 
-        def run():
-            y = x
-            for block in model.blocks:
-                y = block(y)
-            return functional.mse_loss(model.head(y), torch.ones(2, 5, 31))
+    def run():
+        y = x
+        for block in model.blocks:
+            y = block(y)
+        return functional.mse_loss(model.head(y), torch.ones(2, 5, 31))
 
-        seen = [
-            torch.autograd.grad(run(), x),
-            torch.autograd.grad(run(), list(model.blocks[1].parameters())[1:], allow_unused=True),
-        ]
-        some = [model.head.weight, model.blocks[0].up.weight, model.blocks[2].norm.bias]
-        seen.append(torch.autograd.grad(run(), some))
-        seen.append(torch.autograd.grad(run(), [x, model.embed.weight], allow_unused=True))
-        assert [p.grad for p in model.parameters() if p.grad is not None] == []
-        assert x.grad is None
-        run().backward(inputs=[model.blocks[1].down.weight, model.head.bias, x])
-        assert [n for n, p in model.named_parameters() if p.grad is not None] == ["blocks.1.down.weight", "head.bias"]
-        seen.append(x.grad)
-        run().backward(inputs=[model.blocks[1].down.weight])
-        optimizer.step()
-        model.loss(batch()).backward()
-        optimizer.step()
-        return seen
-
-    same(drive, kind, tmp_path, policy=policy)
+    seen = [
+        torch.autograd.grad(run(), x),
+        torch.autograd.grad(run(), list(model.blocks[1].parameters())[1:], allow_unused=True),
+    ]
+    some = [model.head.weight, model.blocks[0].up.weight, model.blocks[2].norm.bias]
+    seen.append(torch.autograd.grad(run(), some))
+    seen.append(torch.autograd.grad(run(), [x, model.embed.weight], allow_unused=True))
+    assert [p.grad for p in model.parameters() if p.grad is not None] == []
+    assert x.grad is None
+    run().backward(inputs=[model.blocks[1].down.weight, model.head.bias, x])
+    assert [n for n, p in model.named_parameters() if p.grad is not None] == ["blocks.1.down.weight", "head.bias"]
+    seen.append(x.grad)
+    run().backward(inputs=[model.blocks[1].down.weight])
+    optimizer.step()
+    model.loss(batch()).backward()
+    optimizer.step()
+    return seen
 
 
 @KIND
@@ -221,22 +201,18 @@ def test_function_transforms_are_refused_in_training(kind, tmp_path):
             model.blocks[0](torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
 
 
-@KIND
-@POLICY
-def test_functional_call(kind, policy, tmp_path):
-    def drive(model, optimizer):
-        generator = torch.Generator().manual_seed(3)
-        own = {
-            n: torch.randn(p.shape, generator=generator, requires_grad=True)
-            for n, p in model.named_parameters()
-            if "up" in n or "head" in n
-        }
-        out = torch.func.functional_call(model, own, (batch(),))
-        out.square().mean().backward()
-        optimizer.step()
-        return out, [t.grad for t in own.values()]
-
-    same(drive, kind, tmp_path, policy=policy)
+@agrees(*BLOCKS)
+def test_functional_call(model, optimizer):
+    generator = torch.Generator().manual_seed(3)
+    own = {
+        n: torch.randn(p.shape, generator=generator, requires_grad=True)
+        for n, p in model.named_parameters()
+        if "up" in n or "head" in n
+    }
+    out = torch.func.functional_call(model, own, (batch(),))
+    out.square().mean().backward()
+    optimizer.step()
+    return out, [t.grad for t in own.values()]
 
 
 @KIND
@@ -315,48 +291,37 @@ class Fragile(Block):
             raise ArithmeticError("on purpose")
 
 
-@KIND
-@POLICY
-def test_a_failed_backward_leaves_nothing_behind(kind, policy, tmp_path):
-    def drive(model, optimizer):
-        for again in range(2):
-            model.blocks[1].fails = True
-            with pytest.raises(ArithmeticError):
-                model.loss(batch(again)).backward()
-            model.blocks[1].fails = False
-            optimizer.zero_grad()
-            model.loss(batch(3)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return train(model, optimizer)
-
-    same(drive, kind, tmp_path, policy=policy, build=lambda: Tower(Fragile))
+@agrees(*BLOCKS, build=lambda: Tower(Fragile))
+def test_a_failed_backward_leaves_nothing_behind(model, optimizer):
+    for again in range(2):
+        model.blocks[1].fails = True
+        with pytest.raises(ArithmeticError):
+            model.loss(batch(again)).backward()
+        model.blocks[1].fails = False
+        optimizer.zero_grad()
+        model.loss(batch(3)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return train(model, optimizer)
 
 
-@KIND
-def test_failed_forward(kind, tmp_path):
-    def drive(model, optimizer):
-        with pytest.raises(RuntimeError, match="shape"):
-            model.blocks[1](torch.randn(3, 5))
-        return train(model, optimizer)
-
-    same(drive, kind, tmp_path)
+@agrees("device", "host")
+def test_failed_forward(model, optimizer):
+    with pytest.raises(RuntimeError, match="shape"):
+        model.blocks[1](torch.randn(3, 5))
+    return train(model, optimizer)
 
 
-@pytest.mark.filterwarnings("ignore")  # of dynamo itself
-@KIND
-@POLICY
-def test_compiled(kind, policy, tmp_path):
-    def drive(model, optimizer):
-        torch._dynamo.reset()
-        compiled = torch.compile(model, backend="eager")
-        losses = []
-        for step in range(2):
-            loss = functional.cross_entropy(compiled(batch(step)).flatten(0, 1), batch(step).flatten())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-        return losses
-
-    same(drive, kind, tmp_path, policy=policy)
+@pytest.mark.filterwarnings("ignore")
+@agrees(*BLOCKS)
+def test_compiled(model, optimizer):
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    losses = []
+    for step in range(2):
+        loss = functional.cross_entropy(compiled(batch(step)).flatten(0, 1), batch(step).flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses

@@ -150,11 +150,12 @@ class Injection:
         self.reached = set()
 
     def __enter__(self):
+        self.before = sys.gettrace()  # of whoever measures what the tests reach
         sys.settrace(self.call)
         return self
 
     def __exit__(self, *_):
-        sys.settrace(None)
+        sys.settrace(self.before)
 
     def call(self, frame, event, _):
         return self.line if frame.f_code.co_filename in FILES else None
@@ -168,8 +169,13 @@ class Injection:
         return self.line
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+@pytest.mark.parametrize(
+    ("setting", "error"),
+    [
+        *(("host", KeyboardInterrupt), ("disk", KeyboardInterrupt), ("promised", KeyboardInterrupt)),
+        *(("disk", torch.OutOfMemoryError), ("device", torch.OutOfMemoryError), ("keep", torch.OutOfMemoryError)),
+    ],
+)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in what Python calls by itself
 def test_an_error_at_any_statement_costs_only_the_gradients(setting, error, tmp_path):
     kind, options = setting if setting in KINDS else "disk", SETTINGS[setting]

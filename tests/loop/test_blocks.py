@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import outcore
 
-from .rig import WIDTH, Tower, adamw, batch, make, prepared, same, train
+from .rig import BLOCKS, WIDTH, Tower, adamw, agrees, batch, make, prepared, same, train
 
 KIND = pytest.mark.parametrize("kind", ["device", "host"])
 POLICY = pytest.mark.parametrize("policy", ["keep", "recompute"])
@@ -400,38 +400,30 @@ class WithBuffers(Base):
         return self.core(y + self.added.sum())
 
 
-@KIND
-@POLICY
-def test_buffers_change_once(kind, policy, tmp_path):
-    def drive(model, optimizer):
-        losses = train(model, optimizer)
-        loss = model.loss(batch(7))
-        model.loss(batch(8))  # changes them again before the recompute
-        loss.backward(retain_graph=True)
+@agrees(*BLOCKS, build=lambda: Tower(WithBuffers))
+def test_buffers_change_once(model, optimizer):
+    losses = train(model, optimizer)
+    loss = model.loss(batch(7))
+    model.loss(batch(8))  # changes them again before the recompute
+    loss.backward(retain_graph=True)
+    loss.backward()
+    optimizer.step()
+    return losses
+
+
+@agrees(*BLOCKS)
+def test_called_twice_skipped_and_out_of_order(model, optimizer):
+    losses = []
+    for order in ([0, 1, 1, 2], [2, 0], [1, 2, 1, 0, 1], [0, 1, 2]):
+        x = model.embed(batch())
+        for i in order:
+            x = model.blocks[i](x)
+        loss = functional.cross_entropy(model.head(x).flatten(0, 1), batch().flatten())
         loss.backward()
+        losses.append(loss.detach())
         optimizer.step()
-        return losses
-
-    same(drive, kind, tmp_path, build=lambda: Tower(WithBuffers), policy=policy)
-
-
-@KIND
-@POLICY
-def test_called_twice_skipped_and_out_of_order(kind, policy, tmp_path):
-    def drive(model, optimizer):
-        losses = []
-        for order in ([0, 1, 1, 2], [2, 0], [1, 2, 1, 0, 1], [0, 1, 2]):
-            x = model.embed(batch())
-            for i in order:
-                x = model.blocks[i](x)
-            loss = functional.cross_entropy(model.head(x).flatten(0, 1), batch().flatten())
-            loss.backward()
-            losses.append(loss.detach())
-            optimizer.step()
-            optimizer.zero_grad()
-        return losses
-
-    same(drive, kind, tmp_path, policy=policy)
+        optimizer.zero_grad()
+    return losses
 
 
 def partly_frozen():
@@ -442,28 +434,20 @@ def partly_frozen():
     return tower
 
 
-@KIND
-@POLICY
-def test_frozen_units(kind, policy, tmp_path):
-    def drive(model, optimizer):
-        losses = train(model, optimizer)
-        assert not model.blocks[0](model.embed(batch())).requires_grad
-        assert model.blocks[1](model.embed(batch())).requires_grad
-        return losses
-
-    same(drive, kind, tmp_path, build=partly_frozen, policy=policy)
+@agrees(*BLOCKS, build=partly_frozen)
+def test_frozen_units(model, optimizer):
+    losses = train(model, optimizer)
+    assert not model.blocks[0](model.embed(batch())).requires_grad
+    assert model.blocks[1](model.embed(batch())).requires_grad
+    return losses
 
 
-@KIND
-@POLICY
-def test_one_block_in_eval_mode(kind, policy, tmp_path):
-    def drive(model, optimizer):
-        model.blocks[1].eval()
-        losses = train(model, optimizer)
-        model.blocks[1].dropout.train()
-        return [*losses, *train(model, optimizer)]
-
-    same(drive, kind, tmp_path, policy=policy)
+@agrees(*BLOCKS)
+def test_one_block_in_eval_mode(model, optimizer):
+    model.blocks[1].eval()
+    losses = train(model, optimizer)
+    model.blocks[1].dropout.train()
+    return [*losses, *train(model, optimizer)]
 
 
 class Unpredictable(Base):

@@ -11,7 +11,7 @@ from torch.nn import utils
 
 import outcore
 
-from .rig import KINDS, Block, Tower, adamw, batch, make, prepared, same, train
+from .rig import KINDS, Block, Tower, adamw, agrees, batch, make, prepared, same, train
 
 pytestmark = pytest.mark.parametrize("kind", KINDS)
 
@@ -37,42 +37,36 @@ def test_clip_grad_norm(kind, tmp_path, norm_type):
     same(drive, kind, tmp_path)
 
 
-def test_clip_subset_and_total_norm(kind, tmp_path):
-    def drive(model, optimizer):
-        model.loss(batch()).backward()
-        some = [model.head.weight, *model.blocks[1].parameters()]
-        norms = [utils.clip_grad_norm_(some, 0.05)]
-        norms.append(utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
-        utils.clip_grads_with_norm_(model.parameters(), 0.02, norms[-1])
-        norms.append(utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None], foreach=True))
+@agrees()
+def test_clip_subset_and_total_norm(model, optimizer):
+    model.loss(batch()).backward()
+    some = [model.head.weight, *model.blocks[1].parameters()]
+    norms = [utils.clip_grad_norm_(some, 0.05)]
+    norms.append(utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+    utils.clip_grads_with_norm_(model.parameters(), 0.02, norms[-1])
+    norms.append(utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None], foreach=True))
+    optimizer.step()
+    return norms
+
+
+@agrees()
+def test_clip_error_if_nonfinite(model, optimizer):
+    (model.loss(batch()) * float("inf")).backward()
+    with pytest.raises(RuntimeError, match="non-finite"):
+        utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    optimizer.zero_grad()
+    return train(model, optimizer)
+
+
+@agrees()
+def test_clip_grad_value(model, optimizer):
+    for step, foreach in enumerate((None, False, True)):
+        model.loss(batch(step)).backward()
+        model.loss(batch(step + 7)).backward()
+        utils.clip_grad_norm_(model.parameters(), 3.0)
+        utils.clip_grad_value_(model.parameters(), 1e-3, foreach=foreach)
         optimizer.step()
-        return norms
-
-    same(drive, kind, tmp_path)
-
-
-def test_clip_error_if_nonfinite(kind, tmp_path):
-    def drive(model, optimizer):
-        (model.loss(batch()) * float("inf")).backward()
-        with pytest.raises(RuntimeError, match="non-finite"):
-            utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
         optimizer.zero_grad()
-        return train(model, optimizer)
-
-    same(drive, kind, tmp_path)
-
-
-def test_clip_grad_value(kind, tmp_path):
-    def drive(model, optimizer):
-        for step, foreach in enumerate((None, False, True)):
-            model.loss(batch(step)).backward()
-            model.loss(batch(step + 7)).backward()
-            utils.clip_grad_norm_(model.parameters(), 3.0)
-            utils.clip_grad_value_(model.parameters(), 1e-3, foreach=foreach)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    same(drive, kind, tmp_path)
 
 
 @pytest.mark.parametrize("make_optimizer", [adamw, sgd])
@@ -100,83 +94,71 @@ def test_every_way_of_zeroing(kind, tmp_path, make_optimizer):
     same(drive, kind, tmp_path, optimizer=make_optimizer)
 
 
-def test_one_gradient_dropped(kind, tmp_path):
-    def drive(model, optimizer):
-        for step in range(3):
-            model.loss(batch(step)).backward()
-            model.loss(batch(step + 5)).backward()
-            model.get_parameter(BLOCK_WEIGHT).grad = None
-            model.head.bias.grad = None
-            norm = utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-            if step == 1:
-                optimizer.zero_grad()
-        return norm
-
-    same(drive, kind, tmp_path)
-
-
-def test_zeroed_one_then_accumulated(kind, tmp_path):
-    def drive(model, optimizer):
-        model.loss(batch(0)).backward()
-        model.get_parameter(BLOCK_WEIGHT).grad.zero_()
-        model.blocks[0].norm.weight.grad = None
-        model.loss(batch(1)).backward()
+@agrees()
+def test_one_gradient_dropped(model, optimizer):
+    for step in range(3):
+        model.loss(batch(step)).backward()
+        model.loss(batch(step + 5)).backward()
+        model.get_parameter(BLOCK_WEIGHT).grad = None
+        model.head.bias.grad = None
+        norm = utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
+        if step == 1:
+            optimizer.zero_grad()
+    return norm
 
-    same(drive, kind, tmp_path)
+
+@agrees()
+def test_zeroed_one_then_accumulated(model, optimizer):
+    model.loss(batch(0)).backward()
+    model.get_parameter(BLOCK_WEIGHT).grad.zero_()
+    model.blocks[0].norm.weight.grad = None
+    model.loss(batch(1)).backward()
+    optimizer.step()
 
 
-def test_step_twice_and_accumulate_on_old(kind, tmp_path):
-    def drive(model, optimizer):
-        norms = []
-        for step in range(2):
-            model.loss(batch(step)).backward()
-            norms.append(utils.clip_grad_norm_(model.parameters(), 0.05))
-            optimizer.step()
-            optimizer.step()
-        model.loss(batch(3)).backward()
+@agrees()
+def test_step_twice_and_accumulate_on_old(model, optimizer):
+    norms = []
+    for step in range(2):
+        model.loss(batch(step)).backward()
         norms.append(utils.clip_grad_norm_(model.parameters(), 0.05))
         optimizer.step()
-        return norms
-
-    same(drive, kind, tmp_path)
-
-
-def test_step_without_gradients(kind, tmp_path):
-    def drive(model, optimizer):
         optimizer.step()
-        return train(model, optimizer)
-
-    same(drive, kind, tmp_path)
-
-
-def test_scaled_by_hand(kind, tmp_path):
-    def drive(model, optimizer):
-        for step in range(2):
-            model.loss(batch(step)).backward()
-            for p in model.parameters():
-                if p.grad is not None:
-                    p.grad.mul_(0.3)
-                    p.grad.div_(3.0)
-                    p.grad.div_(4)
-                    p.grad *= torch.tensor(1.7)
-                    p.grad /= torch.tensor(0.9)
-                    p.grad.clamp_(-0.01, 0.02)
-                    p.grad.nan_to_num_()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    same(drive, kind, tmp_path)
+    model.loss(batch(3)).backward()
+    norms.append(utils.clip_grad_norm_(model.parameters(), 0.05))
+    optimizer.step()
+    return norms
 
 
-def test_norm_by_hand(kind, tmp_path):
-    def drive(model, optimizer):
-        model.loss(batch()).backward()
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        return [g.norm() for g in grads] + [g.norm(2) for g in grads] + [torch.linalg.vector_norm(g) for g in grads]
+@agrees()
+def test_step_without_gradients(model, optimizer):
+    optimizer.step()
+    return train(model, optimizer)
 
-    same(drive, kind, tmp_path)
+
+@agrees()
+def test_scaled_by_hand(model, optimizer):
+    for step in range(2):
+        model.loss(batch(step)).backward()
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.mul_(0.3)
+                p.grad.div_(3.0)
+                p.grad.div_(4)
+                p.grad *= torch.tensor(1.7)
+                p.grad /= torch.tensor(0.9)
+                p.grad.clamp_(-0.01, 0.02)
+                p.grad.nan_to_num_()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@agrees()
+def test_norm_by_hand(model, optimizer):
+    model.loss(batch()).backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return [g.norm() for g in grads] + [g.norm(2) for g in grads] + [torch.linalg.vector_norm(g) for g in grads]
 
 
 def test_own_tensor_as_gradient(kind, tmp_path):
@@ -282,17 +264,15 @@ def touched(model):
     return [model.get_parameter(name).grad for name in (BLOCK_WEIGHT, "blocks.0.norm.bias", "head.weight")]
 
 
-def test_reading_a_gradient_is_reading_its_value(kind, tmp_path):
-    def drive(model, optimizer):
-        model.loss(batch()).backward()
-        model.loss(batch(1)).backward()
-        seen = [read(g) for g in touched(model) for read in READS]
-        utils.clip_grad_norm_(model.parameters(), 0.1)
-        seen += [read(g) for g in touched(model) for read in READS]
-        optimizer.step()
-        return seen + [g.clone() for g in touched(model)]
-
-    same(drive, kind, tmp_path)
+@agrees()
+def test_reading_a_gradient_is_reading_its_value(model, optimizer):
+    model.loss(batch()).backward()
+    model.loss(batch(1)).backward()
+    seen = [read(g) for g in touched(model) for read in READS]
+    utils.clip_grad_norm_(model.parameters(), 0.1)
+    seen += [read(g) for g in touched(model) for read in READS]
+    optimizer.step()
+    return seen + [g.clone() for g in touched(model)]
 
 
 @pytest.mark.parametrize("when", ["first", "accumulated"])
@@ -335,13 +315,11 @@ def test_a_copy_says_that_it_is_none(kind, tmp_path):
                 use(old)
 
 
-def test_promised_accumulation_begins_anew_after_zeroing(kind, tmp_path):
-    def drive(model, optimizer):
-        model.loss(batch(8)).backward()
-        optimizer.zero_grad()  # as after a step that GradScaler skipped
-        return train(model, optimizer)
-
-    same(drive, kind, tmp_path, accumulation_steps=1)
+@agrees(accumulation_steps=1)
+def test_promised_accumulation_begins_anew_after_zeroing(model, optimizer):
+    model.loss(batch(8)).backward()
+    optimizer.zero_grad()  # as after a step that GradScaler skipped
+    return train(model, optimizer)
 
 
 def test_more_passes_than_promised_are_refused(kind, tmp_path):

@@ -7,7 +7,7 @@ import torch
 
 import outcore
 
-from .rig import WIDTH, Block, Tower, adamw, batch, make, prepared, same, train
+from .rig import BLOCKS, WIDTH, Block, Tower, adamw, agrees, batch, make, prepared, same, train
 
 KIND = pytest.mark.parametrize("kind", ["device", "host"])
 POLICY = pytest.mark.parametrize("policy", ["keep", "recompute"])
@@ -67,29 +67,25 @@ def test_post_accumulate_hooks_are_refused(kind, name, tmp_path):
         assert called == []
 
 
-@KIND
-@POLICY
-def test_hooks_on_modules(kind, policy, tmp_path):
-    def drive(model, optimizer):
-        seen = []
-        block = model.blocks[1]
-        handles = [
-            block.register_forward_pre_hook(lambda m, args: (args[0] * 1.5,)),
-            block.register_forward_hook(lambda m, args, out: seen.append(out.detach()) or out + 0.5),
-            block.register_full_backward_pre_hook(lambda m, grads: (grads[0] * 2,)),
-            block.register_full_backward_hook(
-                lambda m, before, after: seen.extend([before[0], after[0]]) or (before[0] * 0.5,)
-            ),
-            block.up.register_forward_pre_hook(lambda m, args: (args[0] + 0.25,)),
-            block.up.register_forward_hook(lambda m, args, out: out * m.weight.mean()),
-            block.up.register_full_backward_hook(lambda m, before, after: seen.append(before[0])),
-        ]
-        losses = train(model, optimizer)
-        for handle in handles:
-            handle.remove()
-        return losses, train(model, optimizer), seen
-
-    same(drive, kind, tmp_path, policy=policy)
+@agrees(*BLOCKS)
+def test_hooks_on_modules(model, optimizer):
+    seen = []
+    block = model.blocks[1]
+    handles = [
+        block.register_forward_pre_hook(lambda m, args: (args[0] * 1.5,)),
+        block.register_forward_hook(lambda m, args, out: seen.append(out.detach()) or out + 0.5),
+        block.register_full_backward_pre_hook(lambda m, grads: (grads[0] * 2,)),
+        block.register_full_backward_hook(
+            lambda m, before, after: seen.extend([before[0], after[0]]) or (before[0] * 0.5,)
+        ),
+        block.up.register_forward_pre_hook(lambda m, args: (args[0] + 0.25,)),
+        block.up.register_forward_hook(lambda m, args, out: out * m.weight.mean()),
+        block.up.register_full_backward_hook(lambda m, before, after: seen.append(before[0])),
+    ]
+    losses = train(model, optimizer)
+    for handle in handles:
+        handle.remove()
+    return losses, train(model, optimizer), seen
 
 
 @KIND
@@ -120,19 +116,15 @@ def test_a_weight_read_by_a_hook_outside_of_the_call(kind, tmp_path):
         model.loss(batch()).backward()
 
 
-@KIND
-@POLICY
-def test_hooks_on_results(kind, policy, tmp_path):
-    def drive(model, optimizer):
-        x = model.blocks[0](model.embed(batch()))
-        x.register_hook(lambda g: g * 3)
-        x.retain_grad()
-        y = model.blocks[1](x)
-        model.head(y).square().mean().backward()
-        optimizer.step()
-        return x.grad
-
-    same(drive, kind, tmp_path, policy=policy)
+@agrees(*BLOCKS)
+def test_hooks_on_results(model, optimizer):
+    x = model.blocks[0](model.embed(batch()))
+    x.register_hook(lambda g: g * 3)
+    x.retain_grad()
+    y = model.blocks[1](x)
+    model.head(y).square().mean().backward()
+    optimizer.step()
+    return x.grad
 
 
 class Choosy(Block):

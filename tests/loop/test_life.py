@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 import outcore
 from outcore.runtime.access import Access
 
-from .rig import KINDS, RESIDENT, Tower, adamw, assert_same, batch, make, prepared, same, train
+from .rig import KINDS, RESIDENT, Tower, adamw, agrees, assert_same, batch, make, prepared, same, train
 
 KIND = pytest.mark.parametrize("kind", KINDS)
 NAME = "blocks.1.up.weight"
@@ -53,48 +53,42 @@ def test_gathered_to_read(kind, tmp_path):
         assert all(torch.equal(v, want[k]) for k, v in model.state_dict().items())
 
 
-@KIND
-def test_gathered_to_write(kind, tmp_path):
-    def drive(model, optimizer):
-        train(model, optimizer, 1)
-        gathered = outcore.gathered if hasattr(optimizer, "engine") else None
-        with torch.no_grad():
-            if gathered is None:
+@agrees(*KINDS)
+def test_gathered_to_write(model, optimizer):
+    train(model, optimizer, 1)
+    gathered = outcore.gathered if hasattr(optimizer, "engine") else None
+    with torch.no_grad():
+        if gathered is None:
+            model.get_parameter(NAME).mul_(0.5)
+            model.blocks[1].shift.add_(1)
+            model.head.bias.data = torch.ones(31)
+            model.blocks[0].norm.weight.fill_(0.75)
+        else:
+            with gathered([model.get_parameter(NAME), model.head.bias], write=True):
                 model.get_parameter(NAME).mul_(0.5)
                 model.blocks[1].shift.add_(1)
                 model.head.bias.data = torch.ones(31)
+            with (
+                gathered(model),
+                gathered(model.blocks[0], write=True),
+            ):  # written although the outer one does not write
                 model.blocks[0].norm.weight.fill_(0.75)
-            else:
-                with gathered([model.get_parameter(NAME), model.head.bias], write=True):
-                    model.get_parameter(NAME).mul_(0.5)
-                    model.blocks[1].shift.add_(1)
-                    model.head.bias.data = torch.ones(31)
-                with (
-                    gathered(model),
-                    gathered(model.blocks[0], write=True),
-                ):  # written although the outer one does not write
-                    model.blocks[0].norm.weight.fill_(0.75)
-        return train(model, optimizer)
-
-    same(drive, kind, tmp_path)
+    return train(model, optimizer)
 
 
-@KIND
-def test_forward_and_backward_while_gathered(kind, tmp_path):
-    def drive(model, optimizer):
-        gathered = outcore.gathered if hasattr(optimizer, "engine") else lambda target: torch.enable_grad()
-        with gathered(model):
-            inside = model.loss(batch())
-            inside.backward()
-        before = model.loss(batch(1))
-        with gathered(model.blocks[1]):
-            before.backward()
-            after = model.loss(batch(2))
-        after.backward()
-        optimizer.step()
-        return inside, before, after
-
-    same(drive, kind, tmp_path)
+@agrees(*KINDS)
+def test_forward_and_backward_while_gathered(model, optimizer):
+    gathered = outcore.gathered if hasattr(optimizer, "engine") else lambda target: torch.enable_grad()
+    with gathered(model):
+        inside = model.loss(batch())
+        inside.backward()
+    before = model.loss(batch(1))
+    with gathered(model.blocks[1]):
+        before.backward()
+        after = model.loss(batch(2))
+    after.backward()
+    optimizer.step()
+    return inside, before, after
 
 
 @pytest.mark.parametrize("kind", ["host", "disk"])
@@ -266,23 +260,20 @@ class Rows(torch.utils.data.Dataset):
         return batch(i, rows=1)[0]
 
 
-@KIND
-def test_forked_workers(kind, tmp_path):
-    def drive(model, optimizer):
-        losses = []
-        for epoch in range(2):
-            model.loss(batch(epoch)).backward()
-            optimizer.step()  # workers fork while updates are under way
+@agrees(*KINDS)
+def test_forked_workers(model, optimizer):
+    losses = []
+    for epoch in range(2):
+        model.loss(batch(epoch)).backward()
+        optimizer.step()  # workers fork while updates are under way
+        optimizer.zero_grad()
+        for ids in DataLoader(Rows(), batch_size=2, num_workers=2, multiprocessing_context="fork"):
+            loss = model.loss(ids)
+            loss.backward()
+            optimizer.step()
             optimizer.zero_grad()
-            for ids in DataLoader(Rows(), batch_size=2, num_workers=2, multiprocessing_context="fork"):
-                loss = model.loss(ids)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.detach())
-        return losses
-
-    same(drive, kind, tmp_path)
+            losses.append(loss.detach())
+    return losses
 
 
 @pytest.mark.parametrize("ending", ["collects", "exits"])

@@ -10,7 +10,7 @@ from torch.optim import optimizer as torch_optimizer
 
 import outcore
 
-from .rig import KINDS, adamw, batch, make, prepared, same, train
+from .rig import KINDS, adamw, agrees, batch, make, prepared, same, train
 
 KIND = pytest.mark.parametrize("kind", KINDS)
 
@@ -196,12 +196,10 @@ def test_states_that_were_not_foreseen_are_refused(options, setting, tmp_path):
         optimizer.step()
 
 
-def test_momentum_that_pauses(tmp_path):
-    def drive(model, optimizer):
-        losses = []
-        for momentum in (0.9, 0.0, 0.5):
-            optimizer.param_groups[0]["momentum"] = momentum
-            losses += train(model, optimizer)
-        return losses
-
-    same(drive, "host", tmp_path, optimizer=sgd)
+@agrees("host", optimizer=sgd)
+def test_momentum_that_pauses(model, optimizer):
+    losses = []
+    for momentum in (0.9, 0.0, 0.5):
+        optimizer.param_groups[0]["momentum"] = momentum
+        losses += train(model, optimizer)
+    return losses

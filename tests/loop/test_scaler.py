@@ -8,7 +8,7 @@ from torch.nn import utils
 
 from outcore.runtime.gradient_homes import GradientHomes
 
-from .rig import KINDS, adamw, batch, make, prepared, same
+from .rig import KINDS, adamw, agrees, batch, make, prepared, same
 
 pytestmark = pytest.mark.parametrize("kind", KINDS)
 
@@ -39,22 +39,19 @@ def test_scaled(kind, tmp_path, scale, clip):
     same(lambda m, o: scaled_steps(m, o, scale, clip=clip), kind, tmp_path)
 
 
-def test_gradients_whose_squares_vanish(kind, tmp_path):
+@agrees()
+def test_gradients_whose_squares_vanish(model, optimizer):
     """Their norm cannot be scaled; the gradients can."""
-
-    def drive(model, optimizer):
-        scaler, seen = torch.amp.GradScaler("cpu", init_scale=2.0**16), []
-        for step, size in enumerate([2.0**-40, 2.0**-70, 0.0]):
-            scaler.scale(model.loss(batch(step)) * size).backward()
-            scaler.unscale_(optimizer)
-            seen += [*(p.grad.norm() for p in model.parameters() if p.requires_grad)]
-            seen.append(utils.clip_grad_norm_(model.parameters(), 2.0**-45))
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        return seen
-
-    same(drive, kind, tmp_path)
+    scaler, seen = torch.amp.GradScaler("cpu", init_scale=2.0**16), []
+    for step, size in enumerate([2.0**-40, 2.0**-70, 0.0]):
+        scaler.scale(model.loss(batch(step)) * size).backward()
+        scaler.unscale_(optimizer)
+        seen += [*(p.grad.norm() for p in model.parameters() if p.requires_grad)]
+        seen.append(utils.clip_grad_norm_(model.parameters(), 2.0**-45))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return seen
 
 
 def test_clipping_after_unscaling_fetches_nothing(kind, tmp_path, monkeypatch):
@@ -86,32 +83,28 @@ def test_infinite_gradients_skip_the_step(kind, tmp_path, infinite_at, promise):
     )
 
 
-def test_overflow_of_a_norm_is_no_infinity(kind, tmp_path):
-    def drive(model, optimizer):
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
-        scaler.scale(model.loss(batch())).backward()
-        scaler.unscale_(optimizer)
-        norm = utils.clip_grad_norm_(model.parameters(), 0.1)
+@agrees()
+def test_overflow_of_a_norm_is_no_infinity(model, optimizer):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
+    scaler.scale(model.loss(batch())).backward()
+    scaler.unscale_(optimizer)
+    norm = utils.clip_grad_norm_(model.parameters(), 0.1)
+    scaler.step(optimizer)
+    scaler.update()
+    return norm, scaler.get_scale()
+
+
+@agrees(optimizer=adamw)
+def test_one_infinite_element(model, optimizer):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**5)
+    for step in range(2):
+        scaler.scale(model.loss(batch(step))).backward()
+        if step == 0:
+            model.blocks[1].up.bias.grad.mul_(float("nan"))
         scaler.step(optimizer)
         scaler.update()
-        return norm, scaler.get_scale()
-
-    same(drive, kind, tmp_path)
-
-
-def test_one_infinite_element(kind, tmp_path):
-    def drive(model, optimizer):
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**5)
-        for step in range(2):
-            scaler.scale(model.loss(batch(step))).backward()
-            if step == 0:
-                model.blocks[1].up.bias.grad.mul_(float("nan"))
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        return scaler.get_scale()
-
-    same(drive, kind, tmp_path, optimizer=adamw)
+        optimizer.zero_grad()
+    return scaler.get_scale()
 
 
 @pytest.mark.parametrize("infinite", [False, True])

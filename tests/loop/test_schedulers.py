@@ -11,7 +11,7 @@ from transformers import get_cosine_schedule_with_warmup
 
 import outcore
 
-from .rig import ADAMW, adamw, batch, make, prepared, same
+from .rig import ADAMW, adamw, agrees, batch, make, prepared, same
 
 KINDS = pytest.mark.parametrize("kind", ["device", "disk"])
 SCHEDULERS = {
@@ -61,16 +61,13 @@ def test_built_before(kind, name, tmp_path):
         same(lambda m, o: steps(m, o, schedulers[id(o.param_groups)]), kind, tmp_path, optimizer=optimizer)
 
 
-@KINDS
-def test_rate_as_a_tensor(kind, tmp_path):
-    def drive(model, optimizer):
-        for step in range(3):
-            model.loss(batch(step)).backward()
-            optimizer.step()
-            optimizer.param_groups[0]["lr"].mul_(0.7)
-            optimizer.zero_grad()
-
-    same(drive, kind, tmp_path, optimizer=lambda m: adamw(m, lr=torch.tensor(0.013)))
+@agrees("device", "disk", optimizer=lambda m: adamw(m, lr=torch.tensor(0.013)))
+def test_rate_as_a_tensor(model, optimizer):
+    for step in range(3):
+        model.loss(batch(step)).backward()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"].mul_(0.7)
+        optimizer.zero_grad()
 
 
 @KINDS
@@ -109,46 +106,37 @@ def some_of(model):
     return [*model.blocks[0].parameters(), *model.blocks[1].up.parameters(), model.head.bias]
 
 
-@KINDS
-def test_parameters_without_a_group_keep_their_gradients(kind, tmp_path):
-    def drive(model, optimizer):
-        norms = []
-        for step in range(3):
-            model.loss(batch(step)).backward()
-            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
-            optimizer.step()
-            optimizer.zero_grad()  # only of its own: the others grow
-        return norms
-
-    same(drive, kind, tmp_path, optimizer=lambda m: torch.optim.AdamW(some_of(m), **ADAMW))
+@agrees("device", "disk", optimizer=lambda m: torch.optim.AdamW(some_of(m), **ADAMW))
+def test_parameters_without_a_group_keep_their_gradients(model, optimizer):
+    norms = []
+    for step in range(3):
+        model.loss(batch(step)).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        optimizer.step()
+        optimizer.zero_grad()  # only of its own: the others grow
+    return norms
 
 
-@KINDS
-def test_parameters_taken_out_of_their_group(kind, tmp_path):
-    def drive(model, optimizer):
-        for step in range(3):
-            model.loss(batch(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if step == 0:
-                taken = {id(p) for p in model.blocks[1].parameters()}
-                group = optimizer.param_groups[0]
-                everything = group["params"]
-                group["params"] = [p for p in everything if id(p) not in taken]
-        group["params"] = everything
-
-    same(drive, kind, tmp_path)
+@agrees("device", "disk")
+def test_parameters_taken_out_of_their_group(model, optimizer):
+    for step in range(3):
+        model.loss(batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            taken = {id(p) for p in model.blocks[1].parameters()}
+            group = optimizer.param_groups[0]
+            everything = group["params"]
+            group["params"] = [p for p in everything if id(p) not in taken]
+    group["params"] = everything
 
 
-@KINDS
-def test_closure(kind, tmp_path):
-    def drive(model, optimizer):
-        def closure():
-            optimizer.zero_grad()
-            loss = model.loss(batch())
-            loss.backward()
-            return loss
+@agrees("device", "disk")
+def test_closure(model, optimizer):
+    def closure():
+        optimizer.zero_grad()
+        loss = model.loss(batch())
+        loss.backward()
+        return loss
 
-        return [optimizer.step(closure).detach() for _ in range(2)]
-
-    same(drive, kind, tmp_path)
+    return [optimizer.step(closure).detach() for _ in range(2)]
