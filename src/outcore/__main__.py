@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outcore.cli.main import main
+from outcore.cli.start import main
 
 if __name__ == "__main__":
     main()

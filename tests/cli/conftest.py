@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ import pytest
 from outcore.cli import main as cli
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # libraries read it when they are imported
+
+_RENAMED_IN = (5, 23)
+_VERSION = tuple(int(part) for part in version("transformers").split(".")[:2])
+CHECKPOINTING = "activation_checkpointing" if _VERSION >= _RENAMED_IN else "gradient_checkpointing"
 
 CONFIG = {
     "model_type": "llama",

@@ -21,7 +21,7 @@ from outcore.cli.train.model.reference import Planned, plan_both
 from outcore.core.errors import PlanInfeasibleError
 from outcore.spec.budget import Budget
 
-from .conftest import CONFIG, Run, read_jsonl, write_jsonl
+from .conftest import CHECKPOINTING, CONFIG, Run, read_jsonl, write_jsonl
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*gradient_checkpointing.* is deprecated:FutureWarning",
@@ -63,7 +63,7 @@ def plain(weights: Path, folder: Path, rows: list[dict[str, Any]], evaluation: A
     """The same job by TRL's trainer, everything in memory."""
     args = DPOConfig(
         output_dir=str(folder), save_strategy="no", logging_steps=1, report_to="none", disable_tqdm=True, use_cpu=True,
-        bf16=False, activation_checkpointing=False, per_device_eval_batch_size=1, **{**LOOP, **more},
+        bf16=False, **{CHECKPOINTING: False}, per_device_eval_batch_size=1, **{**LOOP, **more},
     )  # fmt: skip
     trainer = DPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32),

@@ -23,7 +23,7 @@ from outcore.cli.train import trainer as train_trainer
 from outcore.cli.train.model.byte_tokenizer import byte_tokenizer
 from outcore.core.errors import DiskError
 
-from .conftest import CONFIG, TIERS, Run, read_jsonl
+from .conftest import CHECKPOINTING, CONFIG, TIERS, Run, read_jsonl
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 
@@ -75,7 +75,7 @@ def plain(
         disable_tqdm=True,
         use_cpu=True,
         bf16=False,
-        activation_checkpointing=False,
+        **{CHECKPOINTING: False},
         **{**LOOP, **changes},
     )
     trainer = SFTTrainer(

@@ -23,6 +23,8 @@ from outcore.cli.train.data.load import Data, load_data
 from outcore.cli.train.model.byte_tokenizer import END, TURN, byte_tokenizer
 from outcore.core.errors import ConfigError
 
+from .conftest import CHECKPOINTING
+
 HELLO = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo \u2028é"}]
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 0.1}}}]}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"limit": 52.520006599999}}}]
@@ -234,7 +236,7 @@ def tokenized(data: Data, **options: Any) -> datasets.Dataset:
     folder = str(Path(data.rows.cache_files[0]["filename"]).parent / "out")
     trainer = SFTTrainer(
         LlamaForCausalLM(config),
-        SFTConfig(output_dir=folder, activation_checkpointing=False, **options),
+        SFTConfig(output_dir=folder, **{CHECKPOINTING: False}, **options),
         train_dataset=data.rows,
         processing_class=byte_tokenizer(),
     )

@@ -16,6 +16,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from outcore.cli.extra import TRAINING, refuse_missing
 from outcore.cli.train.methods import FINE_TUNING, PREFERENCES, Method
 from outcore.cli.train.settings import options
 from outcore.core.errors import ConfigError, OutcoreError, PlanInfeasibleError
@@ -50,6 +51,7 @@ def demo(
     ] = None,
 ) -> None:
     """Train a small Llama on Python's own source over all three tiers, and compare with the plain loop."""
+    refuse_missing("transformers")
     # Imported here: torch takes seconds, and --help needs none of it.
     from outcore.cli.demo import run_demo
 
@@ -69,6 +71,7 @@ def env(
 
 def _run(method: Method, given: Mapping[str, Any]) -> None:
     """Train as options, ``--set`` and a YAML file say; see ``options``."""
+    refuse_missing(*TRAINING)
     given = {name: value for name, value in given.items() if value not in (None, [], ())}
     flags = {name: value for name, value in given.items() if name not in ("config", "assignments")}
     from outcore.cli.train.output.notices import notices

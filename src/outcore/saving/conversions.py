@@ -143,10 +143,10 @@ def saving_groups(model: nn.Module, names: Iterable[str]) -> list[Group]:
     rules = _rules([rule.reverse_transform() for rule in reversed(forward)])
 
     def rename(name: str) -> str:
-        return library.apply_renamings(name, rules.renamings)
+        return library.rename_source_key(name, rules.renamings, [])[0]
 
     def target_of(name: str) -> tuple[str, str | None]:
-        target, pattern = library.apply_converters(name, rules.converters)
+        target, pattern = library.rename_source_key(name, [], rules.converters)
         return (rename(name), None) if pattern is None else (target, pattern)
 
     return _grouped(model, sorted(names, key=library.dot_natural_key), target_of, rules.converters, rename)

@@ -224,7 +224,7 @@ def _device(settings: Settings) -> Any:
 
 
 def _lora(fields: Mapping[str, Any]) -> Any:
-    from peft import LoraConfig  # an extra; that it is there was checked with the settings
+    from peft import LoraConfig
 
     return LoraConfig(**fields)
 

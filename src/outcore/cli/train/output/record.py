@@ -38,6 +38,7 @@ _FREE = {
     *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers", "dataset_num_proc"),
     *("dataloader_prefetch_factor", "disable_tqdm", "skip_memory_metrics", "torch_empty_cache_steps"),
     *("prediction_loss_only", "batch_eval_metrics", "activation_checkpointing", "activation_checkpointing_kwargs"),
+    *("gradient_checkpointing", "gradient_checkpointing_kwargs"),
     "chat_template_path",  # the rows as tokens are compared
 }
 _FREE_BEGINNINGS = ("eval_", "logging_", "log_", "trackio_", "include_")

@@ -131,9 +131,7 @@ _SHARED: Mapping[str, Any] = {
     "eval_data": _option(
         _WHAT, "FILE|DIR|ID", "Data to evaluate on, every --save-every (or eval_steps) steps, else after every epoch."
     ),
-    "lora": _option(
-        _WHAT, "RANK", "Train LoRA adapters of this rank in all linear layers, not the weights. Needs peft."
-    ),
+    "lora": _option(_WHAT, "RANK", "Train LoRA adapters of this rank in all linear layers, not the weights."),
     "steps": _option(_HOW, "N", "Optimizer steps of the whole run."),
     "epochs": _option(_HOW, "N", "Passes over the data, instead of --steps; 3 by default."),
     "batch_size": _option(_HOW, "N", "Rows that go through the model at once; 8 by default."),

@@ -20,7 +20,7 @@ from outcore.cli.train.settings.fields import Setting
 from outcore.cli.train.settings.given import from_assignments, from_flags, shown
 from outcore.cli.train.settings.own import RunOptions
 from outcore.cli.train.settings.rules import LENGTHS, check_lora, check_training, refuse_contradictions
-from outcore.cli.train.settings.schema import DEFAULTS, SECTIONS, Schema
+from outcore.cli.train.settings.schema import SECTIONS, Schema
 from outcore.cli.train.settings.yaml_file import read_yaml
 from outcore.core.errors import ConfigError, OutcoreError
 from outcore.core.quantities import parse_bytes
@@ -68,7 +68,7 @@ def resolve(
         check_lora(lora, settled)
     own = {field.name: _own(settled, field.name) for field in fields(RunOptions)}
     own["device"] = _device(settled)
-    training = _training(settled, own)
+    training = {**schema.defaults, **_training(settled, own)}
     check_training(training, str(own["out"]), settled, method)
     if template := training.get("chat_template_path"):
         own["chat_template_path"] = Path(os.path.expanduser(template))
@@ -154,7 +154,7 @@ def _training(settled: Settled, own: Mapping[str, Any]) -> dict[str, Any]:
         follows["eval_strategy"] = "epoch" if every is None else "steps"
         if given.get("eval_strategy", follows["eval_strategy"]) == "steps":
             follows["eval_steps"] = every
-    return {**DEFAULTS, **follows, **given, "use_cpu": follows["use_cpu"]}
+    return {**follows, **given, "use_cpu": follows["use_cpu"]}
 
 
 def _budget(settled: Settled) -> Budget:

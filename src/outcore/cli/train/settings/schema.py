@@ -19,6 +19,7 @@ from outcore.cli.train.settings.fields import Kind, Setting, admitted
 from outcore.cli.train.settings.given import Given, shown
 from outcore.cli.train.settings.own import Own
 from outcore.core.errors import ConfigError
+from outcore.integrations.versions import other_names
 
 SECTIONS = ("outcore", "lora")
 
@@ -33,13 +34,12 @@ SHORT_NAMES: Mapping[str, str] = {
     "keep": "save_total_limit",
     "lora": "lora.r",
     "output_dir": "out",
-    # names that transformers is about to drop
-    "gradient_checkpointing": "activation_checkpointing",
-    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
 }
 
 DEFAULTS: Mapping[str, Any] = {
-    "activation_checkpointing": False,  # the engine recomputes by itself
+    # the engine recomputes by itself
+    "activation_checkpointing": False,
+    "gradient_checkpointing": False,
     "bf16": False,  # precision says it
     "disable_tqdm": True,  # outcore has a progress bar of its own
     "logging_nan_inf_filter": False,  # it shows other numbers in place of nan, and waits for the device to do so
@@ -47,7 +47,7 @@ DEFAULTS: Mapping[str, Any] = {
     "report_to": "none",
     "save_strategy": "no",  # model/ is written at the end in any case
 }
-"""Where the commands differ from TRL's class."""
+"""Where the commands differ from TRL's class, whichever of the names it has."""
 
 _LIMITS: Mapping[str, Any] = {
     **dict.fromkeys(
@@ -125,19 +125,16 @@ class Schema:
             method: Whose class of TRL's counts.
         """
         # Imported here: the two take seconds, and a broken YAML file is found before.
-        config = method.config_class()
-        try:
-            from peft import LoraConfig
-        except ImportError:
-            LoraConfig = None  # noqa: N806 (a class, if it is there)
-        self._has_lora = LoraConfig is not None
+        from peft import LoraConfig
+
+        config, words = method.config_class(), _words(method)
         self._config_name = config.__name__
-        words = _words(method)
-        self.kinds = dict(_kinds(config, words))
+        self._names = {**SHORT_NAMES, **other_names([field.name for field in dataclasses.fields(config)])}
+        self.kinds = {key: kind for key, kind in _kinds(config, words) if key not in self._names}
         own = dict(_kinds(Own, words, "outcore."))
         self.kinds |= {key: kind for key, kind in own.items() if key.removeprefix("outcore.") not in self.kinds}
-        if LoraConfig is not None:
-            self.kinds |= _kinds(LoraConfig, words, "lora.")
+        self.kinds |= _kinds(LoraConfig, words, "lora.")
+        self.defaults = {key: value for key, value in DEFAULTS.items() if key in self.kinds}
 
     def check(self, given: Iterable[Given]) -> dict[str, Setting]:
         """Check names and values of settings that were given side by side.
@@ -158,15 +155,10 @@ class Schema:
         return checked
 
     def _key(self, given: Given) -> str:
-        name = SHORT_NAMES.get(given.key, given.key)
+        name = self._names.get(given.key, given.key)
         key = next((key for key in (name, f"outcore.{name}") if key in self.kinds), None)
         if key is not None:
             return key
-        if name.startswith("lora.") and not self._has_lora:
-            raise ConfigError(
-                f"{given.where}: expected the package peft for LoRA, but it is not installed; "
-                "pip install 'outcore[peft]'"
-            )
         raise ConfigError(f"{given.where}: expected the name of a setting, but got {self._instead_of(given.key)}")
 
     def _instead_of(self, key: str) -> str:
@@ -175,7 +167,7 @@ class Schema:
         if dot and head in self.kinds:
             return f"{got}; give {head} as a whole: {head}={{{tail}: VALUE}}"
         # A name that is right but stands in another section comes first.
-        known = [name for name in (*SHORT_NAMES, *self.kinds) if name not in INSTEAD]
+        known = [name for name in (*self._names, *self.kinds) if name not in INSTEAD]
         leaf = key.rpartition(".")[2].lower()
         moved = [name for name in known if name.rpartition(".")[2] == leaf]
         leaves = {name.removeprefix("outcore."): None for name in known}
@@ -199,7 +191,7 @@ def _kinds(config: Any, words: Mapping[str, Sequence[str]], prefix: str = "") ->
     hints = get_type_hints(config, include_extras=True)
     for field in dataclasses.fields(config):
         key = prefix + field.name
-        if not field.init or key in SHORT_NAMES:
+        if not field.init:
             continue
         choices = words.get(key) or field.metadata.get("choices") or ()
         if key == "loss_type" and not choices:  # TRL lists them in its help text alone
