@@ -231,7 +231,7 @@ def test_three_steps_synchronise_nothing(tmp_path):
     )  # else the model looks for one
     data = [batch | {"attention_mask": causal} for batch in batches(1)]
     with outcore.prepare(model, optimizer, plan=plan, device="cuda") as (model, optimizer):
-        assert optimizer.engine.homes.host_is_pinned
+        assert optimizer.engine.tiers.host_is_pinned
         for i, batch in enumerate(data):
             torch.cuda.set_sync_debug_mode("error" if i else "default")
             try:

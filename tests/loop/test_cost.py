@@ -103,7 +103,7 @@ def test_views_are_made_once_and_go_with_the_model(kind, tmp_path):
         drive()
         for unit, before in zip(engine.units, known, strict=True):
             assert all(a is b for key, views in before.items() for a, b in zip(views, unit._views[key], strict=True))
-            slots = len(engine.homes.slots("device", "weights")) + 12  # and homes, states by name, buckets
+            slots = len(engine.order.pools.slots("device", "weights")) + 12  # and homes, states by name, buckets
             assert len(unit._views) <= 4 * slots
         engine.device.synchronize()  # else what is dropped at close may be held by the lane that was to do it
         views = [weakref.ref(v) for unit in engine.units for views in unit._views.values() for v in views]

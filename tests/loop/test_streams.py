@@ -13,7 +13,8 @@ from outcore.core.errors import RaceError
 from outcore.memory.arena import Region
 from outcore.runtime.device_cpu import CpuDevice
 from outcore.runtime.gradients import Gradients
-from outcore.runtime.race import COMPUTE, RaceChecker
+from outcore.runtime.race import RaceChecker
+from outcore.spec.timeline import COMPUTE
 
 from .rig import KINDS, adamw, batch, make, plan_for
 

@@ -13,9 +13,10 @@ def patient_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def settle(self: EarlyUpdates) -> None:
         for attempt in self._attempts.values():
-            assert attempt.updated is not None
-            attempt.updated.wait_issued()  # nothing that the race checker would take for an order
+            updated = attempt.gradients.unit.ledger.next_weights.ready
+            assert updated is not None
+            updated.wait_issued()  # nothing that the race checker would take for an order
 
     monkeypatch.setattr(EarlyUpdates, "settle", settle)
-    monkeypatch.setattr(_Attempt, "is_made", lambda self: self._is_made is not False)
+    monkeypatch.setattr(_Attempt, "is_due", lambda self: self._is_made is not False)
     monkeypatch.setattr(_Attempt, "settle", lambda self: True)

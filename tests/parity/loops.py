@@ -233,12 +233,16 @@ def finish(record: Record, model: nn.Module, optimizer: torch.optim.Optimizer, n
 
 
 def moments(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Moments:
-    """States by parameter name, read from ``state_dict`` in torch's format."""
+    """States by parameter name, read from ``state_dict`` in torch's format.
+
+    Without those of parameters that made no step: where there are masters they are saved with these from the start.
+    """
     order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
     state = optimizer.state_dict()["state"]
     return {
         order[i]: {k: torch.as_tensor(v).detach().clone() for k, v in values.items() if v is not None}
         for i, values in state.items()
+        if values.get("step") != 0 and values.keys() != {"master"}
     }
 
 

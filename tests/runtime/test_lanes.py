@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from outcore.core.errors import DiskError, LaneError
+from outcore.order.ledger import newest
 from outcore.runtime.device_open import open_device
 from outcore.runtime.faults import Faults
-from outcore.runtime.lanes import Handle, newest
+from outcore.runtime.lanes import Handle
 from outcore.runtime.threads import start_single_threaded
 from outcore.spec.lanes import Lane
 

@@ -12,8 +12,9 @@ from outcore.core.errors import RaceError
 from outcore.memory.arena import Region
 from outcore.runtime.device_open import open_device
 from outcore.runtime.faults import Faults
-from outcore.runtime.race import ACTORS, COMPUTE, HOST, RaceChecker
+from outcore.runtime.race import ACTORS, RaceChecker
 from outcore.spec.lanes import Lane
+from outcore.spec.timeline import COMPUTE, HOST
 
 SLOT = Region("device", 4096, 8192)
 HOME = Region("host", 0, 4096)

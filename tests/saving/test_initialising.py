@@ -175,7 +175,7 @@ class TestRefusals:
         def refuse(*_: object) -> None:
             raise AssertionError("memory was taken")
 
-        monkeypatch.setattr(engine_module, "Homes", refuse)
+        monkeypatch.setattr(engine_module, "Tiers", refuse)
 
     def refused(self, model: nn.Module, match: str) -> None:
         seeded = torch.random.get_rng_state()

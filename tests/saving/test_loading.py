@@ -247,7 +247,7 @@ class TestRefusals:
         def refuse(*_: object) -> None:
             raise AssertionError("memory was taken")
 
-        monkeypatch.setattr(engine_module, "Homes", refuse)
+        monkeypatch.setattr(engine_module, "Tiers", refuse)
 
     def refused(self, folder: Path, match: str, model: nn.Module | None = None) -> str:
         model = model or small.build("llama", meta=True)

@@ -1,27 +1,29 @@
 """From a plan and the order of visits to the operations of one training step, with everything that orders them.
 
-Pure: what a simulator runs over, and what tests hold the runtime against. One function per kind of traffic; each says
-what the runtime submits for it, and after what. Steps repeat, so some are laid out one behind the other and the last
-one is the schedule: what it waits for of the one before is what a step waits for.
+Pure: what a simulator runs over. The operations are those of ``outcore.order``, which the runtime submits, too; here
+they are written down. Steps repeat, so some are laid out one behind the other. The last of them is the schedule; its
+negative indices are what a step waits for in the step before.
 
 What visits do not tell is taken as usual: backward visits in a row are one backward pass, every unit that backward
-reaches gets a gradient and is updated, gradients are dropped after each step, and the clip factor, which needs all
-gradients, holds every update in ``step()`` back until backward is over. Early updates are all made in time and kept.
+reaches gets a gradient and is updated, and gradients are dropped after each step. What timing decides in a run is
+said here (``Circumstances``).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from outcore.planning.operations import Index, Operations, ScheduledUnit
-from outcore.planning.schedule_updates import Updates
+from outcore.order.ledger import Ledger, Span
+from outcore.order.slots import SlotPool
+from outcore.order.step import StepOrder
+from outcore.planning.paper import Entry, Paper
 from outcore.planning.weight_cache import Held, Move, Moves, changed_units, nothing_held, weight_moves
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
-from outcore.spec.schedule import ROOT, Kind, Phase, Schedule, Visit
-from outcore.spec.timeline import COMPUTE
+from outcore.spec.schedule import ROOT, Phase, Schedule, Visit
 
 _MAX_WARM_UP = 16
 
@@ -44,21 +46,37 @@ def update_order(visits: Iterable[Visit], num_units: int) -> list[int]:
     return [*first, *used, *(i for i in range(1, num_units) if i not in used)]
 
 
-def schedule(model: ModelSpec, plan: Plan, visits: Sequence[Visit]) -> Schedule:
+@dataclass(frozen=True, kw_only=True)
+class Circumstances:
+    """What a run decides by its timing or its numbers."""
+
+    clips: bool = True
+    """Updates in ``step()`` need a clip factor, which all gradients make."""
+    overtaken: frozenset[str] = frozenset()
+    """Units whose early update is not made, since gradients of a later one came before its turn."""
+
+
+def schedule(
+    model: ModelSpec, plan: Plan, visits: Sequence[Visit], circumstances: Circumstances | None = None
+) -> Schedule:
     """List what one training step among equal ones does.
 
     Args:
         model: Units in the plan's order.
         plan: Checked against the model.
         visits: From one ``step()`` to the next, of any number of micro-batches.
+        circumstances: None: as they are by default.
 
     Raises:
-        ConfigError: The plan lacks slots that these visits need.
+        ConfigError: The plan lacks slots for weights that these visits need.
+        MemoryBudgetError: It lacks other slots.
     """
-    steps = consecutive(model, plan, visits, nothing_held(plan))
+    steps = consecutive(model, plan, visits, nothing_held(plan), circumstances)
     before, step = next(steps), next(steps)
-    for _ in range(_MAX_WARM_UP):  # where slots are too few for what no step changes, contents may go round for ever
-        before, step = step, next(steps)  # at least once: in the first step no slot had kept states
+    # In the first step no slot has kept states. With too few slots for the frozen units, slot contents may never
+    # repeat; stop after some steps.
+    for _ in range(_MAX_WARM_UP):
+        before, step = step, next(steps)
         if (before.held_device, before.held_host) == (step.held_device, step.held_host):
             break
     oldest = -len(before.operations)  # what is over for longer orders nothing
@@ -66,7 +84,9 @@ def schedule(model: ModelSpec, plan: Plan, visits: Sequence[Visit]) -> Schedule:
     return replace(step, operations=tuple(operations))
 
 
-def consecutive(model: ModelSpec, plan: Plan, visits: Sequence[Visit], held: Held) -> Iterator[Schedule]:
+def consecutive(
+    model: ModelSpec, plan: Plan, visits: Sequence[Visit], held: Held, circumstances: Circumstances | None = None
+) -> Iterator[Schedule]:
     """Schedules of steps with the same visits, one behind the other, without end.
 
     Args:
@@ -74,83 +94,173 @@ def consecutive(model: ModelSpec, plan: Plan, visits: Sequence[Visit], held: Hel
         plan: Checked against the model.
         visits: Of each step.
         held: What slots for weights hold when the first one begins.
+        circumstances: None: as they are by default.
     """
-    steps, names = _Steps(model, plan, held), [unit.name for unit in model.units]
+    moves = weight_moves(model, plan, visits, held)  # refuses a plan without slots for weights
+    steps, names = _Steps(model, plan, held, circumstances or Circumstances()), [unit.name for unit in model.units]
     while True:
-        begin, moves = len(steps.row), weight_moves(model, plan, visits, held)
+        begin = len(steps.paper.row)
         steps.lay_out(visits, moves)
-        mine = [replace(op, after=tuple(i - begin for i in op.after)) for op in steps.row[begin:]]
+        mine = [replace(op, after=tuple(i - begin for i in op.after)) for op in steps.paper.row[begin:]]
         on_device, on_host = (tuple(None if i is None else names[i] for i in units) for units in held)
         yield Schedule(operations=tuple(mine), held_device=on_device, held_host=on_host)
         held = moves.held
+        moves = weight_moves(model, plan, visits, held)
 
 
 @dataclass(slots=True)
-class _CacheSlot:
-    """Of a weights cache: what must be over before it is written again, and what wrote it."""
+class _Progress:
+    """Of a unit, in a step."""
 
-    free_after: list[int] = field(default_factory=list)
-    written: Index = None
-    unit: int | None = None
+    is_open: bool = False
+    """It has gradients of this pass on the device."""
+    made: Entry | None = None
+    """What put them into a bucket."""
+    has_gradients: bool = False
+    num_passes: int = 0
+    """Backward passes that gave it gradients."""
+    is_counted: bool = False
+    """This pass is among them."""
+    is_attempted: bool = False
+    """It was updated inside backward."""
 
 
 class _Steps:
     """Lays out operations; remembers homes, slots and the last use of everything across steps."""
 
-    def __init__(self, model: ModelSpec, plan: Plan, held: Held) -> None:
-        self._operations = Operations(model, plan)
-        self.row, self._model = self._operations.row, model
-        self._updates = Updates(self._operations, model, plan)
-        self._slots = {tier: [_CacheSlot(unit=unit) for unit in getattr(held, tier)] for tier in Held._fields}
+    def __init__(self, model: ModelSpec, plan: Plan, held: Held, circumstances: Circumstances) -> None:
+        self.paper = paper = Paper([unit.name for unit in model.units])
+        self._model, self._plan, self._circumstances = model, plan, circumstances
+        order: StepOrder[Entry] = StepOrder(model, plan, paper)
+        self._units, self._weights = order.ledgers, order.weights
+        self._gradients, self._updates = order.gradients, order.updates
+        self._progress = [_Progress() for _ in self._units]
+        self.factors: list[Entry] = []
+        """What makes the clip factor of the step."""
+        self._reached: dict[int, Ledger[Entry]] = {}  # by this backward pass
+        self._weights.on_host.holders[:] = held.host
+        for slot, index in enumerate(held.device):
+            self._weights.on_device.holders[slot] = index
+            if index is not None:
+                self._units[index].slot = self._weights.on_device.slots[slot]
 
     def lay_out(self, visits: Sequence[Visit], moves: Moves) -> None:
         """One step."""
-        units, waiting = self._operations.units, deque(moves.moves)
-        for i, visit in enumerate(visits):
+        waiting = deque(moves.moves)
+        for i in range(len(visits)):
             while waiting and waiting[0].due <= i:
                 self._move(waiting.popleft())
-            self._visit(visit)
-            if visit.phase is Phase.BACKWARD:
-                self._updates.gradients.end_visit(i, visits)
-        backward_over = self._operations.computed
-        changed = changed_units(self._model, visits)
-        for index in self._updates.kept_first(update_order(visits, len(units))):
-            if index in changed:
-                self._updates.update(units[index], backward_over)
+            self._visit(i, visits)
+        self._step(visits)
 
     def _move(self, move: Move) -> None:
-        unit, slot = self._operations.units[move.unit], self._slots[move.tier][move.slot]
-        free_after, nbytes = [*slot.free_after, slot.written], unit.spec.weight_bytes
-        if move.tier == "host":
-            after = [*free_after, unit.weights.ready]
-            written = self._operations.add("weights_read", "read weights of", unit, nbytes, after, move)
-            unit.weights.readers.append(written)
-        else:
-            written = self._fetch(unit, free_after, move)
-        slot.free_after, slot.written, slot.unit = [], written, unit.index
+        self.paper.move = move
+        (self._weights.read if move.tier == "host" else self._weights.fetch)(move.unit, move.slot)
+        self.paper.move = None
 
-    def _fetch(self, unit: ScheduledUnit, free_after: list[Index], move: Move) -> int:
-        nbytes = unit.spec.weight_bytes
-        if unit.plan.weights == "host":
-            fetched = self._operations.add("h2d", "fetch", unit, nbytes, [*free_after, unit.weights.ready], move)
-            unit.weights.readers.append(fetched)
-            return fetched
-        source = self._slot_of(unit, "host")
-        fetched = self._operations.add("h2d", "fetch", unit, nbytes, [*free_after, source.written], move)
-        source.free_after = [fetched]
-        return fetched
+    def _visit(self, i: int, visits: Sequence[Visit]) -> None:
+        phase, unit = visits[i].phase, self._units[visits[i].unit]
+        self._weights.use(unit, phase)
+        if phase is Phase.BACKWARD and unit.spec.trainable:
+            self._reached[unit.index], self._progress[unit.index].is_open = unit, True
+            if unit.index != ROOT and unit.gradients.tier != "device":  # else they stay loose
+                progress = self._progress[unit.index]
+                _, progress.made = self._gradients.collect(unit, progress.made, self._make_room)
+        self._weights.used(unit)
+        if phase is Phase.BACKWARD:
+            self._end_visit(unit, _rest_of_pass(i, visits))
 
-    def _slot_of(self, unit: ScheduledUnit, tier: str) -> _CacheSlot:
-        return next(slot for slot in self._slots[tier] if slot.unit == unit.index)
+    def _make_room(self, pool: SlotPool[Entry]) -> None:
+        self._send(next(u for u in self._reached.values() if u.bucket is not None and u.bucket.pool is pool))
 
-    def _visit(self, visit: Visit) -> None:
-        unit = self._operations.units[visit.unit]
-        is_streamed = unit.plan.weights != "device" and unit.spec.weight_bytes
-        slot = self._slot_of(unit, "device") if is_streamed else None
-        present = unit.weights.ready if slot is None else slot.written
-        kind: Kind = visit.phase.value
-        done = self._operations.add(COMPUTE, kind, unit, 0, [present])
-        if visit.phase is Phase.BACKWARD and unit.spec.trainable:
-            done = self._updates.gradients.collect(unit)
-        if slot is not None:
-            slot.free_after = [done]
+    def _end_visit(self, unit: Ledger[Entry], rest: set[int]) -> None:
+        """Send home what is complete: a unit's gradients with its last visit of the pass, the root's with the pass."""
+        if unit.index != ROOT and unit.index not in rest and self._progress[unit.index].is_open:
+            self._send(unit)
+        if not rest:
+            root = self._units[ROOT]
+            if root.spec.trainable:
+                self._send(root)
+            for reached in (root, *self._reached.values()):
+                self._progress[reached.index].is_counted = False
+            self._reached.clear()
+
+    def _send(self, unit: Ledger[Entry]) -> None:
+        progress = self._progress[unit.index]
+        progress.is_open, progress.made = False, None
+        self._gradients.send(unit, _Nothing(self, unit), is_first=not progress.has_gradients)
+        progress.num_passes += not progress.is_counted
+        progress.has_gradients = progress.is_counted = True
+        if unit.plan.early and progress.num_passes == self._plan.accumulation_steps:
+            if progress.is_attempted:  # gradients came once more
+                self._updates.forget_attempt(unit)
+            progress.is_attempted = True
+            self._updates.attempt(unit, _Nothing(self, unit))
+
+    def _step(self, visits: Sequence[Visit]) -> None:
+        backward = self.paper.mark("is over", self._units[ROOT])
+        if any(progress.is_attempted for progress in self._progress):
+            self.paper.wait("backward is over", backward)
+        self.factors = [backward] if self._circumstances.clips else []
+        changed = changed_units(self._model, visits)
+        indices = [i for i in update_order(visits, len(self._units)) if i in changed]
+        self._updates.step((self._units[i] for i in indices), lambda unit: _Nothing(self, unit))
+        for index in indices:
+            self._progress[index] = _Progress()
+
+    def is_made_early(self, unit: Ledger[Entry]) -> bool:
+        """Whether a unit's early update takes place."""
+        return self._progress[unit.index].is_attempted and unit.spec.name not in self._circumstances.overtaken
+
+
+class _Nothing:
+    """What operations do on paper."""
+
+    def __init__(self, steps: _Steps, unit: Ledger[Entry]) -> None:
+        self._steps, self._unit = steps, unit
+        self.is_early, self.factors = steps.is_made_early(unit), steps.factors
+        self.nbytes = unit.spec.trainable_bytes
+
+    def leave(self, target: Span) -> None:
+        """Nothing."""
+
+    def landed(self) -> None:
+        """Nothing."""
+
+    def add_on_device(self) -> None:
+        """Nothing."""
+
+    def add_on_host(self, landing: Span, target: Span) -> None:
+        """Nothing."""
+
+    def begin(self) -> None:
+        """Nothing."""
+
+    def at_once(self, grads: Span, states: Span, weights: Span, scratch: Span) -> None:
+        """Nothing."""
+
+    def in_place(self, grads: Span, states: Span | None, weights: Span, *, is_slot: bool) -> None:
+        """Nothing."""
+
+    def staged(self, grads: Span, states: Span, weights: Span, scratch: Span) -> None:
+        """Nothing."""
+
+    def weights_sent(self) -> None:
+        """Nothing."""
+
+    def out_of_place(self, grads: Span, new: tuple[Span | None, Span], old: tuple[Span | None, Span | None]) -> None:
+        """Nothing."""
+
+    def is_due(self) -> bool:
+        """Whether it is not overtaken."""
+        return self._steps.is_made_early(self._unit)
+
+    def is_wanted(self) -> bool:
+        """Always."""
+        return True
+
+
+def _rest_of_pass(i: int, visits: Sequence[Visit]) -> set[int]:
+    """Units that the backward pass of a visit reaches after it."""
+    after = itertools.takewhile(lambda visit: visit.phase is Phase.BACKWARD, itertools.islice(visits, i + 1, None))
+    return {visit.unit for visit in after}

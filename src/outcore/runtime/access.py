@@ -8,9 +8,11 @@ from __future__ import annotations
 import torch
 
 from outcore.memory.arena import Buffer
+from outcore.order.ledger import Home
+from outcore.order.slots import Pools
 from outcore.runtime.device import Device
-from outcore.runtime.homes import Home, Homes
 from outcore.runtime.lanes import Handle
+from outcore.runtime.tiers import Tiers
 from outcore.runtime.unit import Unit, flat, shaped, torch_dtype
 from outcore.runtime.weights import Weights
 
@@ -18,22 +20,21 @@ from outcore.runtime.weights import Weights
 class Access:
     """One parameter at a time."""
 
-    def __init__(self, homes: Homes, device: Device, weights: Weights) -> None:
+    def __init__(self, tiers: Tiers, pools: Pools[Handle], device: Device, weights: Weights) -> None:
         """Nothing is allocated."""
-        self._homes, self._device, self._weights = homes, device, weights
+        self.device = device
+        self._tiers, self._pools, self._weights = tiers, pools, weights
 
     def read_weight(self, unit: Unit, index: int) -> torch.Tensor:
         """The current weight as a fresh tensor in host memory."""
         spec = unit.spec.params[index]
-        span = unit.spec.weight_offsets[index], spec.weight_bytes
-        found = self._read(unit.weights, span, unit.weights_ready, "weights updated")
+        found = self._read(unit.ledger.weights, unit.spec.weight_offsets[index], spec.weight_bytes)
         return shaped(spec, found.view(torch_dtype(spec.dtype)))
 
     def read_state(self, unit: Unit, name: str, index: int) -> torch.Tensor:
         """One optimizer state, master weights included, as a fresh tensor in host memory."""
         spec = unit.spec.trainable[index]
-        span = self._state_span(unit, name, index)
-        found = self._read(unit.states, span, unit.states_ready, "states written")
+        found = self._read(unit.ledger.states, _state_offset(unit, name, index), spec.update_bytes)
         return shaped(spec, found.view(torch_dtype(spec.update_dtype)))
 
     @torch.no_grad()
@@ -47,12 +48,10 @@ class Access:
         weight = flat(spec, value.detach().to(torch_dtype(spec.dtype)))
         self._weights.invalidate(unit)
         unit.weights_version += 1
-        for handle in unit.weights_readers:
-            self._device.wait("weights fetched", handle)
-        self._write(unit.weights, unit.spec.weight_offsets[index], weight, unit.weights_ready, "weights updated")
-        if unit.is_resident:  # a graph that saved the old weights must not be walked any more
+        self._write(unit.ledger.weights, unit.spec.weight_offsets[index], weight)
+        if unit.ledger.is_resident:  # a graph that saved the old weights must not be walked any more
             unit.note_change(index)
-        if unit.has_master and spec.requires_grad:
+        if unit.ledger.has_master and spec.requires_grad:
             self.write_master(unit, index, value)
 
     @torch.no_grad()
@@ -70,49 +69,51 @@ class Access:
     def write_state(self, unit: Unit, name: str, index: int, value: torch.Tensor) -> None:
         """Replace one optimizer state."""
         unit.states_version += 1
-        for handle in unit.states_readers:
-            self._device.wait("states read", handle)
-        start, _ = self._state_span(unit, name, index)
         spec = unit.spec.trainable[index]
         state = flat(spec, value.detach().to(torch_dtype(spec.update_dtype)))
-        self._write(unit.states, start, state, unit.states_ready, "states written")
+        self._write(unit.ledger.states, _state_offset(unit, name, index), state)
 
-    def _state_span(self, unit: Unit, name: str, index: int) -> tuple[int, int]:
-        start, _ = unit.state_span(name)
-        return start + unit.spec.update_offsets[index], unit.spec.trainable[index].update_bytes
-
-    def _read(self, home: Home | None, span: tuple[int, int], ready: Handle | None, label: str) -> torch.Tensor:
-        start, nbytes = span
+    def _read(self, home: Home[Handle], start: int, nbytes: int) -> torch.Tensor:
         result = torch.empty(nbytes, dtype=torch.uint8)
-        if home is None or not nbytes:
+        if home.memory is None or not nbytes:
             return result
-        part = home.part(start, start + nbytes)
+        part = home.span(start, start + nbytes).memory
         if isinstance(part, Buffer):
-            self._order(part, ready, label, is_write=False)
+            self._order(home, part, is_write=False)
             return result.copy_(part.bytes)
-        self._device.wait(label, ready)
-        self._device.host_access("read from disk", reads=[part.region])
-        self._homes.store().read(part, result)
+        self._wait(home)
+        self.device.host_access("read from disk", reads=[part.region])
+        self._tiers.store().read(part, result)
         return result
 
-    def _write(self, home: Home | None, start: int, value: torch.Tensor, ready: Handle | None, label: str) -> None:
-        if home is None or not value.numel():
+    def _write(self, home: Home[Handle], start: int, value: torch.Tensor) -> None:
+        self.device.wait(f"{home.kind} read", home.readers)
+        if home.memory is None or not value.numel():
             return
         source = value.contiguous().view(torch.uint8)
-        part = home.part(start, start + source.numel())
+        part = home.span(start, start + source.numel()).memory
         if isinstance(part, Buffer):
-            self._order(part, ready, label, is_write=True)
+            self._order(home, part, is_write=True)
             part.bytes.copy_(source)
             return
-        self._device.wait(label, ready)
-        self._device.host_access("write to disk", writes=[part.region])
-        self._homes.store().write(part, source.cpu().clone())
-        self._homes.forget(part)
+        self._wait(home)
+        self.device.host_access("write to disk", writes=[part.region])
+        self._tiers.store().write(part, source.cpu().clone())
+        self._pools.forget(home)
 
-    def _order(self, part: Buffer, ready: Handle | None, label: str, *, is_write: bool) -> None:
+    def _wait(self, home: Home[Handle]) -> None:
+        for label, dependency in home.before_read().items():
+            self.device.wait(label, dependency)
+
+    def _order(self, home: Home[Handle], part: Buffer, *, is_write: bool) -> None:
         regions = {"writes" if is_write else "reads": [part.region]}
-        if part.region.arena == "device":
-            self._device.compute("access to one parameter", after={label: ready}, **regions)
+        if home.tier == "device":
+            self.device.compute("access to one parameter", after=home.before_read(), **regions)
         else:
-            self._device.wait(label, ready)
-            self._device.host_access("access to one parameter", **regions)
+            self._wait(home)
+            self.device.host_access("access to one parameter", **regions)
+
+
+def _state_offset(unit: Unit, name: str, index: int) -> int:
+    start, _ = unit.state_span(name)
+    return start + unit.spec.update_offsets[index]

@@ -31,10 +31,11 @@ from outcore.runtime.lanes import (
     Operation,
     Service,
 )
-from outcore.runtime.race import COMPUTE, HOST, RaceChecker
+from outcore.runtime.race import RaceChecker
 from outcore.runtime.recorder import Recorder
 from outcore.runtime.room import Meter
 from outcore.spec.lanes import Lane
+from outcore.spec.timeline import COMPUTE, HOST
 
 NOTHING: After = MappingProxyType({})
 

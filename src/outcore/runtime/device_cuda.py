@@ -16,9 +16,10 @@ import torch
 from outcore.runtime.device import Device, aligned_bytes
 from outcore.runtime.faults import Faults
 from outcore.runtime.lanes import Handle, Operation, Pace, run_on_host
-from outcore.runtime.race import COMPUTE, RaceChecker
+from outcore.runtime.race import RaceChecker
 from outcore.runtime.recorder import Recorder
 from outcore.spec.lanes import COPY_LANES, Lane
+from outcore.spec.timeline import COMPUTE
 
 _CYCLES_PER_S = 1_000_000_000  # what torch.cuda._sleep counts; GPUs run at 1 to 2 GHz, and only tests sleep
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process

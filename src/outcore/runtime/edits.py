@@ -16,20 +16,19 @@ import torch
 from outcore.core.errors import UnsupportedError
 from outcore.runtime.absent import unfreezing_refusal
 from outcore.runtime.access import Access
-from outcore.runtime.device import Device
 from outcore.runtime.unit import Unit, torch_dtype
 from outcore.spec.model import ParamSpec, row_major
 
 
 @torch.no_grad()
-def take_edits(unit: Unit, access: Access, device: Device) -> None:
+def take_edits(unit: Unit, access: Access) -> None:
     """Make what a user did to the weights of a resident unit count. Does nothing while they are absent or gathered.
 
     Raises:
         UnsupportedError: A frozen parameter was unfrozen, or the shape or dtype of one was changed.
     """
     buffer = unit.device_buffer()
-    if not unit.is_resident or not unit.is_present or unit.is_gathered or unit.num_lent or buffer is None:
+    if not unit.ledger.is_resident or not unit.is_present or unit.is_gathered or unit.num_lent or buffer is None:
         return
     is_moved = False
     for i, (param, view) in enumerate(zip(unit.params, unit.weight_views(buffer), strict=True)):
@@ -37,14 +36,14 @@ def take_edits(unit: Unit, access: Access, device: Device) -> None:
             raise UnsupportedError(unfreezing_refusal(unit.spec.params[i].name))
         if param.data_ptr() != view.data_ptr():
             is_moved = True
-            device.compute(f"edit of {unit.label}", writes=[buffer.region])
+            access.device.compute(f"edit of {unit.label}", writes=[buffer.region])
             refuse_other_form(unit.spec.params[i], param)
             refuse_other_strides(unit.spec.params[i], param)
             view.copy_(param)
         elif param._version == unit.versions[i] and i not in unit.touched:
             continue
         unit.weights_version += 1
-        if unit.has_master and i < unit.num_trainable:
+        if unit.ledger.has_master and i < unit.num_trainable:
             access.write_master(unit, i, access.read_weight(unit, i))
     if is_moved:
         unit.point_at(buffer)
@@ -67,7 +66,7 @@ class OwnEdits:
 
     def begin(self) -> None:
         """Forward is about to run, on present parameters."""
-        if not self._unit.is_resident:
+        if not self._unit.ledger.is_resident:
             self._unit.touched.clear()
         self._versions = [p._version for p in self._unit.params]
 
@@ -81,7 +80,7 @@ class OwnEdits:
         unit = self._unit
         moved = [i for i, p in enumerate(unit.params) if p._version != self._versions[i]]
         self.suspects = sorted({*moved, *unit.touched}) if moved or unit.touched else []
-        return self._changed() if self.suspects and not (unit.is_resident or unit.is_gathered) else {}
+        return self._changed() if self.suspects and not (unit.ledger.is_resident or unit.is_gathered) else {}
 
     def _changed(self) -> dict[int, torch.Tensor]:
         unit, changed = self._unit, {}

@@ -16,6 +16,7 @@ from outcore.core.errors import ConfigError, LaneError, OutcoreError, Unsupporte
 from outcore.memory.allocator import WORTH_BYTES, HeldBack
 from outcore.optim.rules import Hyper, UpdateRule
 from outcore.optim.sums import run_here
+from outcore.order.step import StepOrder
 from outcore.planning.partition import Partition
 from outcore.runtime.access import Access
 from outcore.runtime.call import GradientSink, Services, UnitCall
@@ -25,18 +26,17 @@ from outcore.runtime.early import EarlyUpdates
 from outcore.runtime.fill import Values, fill_unit
 from outcore.runtime.gradient_homes import GradientHomes
 from outcore.runtime.gradients import Gradients
-from outcore.runtime.homes import Homes
+from outcore.runtime.lanes import Handle
 from outcore.runtime.module_guard import ModuleGuard
 from outcore.runtime.one_process import refuse_process_group
 from outcore.runtime.plain import PlainCall, PlainUpdates
+from outcore.runtime.port import LivePort
 from outcore.runtime.recovery import Recovery
 from outcore.runtime.room import Room
-from outcore.runtime.staged_updates import StagedUpdates
-from outcore.runtime.streamed import Stepper, StreamedUpdates, Ways
-from outcore.runtime.supply import Supply
+from outcore.runtime.streamed import Stepper, StreamedUpdates
+from outcore.runtime.tiers import Tiers
 from outcore.runtime.traffic import Traffic
 from outcore.runtime.unit import Unit
-from outcore.runtime.updates import Updates
 from outcore.runtime.weights import Weights
 from outcore.runtime.workers import UpdateWorkers
 from outcore.spec.plan import Plan
@@ -78,30 +78,31 @@ class Engine:
         self._closing = ExitStack()
         self._closing.callback(device.close)
         with self._closing_on_error():
-            self.homes = Homes(partition.spec, plan, device, paths)
-            self._closing.callback(self.homes.close)
-            owners = [_Absence(self) for _ in partition.spec.units]
-            everything = zip(partition.spec.units, plan.units, partition.modules, partition.params, owners, strict=True)
-            self.units = [Unit(s, u, partition.spec, m, list(p), self.homes.homes, o) for s, u, m, p, o in everything]
-            for owner, unit in zip(owners, self.units, strict=True):
-                owner.unit = unit
+            self.tiers = Tiers(partition.spec, plan, device, paths)
+            self._closing.callback(self.tiers.close)
+            port = LivePort(device, self.traffic, self.tiers.store)
+            self.order: StepOrder[Handle] = StepOrder(partition.spec, plan, port)
+            self.tiers.hand_out(self.order)
+            self.units = self._units_of(partition)
             on_host = any(u.is_updated_on_host and u.num_trainable for u in self.units)
             spare = 0 if device.kind == "cpu" else 1  # on the CPU compute and updates share all cores
             self._workers = UpdateWorkers(spare_cores=spare) if rule is not None and on_host else None
             if self._workers is not None:
                 self._closing.callback(self._workers.close)
-            self._closing.callback(_stop_lanes, device, self.homes, self._workers)
+            self._closing.callback(_stop_lanes, device, self.tiers, self._workers)
         spec, has_steps, self._recovery = partition.spec, rule is not None, Recovery(device)
-        self.weights = Weights(self.units, self.homes, self._recovery, self.traffic, spec, plan, has_steps=has_steps)
-        run_all = run_here if self._workers is None else self._workers.run_all
-        resting = GradientHomes(self.homes, device, self.traffic, run_all)
+        order, run_all = self.order, run_here if self._workers is None else self._workers.run_all
+        self.weights = Weights(self.units, order.weights, self._recovery, spec, plan, has_steps=has_steps)
+        resting = GradientHomes(self.tiers, order.pools, device, run_all)
         steps, clipping = promises.accumulation_steps, promises.clipping
-        self.gradients = Gradients(self.units, self.homes, device, resting, steps, self._recovery, clipping=clipping)
+        self.gradients = Gradients(
+            self.units, order.gradients, device, resting, steps, self._recovery, clipping=clipping
+        )
         self.groups: Sequence[Mapping[str, Any]] = ()
         """The param groups as they are now, for updates that do not wait for ``step``."""
         self._doubts = Doubts(device)
-        self.access = Access(self.homes, device, self.weights)
-        self._stepper: Stepper = self._streamed_updates(resting)
+        self.access = Access(self.tiers, order.pools, device, self.weights)
+        self._stepper: Stepper = self._streamed_updates()
         self._room = Room(0)
         self.places = {id(p): (u, i) for u in self.units for i, p in enumerate(u.params)}
         self.is_closed = False
@@ -109,16 +110,20 @@ class Engine:
         self._moved: list[Unit] = []
         self._undo: list[Callable[[], None]] = []
 
-    def _streamed_updates(self, resting: GradientHomes) -> StreamedUpdates:
-        homes, device, traffic = self.homes, self.device, self.traffic
-        supply = Supply(homes, device, traffic, resting)
-        updates = Updates(homes, device, traffic, self.weights, supply, self._workers)
-        staged = StagedUpdates(updates, homes, device, traffic, self.model_spec)
-        early = EarlyUpdates(updates, supply, device, traffic, lambda: self._hypers(self.groups))
+    def _units_of(self, partition: Partition) -> list[Unit]:
+        owners = [_Absence(self) for _ in self.order.ledgers]
+        everything = zip(self.order.ledgers, partition.modules, partition.params, owners, strict=True)
+        units = [Unit(ledger, module, list(params), owner) for ledger, module, params, owner in everything]
+        for owner, unit in zip(owners, units, strict=True):
+            owner.unit = unit
+        return units
+
+    def _streamed_updates(self) -> StreamedUpdates:
+        order, workers = self.order.updates, self._workers
+        early = EarlyUpdates(order, self.device, self.traffic, workers, lambda: self._hypers(self.groups))
         self.gradients.on_last = early.attempt
-        self._recovery.parts += [early.reset, homes.reclaim]
-        ways = Ways(updates, staged, early, supply, self.access)
-        return StreamedUpdates(self.units, self.gradients, self.weights, device, ways)
+        self._recovery.parts += [early.reset, self.order.pools.reclaim]
+        return StreamedUpdates(self.units, self.gradients, self.weights, order, early, self.access, workers)
 
     def attach(self, values: Callable[[Unit], Values]) -> None:
         """Move the model in: fill homes unit by unit, make parameters absent, take over forward.
@@ -134,10 +139,10 @@ class Engine:
             for unit in self.units:
                 if not self.plan.plain:
                     self._take_gradients(unit)
-                fill_unit(unit, self.homes, values(unit), initial)
+                fill_unit(unit, self.tiers, self.order.pools, values(unit), initial)
                 self.device.synchronize()
                 self._moved.append(unit)
-                if unit.is_resident:
+                if unit.ledger.is_resident:
                     unit.point_at(unit.device_buffer())
                 else:
                     unit.mark_absent(device=self.device.torch_device)
@@ -145,7 +150,7 @@ class Engine:
                 if freed_bytes >= WORTH_BYTES:
                     freed_bytes = 0
                     self._held_back.give_back()
-            self.homes.settle()
+            self.tiers.settle()
             self._held_back.give_back()
             if self.plan.kept_bytes:
                 self._room = Room(self.plan.kept_bytes, self.device.meter())
@@ -248,7 +253,7 @@ class Engine:
         if unit is None or i >= unit.num_trainable:
             return
         spec = unit.spec.params[i]
-        for name in unit.state_names:
+        for name in unit.ledger.state_names:
             value = values.get(name)
             if value is not None and tuple(value.shape) != spec.shape:
                 raise ConfigError(
@@ -261,9 +266,9 @@ class Engine:
         unit, i = self.places.get(id(param), (None, 0))
         if unit is None or i >= unit.num_trainable or self._rule is None:
             return
-        has_states = any(values.get(name) is not None for name in unit.state_names if name != "master")
+        has_states = any(values.get(name) is not None for name in unit.ledger.state_names if name != "master")
         unit.steps[i] = int(values["step"]) if "step" in values else int(has_states)  # SGD keeps no step
-        for name in unit.state_names:
+        for name in unit.ledger.state_names:
             value = values.get(name)
             if value is None and name != "master":
                 spec = unit.spec.params[i]
@@ -313,6 +318,7 @@ class Engine:
         for unit in self.units:
             unit.forget()
         self.weights.forget()
+        self.order.pools.let_go()
         self._stepper.forget()
 
     @contextmanager
@@ -340,7 +346,7 @@ class _Absence:
     def make_present(self) -> bool:
         """Parameters that live on the device need only wait for their update."""
         engine = self._engine()
-        if engine is None or engine.is_closed or not self.unit.is_resident:
+        if engine is None or engine.is_closed or not self.unit.ledger.is_resident:
             return False
         engine.weights.present_on_demand(self.unit)
         return True
@@ -353,12 +359,12 @@ class _Absence:
         return f"in {'host memory' if self.unit.plan.weights == 'host' else 'the disk tier'} between calls of its unit"
 
 
-def _stop_lanes(device: Device, homes: Homes, workers: UpdateWorkers | None) -> None:
+def _stop_lanes(device: Device, tiers: Tiers, workers: UpdateWorkers | None) -> None:
     """Nothing may be in flight to or from memory and files that are given back."""
     if workers is not None:
         workers.stop()
-    if homes.disk is not None:
-        homes.disk.stop()
+    if tiers.disk is not None:
+        tiers.disk.stop()
     try:
         device.stop()
     except LaneError as error:  # said, since whatever made the program close matters more

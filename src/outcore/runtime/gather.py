@@ -31,7 +31,7 @@ def gathered_units(engine: Engine, units: Sequence[Unit], *, write: bool) -> Ite
     mine = [u for u in units if not u.is_gathered]
     try:
         for unit in mine:
-            take_edits(unit, engine.access, engine.device)
+            take_edits(unit, engine.access)
             for i, param in enumerate(unit.params):
                 value = engine.access.read_weight(unit, i).to(engine.device.torch_device)
                 param.__class__ = Parameter

@@ -12,210 +12,116 @@ from typing import Any
 import torch
 
 from outcore.memory.arena import TEMPORARY, Buffer, Region
-from outcore.memory.disk import Extent
 from outcore.optim.sums import RunAll, Sum, add_works, run_here, widen_rounds
+from outcore.order.ledger import After, Span
+from outcore.order.slots import Pools
 from outcore.runtime.device import Device
-from outcore.runtime.disk_transfers import Answer, DiskTransfers
 from outcore.runtime.grad_handle import GradHandle
-from outcore.runtime.homes import Homes, Slot, SlotPool
-from outcore.runtime.lanes import After, Handle, newest
-from outcore.runtime.traffic import Traffic
-from outcore.runtime.unit import Unit, expect_buffer, expect_extent, flat, torch_dtype
+from outcore.runtime.lanes import Handle
+from outcore.runtime.tiers import Tiers
+from outcore.runtime.unit import Unit, flat, torch_dtype
 from outcore.runtime.unit_gradients import Pass, UnitGradients
 from outcore.spec.lanes import Lane
 
 
-class GradientHomes:
-    """Moves gradients between device and home, and accumulates them at home."""
+class PassWork:
+    """What is done with the gradients of one pass. See ``order.gradients.GradientWork``."""
 
-    def __init__(self, homes: Homes, device: Device, traffic: Traffic, run_all: RunAll = run_here) -> None:
-        """Nothing is allocated: homes and slots exist.
-
-        Args: run_all: Who accumulates in host memory.
-        """
-        self._homes, self._device, self._traffic, self._run_all = homes, device, traffic, run_all
-        self._transfers = DiskTransfers(homes, device, traffic)
-
-    def send(self, gradients: UnitGradients, current: Pass, held: Mapping[int, GradHandle]) -> Handle | None:
-        """Send the sums of a pass home.
+    def __init__(
+        self,
+        gradients: UnitGradients,
+        current: Pass,
+        held: Mapping[int, GradHandle],
+        device: Device,
+        run_all: RunAll,
+    ) -> None:
+        """What is to be sent home.
 
         Args:
             gradients: Of the unit; its form is kept up to date.
             current: The pass. Its bucket or loose tensors are written; loose ones are kept alive until they have left.
             held: Gradients already at home that count; those also in the pass are added to.
-
-        Returns:
-            The copy out of the bucket, or None where nothing is copied by a lane.
+            device: Where they are.
+            run_all: Who accumulates in host memory.
         """
-        unit = gradients.unit
-        if unit.plan.gradients == "device":
-            self._accumulate_on_device(gradients, current, held)
-            return None
-        if unit.plan.gradients == "host" and not held:
-            return self._land_at_home(gradients, current)
-        return self._land_and_accumulate(gradients, current, held)
+        self._gradients, self._current, self._held = gradients, current, held
+        self._unit, self._device, self._run_all = gradients.unit, device, run_all
 
-    def _accumulate_on_device(self, gradients: UnitGradients, current: Pass, held: Mapping[int, GradHandle]) -> None:
-        unit = gradients.unit
-        home = expect_buffer(unit.gradients, unit.label)
-        after: After = {"gradients read": unit.gradients_readers, "gradients stored": unit.gradients_ready}
-        self._device.compute(f"accumulate {unit.label}", writes=[home.region], after=after)
-        views, specs = unit.update_views(home), unit.spec.params
+    @property
+    def nbytes(self) -> int:
+        """How many bytes the pass gave."""
+        if self._unit.ledger.bucket is not None:
+            return self._unit.spec.trainable_bytes
+        return sum(grad.nbytes for grad in self._current.loose.values())
+
+    def leave(self, target: Span) -> Callable[[], None]:
+        """Copy them to host memory in native form."""
+        unit, buffer, bucket = self._unit, target.memory, self._unit.ledger.bucket
+        if bucket is not None:
+            copies = [(buffer.bytes, bucket.slot.span(target.nbytes).memory.bytes)]
+        else:
+            views = unit.native_views(buffer)
+            copies = [(views[i], grad) for i, grad in self._current.loose.items()]
+            for grad in self._current.loose.values():
+                self._device.hand_over(grad, Lane.D2H)
+
+        def deed() -> None:
+            for to, origin in copies:
+                to.copy_(origin, non_blocking=True)
+
+        return deed
+
+    def landed(self) -> None:
+        """They are what is at home, as autograd made them."""
+        self._gradients.is_native = True
+
+    def add_on_device(self) -> None:
+        """Add them to what lives on the device."""
+        unit, current, held = self._unit, self._current, self._held
+        views, specs = unit.update_views(unit.ledger.gradients.memory), unit.spec.params
         first = [i for i in current.loose if i not in held]
         if first:
             torch._foreach_copy_([views[i] for i in first], [flat(specs[i], current.loose[i]) for i in first])
         for i in current.loose.keys() & held.keys():
             _add(flat(specs[i], current.loose[i]), views[i], held[i].factors)
-        gradients.is_native = False
-        unit.gradients_ready, unit.gradients_readers = self._device.mark(f"accumulated {unit.label}"), []
+        self._gradients.is_native = False
 
-    def _land_at_home(self, gradients: UnitGradients, current: Pass) -> Handle:
-        unit = gradients.unit
-        home = expect_buffer(unit.gradients, unit.label)
-        done = self._copy_out(
-            unit, current, home, {"gradients read": unit.gradients_readers, "gradients stored": unit.gradients_ready}
-        )
-        gradients.is_native = True
-        unit.gradients_ready, unit.gradients_readers = done, []
-        return done
-
-    def _land_and_accumulate(self, gradients: UnitGradients, current: Pass, held: Mapping[int, GradHandle]) -> Handle:
-        unit = gradients.unit
-        pool, slot = self._homes.take("host", "landing", unit.spec.trainable_bytes)
-        landing = slot.buffer.part(0, unit.spec.trainable_bytes)
-        landed = self._copy_out(unit, current, landing, {"landing free": slot.free_after})
-        if unit.plan.gradients == "disk" and not held:
-            extent, written = self._write_to_disk(unit, landing, {"gradients landed": landed})
-            self._homes.give_kept(pool, slot, extent, landed, written)
-            gradients.is_native = True
-        else:
-            added = self._accumulate_on_host(gradients, current.present, held, landing, landed)
-            poison = self._device.poison(landing, lane=Lane.UPDATE)
-            pool.give(slot, [h for h in (added, poison) if h is not None])
-        return landed
-
-    def _accumulate_on_host(
-        self,
-        gradients: UnitGradients,
-        present: set[int],
-        held: Mapping[int, GradHandle],
-        landing: Buffer,
-        landed: Handle,
-    ) -> Handle:
-        """Add what landed to what is at home, on the update lane; on disk by reading and writing back."""
-        unit = gradients.unit
-        slot: tuple[SlotPool, Slot] | None = None
-        if unit.plan.gradients == "host":
-            target = expect_buffer(unit.gradients, unit.label)
-            after: After = {"gradients read": unit.gradients_readers, "gradients stored": unit.gradients_ready}
-        else:
-            target, slot, after = self.fetch_from_disk(unit)
-        was_native, gradients.is_native = gradients.is_native, False
+    def add_on_host(self, landing: Span, target: Span) -> Callable[[], None]:
+        """Add what landed to what is at home, scaled as it was meant to be."""
+        unit, held, present = self._unit, self._held, self._current.present
+        was_native, self._gradients.is_native = self._gradients.is_native, False
         factors = {i: [f.to("cpu") for f in held[i].factors] for i in present if i in held}
         indices = {i: held.get(i) for i in sorted(present)}
         for i in present & held.keys():
             held[i].factors.clear()
+        landed, home = landing.memory, target.memory
 
-        def work() -> None:
+        def deed() -> None:
             if was_native:
-                promote(unit, target, list(held), self._run_all)
-            sources, targets = unit.flat_views(landing), unit.update_views(target)
+                promote(unit, home, list(held), self._run_all)
+            sources, targets = unit.flat_views(landed), unit.update_views(home)
             sums = [
                 Sum(targets[i], sources[i], tuple(factors.get(i, ())), is_first=handle is None)
                 for i, handle in indices.items()
             ]
             self._run_all(add_works(sums))
 
-        added = self._device.submit(
-            Lane.UPDATE,
-            f"accumulate {unit.label}",
-            work,
-            reads=[landing.region],
-            writes=[target.region],
-            after={"gradients landed": landed, **after},
-        )
-        if slot is None:
-            unit.gradients_ready, unit.gradients_readers = added, []
-        else:
-            extent, written = self._write_to_disk(unit, target, {"gradients accumulated": added})
-            self._homes.give_kept(*slot, extent, added, written)
-        return added
+        return deed
 
-    def _copy_out(self, unit: Unit, current: Pass, target: Buffer, after: After) -> Handle:
-        """Copy a pass's sums to host memory in native form."""
-        written = self._device.mark(f"gradients of {unit.label} made")
-        nbytes = unit.spec.trainable_bytes
-        if current.bucket is not None:
-            source = current.bucket[1].buffer.part(0, nbytes)
-            copies = [(target.bytes[:nbytes], source.bytes)]
-            reads = [source.region]
-        else:
-            views = unit.native_views(target)
-            copies = [(views[i], grad) for i, grad in current.loose.items()]
-            reads = []
-            for grad in current.loose.values():
-                self._device.hand_over(grad, Lane.D2H)
 
-        def work() -> None:
-            for to, origin in copies:
-                to.copy_(origin, non_blocking=True)
+class GradientHomes:
+    """Gradients at rest: their values, changes to them, and what a pass adds."""
 
-        self._traffic.add(Lane.D2H, sum(to.nbytes for to, _ in copies))
-        region = target.part(0, nbytes).region
-        return self._device.submit(
-            Lane.D2H,
-            f"gradients of {unit.label}",
-            work,
-            reads=reads,
-            writes=[region],
-            after={"gradients made": written, **after},
-        )
+    def __init__(self, tiers: Tiers, pools: Pools[Handle], device: Device, run_all: RunAll = run_here) -> None:
+        """Nothing is allocated: homes and slots exist.
 
-    def _write_to_disk(self, unit: Unit, source: Buffer, after: After) -> tuple[Extent, Handle]:
-        extent = expect_extent(unit.gradients, unit.label).part(0, source.nbytes)
-        after = {**after, "gradients read": unit.gradients_readers, "gradients stored": unit.gradients_ready}
-        done = self._transfers.write(f"write gradients of {unit.label}", source, extent, after)
-        unit.gradients_ready, unit.gradients_readers = done, []
-        return extent, done
-
-    def take_kept(self, unit: Unit) -> tuple[Buffer, tuple[SlotPool, Slot], After] | None:
-        """Gradients whose home is disk, if they are still in the slot that they were written from.
-
-        In native form where they passed through a landing slot, in update form after accumulation.
+        Args: run_all: Who accumulates in host memory.
         """
-        home = expect_extent(unit.gradients, unit.label)
-        native = home.part(0, unit.spec.trainable_bytes)
-        kept = self._homes.take_kept("landing", native) or self._homes.take_kept("gradients", home)
-        return None if kept is None else (kept[1].buffer, kept, {"gradients kept": kept[1].kept_after})
+        self._tiers, self._pools, self._device, self._run_all = tiers, pools, device, run_all
 
-    def fetch_from_disk(self, unit: Unit, is_due: Answer | None = None) -> tuple[Buffer, tuple[SlotPool, Slot], After]:
-        """Start reading gradients from disk into a host slot, which the caller gives back."""
-        extent = expect_extent(unit.gradients, unit.label)
-        pool, slot = self._homes.take("host", "gradients", extent.nbytes)
-        buffer = slot.buffer.part(0, extent.nbytes)
-        after: After = {"gradient slot free": slot.free_after, "gradients stored": unit.gradients_ready}
-        read = self._transfers.read(Lane.STATES_READ, f"read gradients of {unit.label}", extent, buffer, after, is_due)
-        unit.gradients_readers = newest([*unit.gradients_readers, read])
-        slot.free_after = newest([*slot.free_after, read])
-        return buffer, (pool, slot), {"gradients fetched": read}
-
-    def fetch_from_device(self, unit: Unit) -> tuple[Buffer, tuple[SlotPool, Slot], After]:
-        """Start copying gradients that live on the device into a host slot, which the caller gives back."""
-        home = expect_buffer(unit.gradients, unit.label)
-        pool, slot = self._homes.take("host", "gradients", home.nbytes)
-        buffer = slot.buffer.part(0, home.nbytes)
-        copied = self._device.submit(
-            Lane.D2H,
-            f"gradients of {unit.label}",
-            lambda: buffer.bytes.copy_(home.bytes, non_blocking=True),
-            reads=[home.region],
-            writes=[buffer.region],
-            after={"gradient slot free": slot.free_after, "gradients stored": unit.gradients_ready},
-        )
-        self._traffic.add(Lane.D2H, home.nbytes)
-        unit.gradients_readers = newest([*unit.gradients_readers, copied])
-        slot.free_after = newest([*slot.free_after, copied])  # who uses the slot may be skipped, and wait for nothing
-        return buffer, (pool, slot), {"gradients fetched": copied}
+    def work(self, gradients: UnitGradients, current: Pass, held: Mapping[int, GradHandle]) -> PassWork:
+        """What is done to send a pass home. See ``PassWork``."""
+        return PassWork(gradients, current, held, self._device, self._run_all)
 
     # Values, for what cannot be answered otherwise.
 
@@ -249,12 +155,13 @@ class GradientHomes:
         if gradients.is_native:
             offsets, dtype = spec.weight_offsets, torch_dtype(spec.params[index].dtype)
         nbytes = spec.params[index].numel * dtype.itemsize
-        part = expect_extent(unit.gradients, unit.label).part(offsets[index], offsets[index] + nbytes)
-        self._device.wait("gradients stored", unit.gradients_ready)
+        home = unit.ledger.gradients
+        part = home.span(offsets[index], offsets[index] + nbytes).memory
+        self._wait(home.before_read())
         self._device.host_access(f"look at a gradient of {unit.label}", reads=[part.region])
         found = torch.empty(nbytes, dtype=torch.uint8)
         if nbytes:
-            self._homes.store().read(part, found)
+            self._tiers.store().read(part, found)
         return found.view(dtype)
 
     @torch.no_grad()
@@ -292,29 +199,30 @@ class GradientHomes:
     @contextmanager
     def _at_hand(self, unit: Unit, *, is_write: bool) -> Iterator[Buffer]:
         """The gradients' home, or a copy that is written back; host and compute come after its last writer."""
-        after: dict[str, Any] = {"gradients stored": unit.gradients_ready}
-        if is_write:
-            after["gradients read"] = unit.gradients_readers
-        regions: list[Region] = [unit.gradients.region] if unit.gradients is not None else []
+        home = unit.ledger.gradients
+        after = home.before_write() if is_write else home.before_read()
+        regions: list[Region] = [] if home.memory is None else [home.memory.region]
         access: dict[str, Any] = {"writes": regions} if is_write else {"reads": regions}
-        if unit.plan.gradients == "device":
+        if home.tier == "device":
             self._device.compute(f"look at gradients of {unit.label}", after=after, **access)
-            yield expect_buffer(unit.gradients, unit.label)
-            unit.gradients_ready = self._device.mark(f"looked at gradients of {unit.label}")
+            yield home.memory
+            home.ready = self._device.mark(f"looked at gradients of {unit.label}")
             return
-        for label, handles in after.items():
-            self._device.wait(label, handles)
+        self._wait(after)
         self._device.host_access(f"look at gradients of {unit.label}", **access)
-        if unit.plan.gradients == "host":
-            yield expect_buffer(unit.gradients, unit.label)
+        if home.tier == "host":
+            yield home.memory
             return
-        extent, disk = expect_extent(unit.gradients, unit.label), self._homes.store()
-        copy = Buffer(torch.empty(extent.nbytes, dtype=torch.uint8), Region(TEMPORARY, 0, extent.nbytes))
-        disk.read(extent, copy.bytes)
+        copy = Buffer(torch.empty(home.nbytes, dtype=torch.uint8), Region(TEMPORARY, 0, home.nbytes))
+        self._tiers.store().read(home.memory, copy.bytes)
         yield copy
         if is_write:
-            disk.write(extent, copy.bytes)
-            self._homes.forget(extent)
+            self._tiers.store().write(home.memory, copy.bytes)
+            self._pools.forget(home)
+
+    def _wait(self, after: After[Handle]) -> None:
+        for label, dependency in after.items():
+            self._device.wait(label, dependency)
 
 
 def _add(source: torch.Tensor, target: torch.Tensor, factors: list[torch.Tensor]) -> None:

@@ -20,16 +20,16 @@ import torch
 
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.optim import kernels
+from outcore.order.gradients import GradientOrder
+from outcore.order.slots import SlotPool
 from outcore.runtime.device import Device
 from outcore.runtime.edits import refuse_other_form
 from outcore.runtime.grad_handle import GradHandle
 from outcore.runtime.gradient_homes import GradientHomes
-from outcore.runtime.homes import Homes
-from outcore.runtime.lanes import After, Handle
+from outcore.runtime.lanes import Handle
 from outcore.runtime.recovery import Recovery
 from outcore.runtime.unit import Unit, outermost_first, torch_dtype
 from outcore.runtime.unit_gradients import Pass, UnitGradients
-from outcore.spec.lanes import Lane
 
 _autograd = cast("Any", torch._C)
 
@@ -42,7 +42,7 @@ class Gradients:
     def __init__(
         self,
         units: Sequence[Unit],
-        homes: Homes,
+        order: GradientOrder[Handle],
         device: Device,
         resting: GradientHomes,
         accumulation_steps: int | None,
@@ -50,11 +50,11 @@ class Gradients:
         *,
         clipping: bool,
     ) -> None:
-        """Args: resting: Where gradients go.
+        """Args: resting: Where gradients are.
 
         accumulation_steps: Micro-batches per step, if promised. clipping: False promises no norms.
         """
-        self._homes, self._device, self._resting = homes, device, resting
+        self._order, self._device, self._resting = order, device, resting
         self._accumulation_steps, self._clipping = accumulation_steps, clipping
         self.of = {unit.name: UnitGradients(unit, self) for unit in units}
         self._recovery = recovery
@@ -236,7 +236,7 @@ class Gradients:
         if self._open:
             self.break_off()
         for gradients in self.of.values():
-            gradients.open = None
+            gradients.open = gradients.unit.ledger.bucket = None
 
     def _keep_loose(self, gradients: UnitGradients, current: Pass, grads: dict[int, torch.Tensor]) -> None:
         self._take_over(gradients.unit, current)
@@ -245,25 +245,20 @@ class Gradients:
             current.loose[i] = grad if known is None else known + grad
 
     def _into_bucket(self, gradients: UnitGradients, current: Pass, grads: dict[int, torch.Tensor]) -> None:
-        unit, after = gradients.unit, cast("After", {"gradients made": current.made})
-        if current.bucket is None:
-            pool = self._homes.pool("device", "bucket", unit.spec.trainable_bytes)
-            slot = pool.take()
-            while slot is None:  # units that are called again later hold all: send one home early, it is added to there
-                holders = (g for g in self._open.values() if g.open and g.open.bucket and g.open.bucket[0] is pool)
-                self._close(next(holders))
-                slot = pool.take()
-            current.bucket, after = (pool, slot), {"bucket free": slot.free_after}
-        buffer = current.bucket[1].buffer
-        region = buffer.part(0, unit.spec.trainable_bytes).region
-        current.made = self._device.compute(f"gradients of {unit.label}", writes=[region], after=after)
+        unit = gradients.unit
+        bucket, current.made = self._order.collect(unit.ledger, current.made, self._make_room)
         current.stream = self._device.stream_name()
-        views = unit.native_views(buffer)
+        views = unit.native_views(bucket.of.memory)
         first = [i for i in grads if i not in current.present]
         if first:
             torch._foreach_copy_([views[i] for i in first], [grads[i] for i in first])
         for i in current.present & grads.keys():
             views[i].add_(grads[i])
+
+    def _make_room(self, pool: SlotPool[Handle]) -> None:
+        """Units that are called again later hold all buckets of a pool."""
+        taken = ((g, g.unit.ledger.bucket) for g in self._open.values())
+        self._close(next(g for g, bucket in taken if bucket is not None and bucket.pool is pool))
 
     @torch.no_grad()
     def _close(self, gradients: UnitGradients) -> None:
@@ -278,12 +273,7 @@ class Gradients:
         added = current.present & held.keys()
         self._take_over(unit, current)
         self._take_norms(gradients, current, added)
-        done = self._resting.send(gradients, current, held)
-        if current.bucket is not None:
-            pool, slot = current.bucket
-            poison = self._device.poison(slot.buffer, lane=Lane.D2H)
-            handles: list[Handle | None] = [done, poison]
-            pool.give(slot, [h for h in handles if h is not None])
+        self._order.send(unit.ledger, self._resting.work(gradients, current, held), is_first=not held)
         device = self._device.torch_device
         for i in current.present - added:
             handle = GradHandle(unit.grad_likes[i], device, gradients, i)
@@ -300,8 +290,8 @@ class Gradients:
         stream = self._device.stream_name()
         if stream == current.stream:
             return
-        slot = None if current.bucket is None else current.bucket[1]
-        regions = [] if slot is None else [slot.buffer.part(0, unit.spec.trainable_bytes).region]
+        bucket = unit.ledger.bucket
+        regions = [] if bucket is None else [bucket.slot.span(unit.spec.trainable_bytes).memory.region]
         name, after = f"take over gradients of {unit.label}", {"gradients made": current.made}
         current.made, current.stream = self._device.compute(name, reads=regions, after=after), stream
         for grad in current.loose.values():
@@ -326,7 +316,8 @@ class Gradients:
         if not self._clipping or gradients.unit.plan.gradients == "device":
             return  # on the device a norm is taken when it is asked for, as in the plain loop
         unit = gradients.unit
-        views, specs = unit.flat_views(current.bucket[1].buffer) if current.bucket is not None else [], unit.spec.params
+        bucket, specs = unit.ledger.bucket, unit.spec.params
+        views = [] if bucket is None else unit.flat_views(bucket.slot.memory)
         natives = {
             i: outermost_first(specs[i], current.loose[i]) if i in current.loose else views[i]
             for i in current.present - added

@@ -90,14 +90,14 @@ def drop_saved(where: str) -> Any:
 
 def save_weights_by_place(unit: Unit, where: str) -> Any:
     """Hooks under which a weight in a slot is saved as its place: the slot will hold another unit by then."""
-    if unit.is_resident or unit.device_buffer() is None:
+    if unit.ledger.is_resident or unit.device_buffer() is None:
         return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(*by_place(unit, where))
 
 
 def by_place(unit: Unit, where: str) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
     """The two hooks of ``save_weights_by_place``. Weights that live on the device are kept as other tensors are."""
-    buffer = None if unit.is_resident else unit.device_buffer()
+    buffer = None if unit.ledger.is_resident else unit.device_buffer()
     first = 0 if buffer is None else buffer.bytes.data_ptr()
     stop = 0 if buffer is None else first + unit.spec.weight_bytes
 

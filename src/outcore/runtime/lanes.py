@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple, NoReturn, Protocol, final
 
 from outcore.core.errors import LaneError, OutcoreError
+from outcore.order import ledger
 from outcore.runtime.recorder import HostStopwatch, Recorder, Stopwatch
 from outcore.spec.lanes import Lane
 
@@ -177,17 +178,8 @@ class Handle:
         self._issued.set()
 
 
-Dependency = Handle | Iterable[Handle | None] | None
-After = Mapping[str, Dependency]
-"""Label -> what must have happened first. Labels are short phrases: ``slot free``, ``weights updated``."""
-
-
-def newest(handles: Iterable[Handle]) -> list[Handle]:
-    """The last handle of each lane, in the order of submission: whoever comes after these comes after all of them.
-
-    Keeps a list of readers short, and unlike a look at ``done`` always in the same way.
-    """
-    return list({handle.lane: handle for handle in handles}.values())
+Dependency = ledger.Dependency[Handle]
+After = ledger.After[Handle]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

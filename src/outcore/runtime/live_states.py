@@ -74,7 +74,7 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
 
     def _all_names(self, unit: Unit, index: int) -> tuple[str, ...]:
         is_master = unit.spec.params[index].dtype == unit.spec.params[index].update_dtype
-        names = [name for name in unit.state_names if name != "master" or not is_master]
+        names = [name for name in unit.ledger.state_names if name != "master" or not is_master]
         return (*(("step",) if self._has_step else ()), *names)
 
     def read(self, param: torch.Tensor, name: str) -> torch.Tensor:
@@ -82,7 +82,7 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
         unit, index = self._expect(param)
         if name == "step":
             return torch.tensor(float(unit.steps[index]))
-        take_edits(unit, self._engine.access, self._engine.device)  # the master follows
+        take_edits(unit, self._engine.access)  # the master follows
         return self._engine.access.read_state(unit, name, index)
 
     def write(self, param: torch.Tensor, name: str, value: Any) -> None:
@@ -92,9 +92,9 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
             unit.steps[index] = int(value)
             unit.states_version += 1
             return
-        if name not in unit.state_names:
+        if name not in unit.ledger.state_names:
             raise ConfigError(
-                f"optimizer.state: expected one of step, {', '.join(unit.state_names)} for "
+                f"optimizer.state: expected one of step, {', '.join(unit.ledger.state_names)} for "
                 f"'{unit.spec.params[index].name}', but got '{name}', for which outcore.prepare() took no memory; "
                 "keep values of your own elsewhere"
             )

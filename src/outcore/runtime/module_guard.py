@@ -220,7 +220,7 @@ class _OwnParameters:
             if unit.is_gathered or id(param) in self._before:
                 continue
             if not unit.num_lent:
-                take_edits(unit, self._engine.access, self._engine.device)
+                take_edits(unit, self._engine.access)
             value = self._engine.access.read_weight(unit, index)
             unit.num_lent += 1
             self._before[id(param)] = value

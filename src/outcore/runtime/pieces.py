@@ -44,10 +44,10 @@ def pieces_of(
     for i, change in changes.items():
         pieces.append(
             Piece(
-                target=views["master"][i] if unit.has_master else weight_views[i],
+                target=views["master"][i] if unit.ledger.has_master else weight_views[i],
                 grad=None if change.is_zero else stored[i],
                 states={name: view[i] for name, view in views.items() if name != "master"},
-                weights=weight_views[i] if unit.has_master else None,
+                weights=weight_views[i] if unit.ledger.has_master else None,
                 step=change.step,
                 hyper=change.hyper,
                 factors=change.factors,
@@ -60,4 +60,4 @@ def pieces_of(
 
 
 def _views(unit: Unit, states: Buffer | None) -> dict[str, list[torch.Tensor]]:
-    return {name: unit.state_views(states, name) for name in unit.state_names} if states is not None else {}
+    return {name: unit.state_views(states, name) for name in unit.ledger.state_names} if states is not None else {}

@@ -86,8 +86,8 @@ class PlainUpdates:
         self._frozen = [(p, name) for p, name in self._frozen if id(p) not in self._places]
         self._states: dict[int, dict[str, torch.Tensor]] = {}
         self._is_closed = False
-        homes = [home for unit in units for home in (unit.weights, unit.states) if isinstance(home, Buffer)]
-        self._regions = [home.region for home in homes]
+        homes = [home.memory for unit in units for home in (unit.ledger.weights, unit.ledger.states)]
+        self._regions = [memory.region for memory in homes if isinstance(memory, Buffer)]
 
     def deposit(self, unit: Unit, grads: dict[int, torch.Tensor]) -> NoReturn:
         """Never called."""
@@ -164,8 +164,9 @@ class PlainUpdates:
         param = unit.params[index]
         found = self._states.get(id(param))
         if found is None:
-            spec, home = unit.spec.params[index], unit.states
-            views = {n: unit.state_views(home, n)[index] for n in unit.state_names} if isinstance(home, Buffer) else {}
+            spec, states = unit.spec.params[index], unit.ledger.states.memory
+            names = unit.ledger.state_names if isinstance(states, Buffer) else ()
+            views = {name: unit.state_views(states, name)[index] for name in names}
             found = self._states[id(param)] = {name: shaped(spec, view) for name, view in views.items()}
         return found
 

@@ -27,9 +27,8 @@ from outcore.core.errors import RaceError
 from outcore.memory.arena import Region
 from outcore.runtime.lanes import Clock
 from outcore.spec.lanes import Lane
+from outcore.spec.timeline import COMPUTE, HOST
 
-HOST = "host"
-COMPUTE = "compute"
 ACTORS = (HOST, COMPUTE, *(lane.value for lane in Lane))
 _INDEX = {actor: index for index, actor in enumerate(ACTORS)}
 

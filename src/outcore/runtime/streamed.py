@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from outcore.optim.rules import Hyper
+from outcore.order.updates import UpdateOrder
 from outcore.runtime.access import Access
-from outcore.runtime.device import Device
 from outcore.runtime.early import EarlyUpdates
 from outcore.runtime.edits import take_edits
 from outcore.runtime.grad_handle import GradHandle
 from outcore.runtime.gradients import Gradients
 from outcore.runtime.lanes import Handle
 from outcore.runtime.pieces import Change
-from outcore.runtime.staged_updates import StagedUpdates
-from outcore.runtime.supply import Supply
 from outcore.runtime.unit import Unit
-from outcore.runtime.updates import Updates
+from outcore.runtime.updates import Factors, UnitUpdate
 from outcore.runtime.weights import Weights
+from outcore.runtime.workers import UpdateWorkers
 
 
 class Stepper(Protocol):
@@ -44,16 +43,6 @@ class Stepper(Protocol):
         """Let go of all memory, so that it can be given back."""
 
 
-class Ways(NamedTuple):
-    """In which the update of a unit is made."""
-
-    updates: Updates
-    staged: StagedUpdates
-    early: EarlyUpdates
-    supply: Supply
-    access: Access
-
-
 _Steps = tuple[Mapping[str, Mapping[int, GradHandle]], Mapping[int, Hyper]]
 """Gradients that units hold, and settings."""
 
@@ -62,11 +51,18 @@ class StreamedUpdates:
     """Updates of units wherever they live. Submitted, not waited for."""
 
     def __init__(
-        self, units: Sequence[Unit], gradients: Gradients, weights: Weights, device: Device, ways: Ways
+        self,
+        units: Sequence[Unit],
+        gradients: Gradients,
+        weights: Weights,
+        order: UpdateOrder[Handle],
+        early: EarlyUpdates,
+        access: Access,
+        workers: UpdateWorkers | None,
     ) -> None:
-        """Args: units: All."""
+        """Args: units: All. workers: None if every unit is updated on the device."""
         self._units, self._gradients, self._weights = units, gradients, weights
-        self._device, self._ways = device, ways
+        self._order, self._early, self._access, self._workers = order, early, access, workers
 
     def steps_of(self, hypers: Mapping[int, Hyper], on_missing: Callable[[], None]) -> _Steps:
         """What is to be done."""
@@ -74,45 +70,49 @@ class StreamedUpdates:
         if any(len(held[u.name]) < u.num_trainable for u in self._units):
             on_missing()
         for unit in self._units:
-            take_edits(unit, self._ways.access, self._device)
+            take_edits(unit, self._access)
         return held, hypers
 
     def take(self, steps: _Steps) -> None:
-        """Submit it."""
-        (held, hypers), ways = steps, self._ways
-        cache: dict[int, tuple[torch.Tensor, Handle | None]] = {}
-        ways.early.settle()
-        for unit in ways.supply.kept_first(self._weights.units_by_next_use()):
-            changes, copied = self._changes(unit, held[unit.name], hypers, cache)
-            gradients = self._gradients.of[unit.name]
-            if ways.early.keep(gradients, changes, copied) or not changes:
-                continue
-            if unit.plan.update == "device":
-                ways.staged.submit(gradients, changes)
-            else:
-                ways.updates.submit(unit, gradients, changes, copied)
+        """Submit it. What each unit needs, and after what, is said in ``order.updates``."""
+        held, hypers = steps
+        factors = Factors(self._access.device)
+        self._early.settle()
+        by_next_use = (unit.ledger for unit in self._weights.units_by_next_use())
+        self._order.step(by_next_use, lambda ledger: self._update_of(self._units[ledger.index], held, hypers, factors))
         self._gradients.after_step()
         self._weights.prefetch_after_update()
 
     def forget(self) -> None:
         """Nothing is held."""
 
-    def _changes(
+    def _update_of(
         self,
         unit: Unit,
-        held: Mapping[int, GradHandle],
+        held: Mapping[str, Mapping[int, GradHandle]],
         hypers: Mapping[int, Hyper],
-        cache: dict[int, tuple[torch.Tensor, Handle | None]],
+        factors: Factors,
+    ) -> UnitUpdate | None:
+        """What the step does with a unit, if anything."""
+        changes, copied = self._changes(unit, held[unit.name], hypers, factors)
+        is_early = self._early.keep(unit, changes, copied)
+        if not changes:
+            return None
+        gradients, device = self._gradients.of[unit.name], self._access.device
+        return UnitUpdate(gradients, changes, copied, device, self._workers, is_early=is_early)
+
+    def _changes(
+        self, unit: Unit, held: Mapping[int, GradHandle], hypers: Mapping[int, Hyper], factors: Factors
     ) -> tuple[dict[int, Change], list[Handle]]:
         changes, copied = {}, []
         for i, handle in held.items():
             hyper = hypers.get(id(unit.params[i]))
             if hyper is None:  # trainable, but given to no optimizer: it keeps its gradient, as in a plain loop
                 continue
-            factors: list[torch.Tensor] = list(handle.factors)
+            mine: list[torch.Tensor] = list(handle.factors)
             if unit.is_updated_on_host:
-                factors, ready = self._ways.updates.host_factors(handle, cache)
+                mine, ready = factors.of(handle)
                 copied += ready
             unit.steps[i] += 1
-            changes[i] = Change(unit.steps[i], hyper, tuple(factors), handle.is_zero)
+            changes[i] = Change(unit.steps[i], hyper, tuple(mine), handle.is_zero)
         return changes, copied

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import nn
 from torch.nn import Parameter
 
 from outcore.memory.arena import TEMPORARY, Buffer, Region
-from outcore.memory.disk import Extent
+from outcore.order.ledger import Ledger
 from outcore.runtime.absent import AbsentParameter, Owner, absent_class, watched_class
-from outcore.runtime.homes import Home, HomeKind, Slot
 from outcore.runtime.lanes import Handle
-from outcore.spec.layout import has_master, states_of
-from outcore.spec.model import ModelSpec, ParamSpec, UnitSpec, row_major
-from outcore.spec.plan import UnitPlan
+from outcore.spec.model import ParamSpec, UnitSpec, row_major
 
 
 def _grad_dtype(param: Parameter, spec: ParamSpec) -> torch.dtype:
@@ -36,49 +33,23 @@ def torch_dtype(name: str) -> torch.dtype:
 class Unit:
     """State of one unit. Bookkeeping only; the bytes are moved by ``Weights``, ``Gradients`` and ``Updates``.
 
-    [Note: handles of a unit] Every home remembers the operation that wrote it last (``*_ready``) and those that still
-    read it (``*_readers``). A reader waits for ``ready``; a writer for ``ready`` and all readers, and becomes
-    ``ready``.
+    Attributes:
+        ledger: Where its bytes live, and which operations wrote and read them last.
     """
 
-    def __init__(
-        self,
-        spec: UnitSpec,
-        plan: UnitPlan,
-        model: ModelSpec,
-        module: nn.Module,
-        params: list[Parameter],
-        homes: Mapping[tuple[str, HomeKind], Home],
-        owner: Owner,
-    ) -> None:
-        """Args: params: In the spec's order. homes: Of all units. owner: Answers for absent parameters."""
-        self.spec, self.plan, self.module, self.params = spec, plan, module, params
+    def __init__(self, ledger: Ledger[Handle], module: nn.Module, params: list[Parameter], owner: Owner) -> None:
+        """Args: params: In the spec's order. owner: Answers for absent parameters."""
+        self.ledger, self.module, self.params = ledger, module, params
+        spec = self.spec = ledger.spec
+        self.plan = ledger.plan
         self.name = spec.name  # of the module, fully qualified; "" for the root
         self.label = spec.name or "root"  # for people
-        self.is_resident = plan.weights == "device"
         self.num_trainable = len(spec.trainable)  # they come first in ``params``
-        self.weights = homes.get((spec.name, "weights"))
-        self.gradients = homes.get((spec.name, "gradients"))
-        self.states = homes.get((spec.name, "states"))
-        self.state_names = states_of(plan, model)
-        self.has_master = has_master(plan, model.precision)
         self.modules = list(module.modules()) if spec.name else []
         self.absent_class: type[AbsentParameter] = absent_class(owner)
-        self.weights_ready: Handle | None = None
-        self.weights_readers: list[Handle] = []
-        self.gradients_ready: Handle | None = None
-        self.gradients_readers: list[Handle] = []
-        self.states_ready: Handle | None = None
-        self.states_readers: list[Handle] = []
-        # Second homes, see [Note: early updates].
-        self.next_weights = homes.get((spec.name, "next_weights"))
-        self.next_states = homes.get((spec.name, "next_states"))
         self.steps = [0] * len(spec.trainable)
         self.weights_version = 0  # counts changes, so that a backward notices that these are not its forward's weights
         self.states_version = 0  # counts changes by anybody but an update
-        # Where the weights can be bound now.
-        self.slot: Slot | None = None
-        self.fetched: Handle | None = None
         self.num_bound = 0
         self.is_gathered = False
         self.num_lent = 0  # parameters that have values of their own for a moment, for a state dict
@@ -86,7 +57,7 @@ class Unit:
         self.is_present = False
         self.versions: list[int] = []
         self.touched: set[int] = set()
-        self._present_class = Parameter if self.is_resident and not self.has_master else watched_class(self.touched)
+        self._present_class = Parameter if ledger.is_resident and not ledger.has_master else watched_class(self.touched)
         # Views are made once per buffer; buffers live as long as the unit.
         self._absent_views: dict[torch.device, list[torch.Tensor]] = {}
         self._views: dict[tuple[str, Region], list[torch.Tensor]] = {}
@@ -114,9 +85,8 @@ class Unit:
 
     def device_buffer(self) -> Buffer | None:
         """Where the weights are on the device now, if they are."""
-        if self.is_resident:
-            return self.weights if isinstance(self.weights, Buffer) else None
-        return None if self.slot is None else self.slot.buffer
+        span = self.ledger.weights_on_device()
+        return None if span is None else span.of.memory
 
     def weight_views(self, buffer: Buffer) -> list[torch.Tensor]:
         """All parameters over a buffer in the weights layout."""
@@ -168,7 +138,7 @@ class Unit:
     def note_versions(self) -> None:
         """Edits up to here are known."""
         self.touched.clear()
-        self.versions = [p._version for p in self.params] if self.is_resident else []
+        self.versions = [p._version for p in self.params] if self.ledger.is_resident else []
 
     def edited_since_noted(self) -> list[int]:
         """Parameters of a resident unit that were changed in place since ``note_versions``."""
@@ -196,11 +166,11 @@ class Unit:
         """Let go of all memory, so that it can be given back."""
         self._views.clear()
         self._absent_views.clear()
-        self.weights = self.gradients = self.states = self.next_weights = self.next_states = self.slot = None
+        self.ledger.let_go()
 
     def state_span(self, name: str) -> tuple[int, int]:
         """Bytes [start, stop) of a state in the states home."""
-        start = self.state_names.index(name) * self.spec.update_bytes
+        start = self.ledger.state_names.index(name) * self.spec.update_bytes
         return start, start + self.spec.update_bytes
 
 
@@ -246,17 +216,3 @@ def flat(spec: ParamSpec, tensor: torch.Tensor) -> torch.Tensor:
 def shaped(spec: ParamSpec, flat: torch.Tensor) -> torch.Tensor:
     """What ``flat`` made, with the parameter's shape and strides."""
     return flat.view(spec.shape) if spec.strides is None else flat.as_strided(spec.shape, spec.strides)
-
-
-def expect_buffer(home: Home | None, what: str) -> Buffer:
-    """A home that the plan puts in memory."""
-    if not isinstance(home, Buffer):
-        raise TypeError(f"{what}: expected a buffer, but got {home!r}")
-    return home
-
-
-def expect_extent(home: Home | None, what: str) -> Extent:
-    """A home that the plan puts on disk."""
-    if not isinstance(home, Extent):
-        raise TypeError(f"{what}: expected an extent, but got {home!r}")
-    return home

@@ -12,7 +12,6 @@ from outcore.core.errors import UnsupportedError
 from outcore.memory.arena import Buffer
 from outcore.optim import kernels
 from outcore.runtime.grad_handle import GradHandle
-from outcore.runtime.homes import Slot, SlotPool
 from outcore.runtime.lanes import Handle
 from outcore.runtime.unit import Unit, flat
 
@@ -47,7 +46,7 @@ class GradientStore(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Pass:
-    """What one backward pass has given a unit so far: in a bucket, or loose."""
+    """What one backward pass has given a unit so far: in its bucket, or loose."""
 
     num_expected: int
     """Parameters that autograd will reach."""
@@ -55,7 +54,6 @@ class Pass:
     reached: set[int] = field(default_factory=set)
     """Parameters that nothing more will come for."""
     loose: dict[int, torch.Tensor] = field(default_factory=dict)
-    bucket: tuple[SlotPool, Slot] | None = None
     made: Handle | None = None
     """Behind the compute that wrote them."""
     stream: str = ""

@@ -33,7 +33,7 @@ def read_tensor(engine: Engine, tensor: torch.Tensor) -> torch.Tensor:
     """The current value of a parameter or buffer as a fresh tensor in host memory; waits for its update."""
     found = engine.places.get(id(tensor))
     if found is not None:
-        take_edits(found[0], engine.access, engine.device)
+        take_edits(found[0], engine.access)
     if found is None or found[0].is_gathered:
         return tensor.detach().to("cpu", copy=True)
     return engine.access.read_weight(*found)

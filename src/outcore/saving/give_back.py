@@ -59,7 +59,7 @@ def take_weights(engine: Engine) -> dict[int, torch.Tensor]:
 
 
 def _value(engine: Engine, unit: Unit, index: int) -> torch.Tensor:
-    if unit.is_resident and unit.is_present:  # where it may have been edited
+    if unit.ledger.is_resident and unit.is_present:  # where it may have been edited
         return unit.params[index].detach().to("cpu", copy=True)
     return engine.access.read_weight(unit, index)
 

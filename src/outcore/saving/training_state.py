@@ -126,7 +126,7 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
         if found is None:
             tensor.copy_(loading.read(tensor))  # a buffer
             continue
-        take_edits(found[0], engine.access, engine.device)
+        take_edits(found[0], engine.access)
         engine.access.write_weight(*found, loading.read(tensor))
     loading.forget()
 
@@ -193,13 +193,13 @@ def _trained(optimizer: StreamedOptimizer) -> Iterator[tuple[str, tuple[Unit, in
 def _specs(name: str, unit: Unit, index: int) -> list[TensorSpec]:
     spec = unit.spec.params[index]
     has_master = spec.dtype != spec.update_dtype  # else the weight itself is one, whether or not the plan has a copy
-    states = [state for state in unit.state_names if state != "master" or has_master]
+    states = [state for state in unit.ledger.state_names if state != "master" or has_master]
     return [(f"{name}.{state}", unit.update_dtypes[index], spec.shape) for state in states]
 
 
 def _values(engine: Engine, trained: Mapping[str, tuple[Unit, int]]) -> Iterator[tuple[str, torch.Tensor]]:
     for name, (unit, i) in trained.items():
-        take_edits(unit, engine.access, engine.device)
+        take_edits(unit, engine.access)
         for state, _, _ in _specs(name, unit, i):
             yield state, engine.access.read_state(unit, state.removeprefix(f"{name}."), i)
 

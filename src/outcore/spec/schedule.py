@@ -6,6 +6,9 @@ import enum
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from outcore.spec.lanes import Lane
+from outcore.spec.timeline import COMPUTE, HOST
+
 
 class Phase(enum.Enum):
     """Why a unit's weights are needed."""
@@ -46,12 +49,23 @@ Kind = Literal[
     "stage",
     "states of",
     "new weights of",
+    "wait",
 ]
 """What the names of operations begin with; those of lanes are named so at run time, too.
 
 ``gradients of`` on compute puts them into the unit's bucket; on d2h it is their way to the host. ``update early`` runs
 inside backward. ``stage``, ``states of`` and ``new weights of`` go to an update on the device and come from there.
+``wait`` is the host's: what is behind it in the row is not submitted before.
 """
+
+
+class Access(NamedTuple):
+    """Bytes [start, stop) of a home or a slot."""
+
+    where: str
+    """Its name: ``states of model.layers.3``, ``bucket slot 2 of 8192 bytes on device``."""
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +73,7 @@ class Operation:
     """One operation of a lane, or of compute."""
 
     lane: str
-    """``compute``, or a lane's name: ``h2d``, ``update``. Operations of one lane run in the order of the schedule."""
+    """``compute``, a lane's name (``h2d``, ``update``), or ``host``. Each runs its operations in this order."""
     kind: Kind
     unit: str
     """Name; "" for the root."""
@@ -71,11 +85,18 @@ class Operation:
     """Where fetched or read weights go: the index among all slots for weights on that tier, smallest first."""
     evicts: str | None = None
     """The unit whose weights were in the slot."""
+    reads: tuple[Access, ...] = ()
+    writes: tuple[Access, ...] = ()
 
     @property
     def name(self) -> str:
         """``fetch model.layers.3``: comparable with the names in a measured ``Timeline``."""
         return f"{self.kind} {self.unit or 'root'}"
+
+    @property
+    def link(self) -> str | None:
+        """What it shares with other lanes that move bytes the same way: ``host to device``; None: nothing."""
+        return None if self.lane in (COMPUTE, HOST) else Lane(self.lane).route
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,6 +16,8 @@ from typing import Any, Self
 from outcore.core.errors import ConfigError
 
 COMPUTE = "compute"
+HOST = "host"
+"""The thread that submits; what it does itself is in no row."""
 LANES = (
     COMPUTE,
     *("h2d", "write_back", "d2h"),

@@ -1,0 +1,143 @@
+"""Gradients of a unit: into a bucket, home, and added to what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, Protocol
+
+from outcore.order.ledger import After, Dependency, H, Ledger, Span, Taken
+from outcore.order.port import Deed, Port, Work
+from outcore.order.slots import Pools, SlotPool
+from outcore.order.supply import Supply
+from outcore.spec.lanes import Lane
+
+
+class GradientWork(Protocol):
+    """What is done with the gradients of one pass. On paper, nothing."""
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes the pass gave."""
+
+    def leave(self, target: Span) -> Deed:
+        """Copy them to host memory as autograd made them."""
+
+    def landed(self) -> None:
+        """They are to be what is at home."""
+
+    def add_on_device(self) -> None:
+        """Add them to what lives on the device, at once."""
+
+    def add_on_host(self, landing: Span, target: Span) -> Deed:
+        """Add what landed to what is at home."""
+
+
+class GradientOrder(Generic[H]):
+    """What a backward pass submits for gradients."""
+
+    def __init__(self, port: Port[H], pools: Pools[H], supply: Supply[H]) -> None:
+        self._port, self._pools, self._supply = port, pools, supply
+
+    def collect(self, unit: Ledger[H], made: H | None, make_room: Callable[[SlotPool[H]], None]) -> tuple[Span, H]:
+        """Compute puts gradients into the unit's bucket. Returns the bucket, and what is behind that.
+
+        Args:
+            unit: Its gradients rest elsewhere than on the device.
+            made: What put others there in this pass.
+            make_room: Sends those of another unit home, where units that come again hold all buckets of a pool. What
+                is left of it is added there.
+        """
+        nbytes = unit.spec.trainable_bytes
+        after: dict[str, Dependency[H]] = {"gradients made": made}
+        if unit.bucket is None:
+            pool = self._pools.pool("device", "bucket", nbytes)
+            slot = pool.take()
+            while slot is None:
+                make_room(pool)
+                slot = pool.take()
+            unit.bucket, after = Taken(pool, slot), {"bucket free": slot.free_after}
+        bucket = unit.bucket.slot.span(nbytes)
+        return bucket, self._port.compute("gradients of", unit, writes=[bucket], after=after)
+
+    def send(self, unit: Ledger[H], work: GradientWork, *, is_first: bool) -> None:
+        """Send the sums of a pass home; the bucket is given back.
+
+        Args:
+            unit: Autograd is done with it in this pass.
+            work: What is done with them.
+            is_first: Nothing at home counts.
+        """
+        home = unit.gradients
+        if home.tier == "device":
+            self._port.compute("accumulate", unit, writes=[home.span()], after=home.before_write())
+            work.add_on_device()
+            home.written_by(self._port.mark("accumulated", unit))
+        elif home.tier == "host" and is_first:
+            copied = self._copy_out(unit, work, home.span(0, unit.spec.trainable_bytes), home.before_write())
+            work.landed()
+            home.written_by(copied)
+        else:
+            self._land(unit, work, is_first=is_first)
+
+    def _copy_out(self, unit: Ledger[H], work: GradientWork, target: Span, after: After[H]) -> H:
+        nbytes, made = unit.spec.trainable_bytes, self._port.mark("gradients made", unit)
+        copied = self._port.submit(
+            Lane.D2H,
+            "gradients of",
+            unit,
+            reads=[] if unit.bucket is None else [unit.bucket.slot.span(nbytes)],
+            writes=[target],
+            after={"gradients made": made, **after},
+            work=Work(work.leave(target), moved=work.nbytes),
+        )
+        if unit.bucket is not None:
+            pool, slot = unit.bucket
+            pool.give(slot, [copied, self._port.freed(slot.span(slot.nbytes), Lane.D2H)])
+            unit.bucket = None
+        return copied
+
+    def _land(self, unit: Ledger[H], work: GradientWork, *, is_first: bool) -> None:
+        """Gradients that are not simply copied to their home pass through a landing slot."""
+        taken = self._pools.take("host", "landing", unit.spec.trainable_bytes)
+        landing = taken.slot.span(unit.spec.trainable_bytes)
+        landed = self._copy_out(unit, work, landing, {"landing free": taken.slot.free_after})
+        if is_first:
+            self._write(unit, landing, taken, landed)
+            work.landed()
+        else:
+            added = self._add_on_host(unit, work, landing, landed)
+            taken.pool.give(taken.slot, [added, self._port.freed(landing, Lane.UPDATE)])
+
+    def _add_on_host(self, unit: Ledger[H], work: GradientWork, landing: Span, landed: H) -> H:
+        home, fetched = unit.gradients, None
+        target, after = home.span(), home.before_write()
+        if home.tier == "disk":
+            fetched = self._supply.fetch_gradients(unit)
+            target, after = fetched.span, dict(fetched.after)
+        added = self._port.submit(
+            Lane.UPDATE,
+            "accumulate",
+            unit,
+            reads=[landing],
+            writes=[target],
+            after={"gradients landed": landed, **after},
+            work=Work(work.add_on_host(landing, target)),
+        )
+        if fetched is None:
+            home.written_by(added)
+        elif fetched.taken is not None:
+            self._write(unit, target, fetched.taken, added)
+        return added
+
+    def _write(self, unit: Ledger[H], source: Span, taken: Taken[H], made: H) -> None:
+        home = unit.gradients
+        written = self._port.submit(
+            Lane.DISK_WRITE,
+            "write gradients of",
+            unit,
+            reads=[source],
+            writes=[home.span(0, source.nbytes)],
+            after={"gradients at hand": made, **home.before_write()},
+        )
+        home.written_by(written)
+        self._pools.give_kept(taken, home, made, written)

@@ -1,0 +1,177 @@
+"""Pools of slots.
+
+[Note: what slots keep] A slot through which states or gradients went to disk keeps its copy until somebody else takes
+it. What is there still is not read again: ``step()`` updates the units whose states slots keep first, and gradients
+that came last are taken from the slot in which they landed. Whoever else writes to that home on disk makes the copy
+worthless (``Pools.forget``).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Generic
+
+from outcore.core.errors import MemoryBudgetError
+from outcore.core.quantities import format_bytes
+from outcore.order.ledger import H, Home, Slot, Taken, newest
+from outcore.order.port import Port
+from outcore.spec.lanes import Lane
+from outcore.spec.plan import Plan, PoolKind, Tier
+
+
+class SlotPool(Generic[H]):
+    """Equal slots. Taking and giving happens when operations are submitted; the bytes are guarded by ``free_after``."""
+
+    def __init__(self, kind: PoolKind, tier: Tier, slot_bytes: int) -> None:
+        """Start without slots."""
+        self.kind, self.tier, self.slot_bytes = kind, tier, slot_bytes
+        self.slots: list[Slot[H]] = []
+        self._idle: deque[Slot[H]] = deque()
+
+    def add(self) -> Slot[H]:
+        """Add a slot."""
+        name = f"{self.kind} slot {len(self.slots)} of {self.slot_bytes} bytes on {self.tier}"
+        slot: Slot[H] = Slot(name, self.tier, self.slot_bytes)
+        self.slots.append(slot)
+        self._idle.append(slot)
+        return slot
+
+    def take(self) -> Slot[H] | None:
+        """The slot that was given back longest ago, or None if all are taken."""
+        return self._idle.popleft() if self._idle else None
+
+    def take_kept(self, home: Home[H]) -> Slot[H] | None:
+        """The idle slot with a copy of a home, if there is one."""
+        slot = next((s for s in self._idle if s.kept is home), None)
+        if slot is not None:
+            self._idle.remove(slot)
+        return slot
+
+    def spared(self) -> list[Home[H]]:
+        """What idle slots keep, but for the one that is taken next; all if there is only one."""
+        idle = list(self._idle)[min(1, len(self.slots) - 1) :]
+        return [slot.kept for slot in idle if slot.kept is not None]
+
+    def give(self, slot: Slot[H], free_after: Iterable[H | None]) -> None:
+        """Give a slot back; whoever takes it next must wait for ``free_after``."""
+        slot.free_after = [handle for handle in free_after if handle is not None]
+        self._idle.append(slot)
+
+    def reclaim(self) -> None:
+        """Take all slots back, whoever has them, and forget what they hold; nothing may be in flight."""
+        for slot in self.slots:
+            slot.free_after, slot.kept, slot.kept_after = [], None, None
+        self._idle = deque(self.slots)
+
+
+class Pools(Generic[H]):
+    """All slots of a plan."""
+
+    def __init__(self, plan: Plan, port: Port[H]) -> None:
+        """Args: plan: Checked: every pool that a unit needs is there."""
+        self._port = port
+        self._pools: dict[tuple[Tier, PoolKind], list[SlotPool[H]]] = {}
+        self.planned: list[list[Slot[H]]] = []
+        """By the index of a pool in the plan."""
+        for pool in plan.pools:
+            mine = self._alike(pool.tier, pool.kind, pool.slot_bytes)
+            self.planned.append([mine.add() for _ in range(pool.num_slots)])
+
+    def _alike(self, tier: Tier, kind: PoolKind, slot_bytes: int) -> SlotPool[H]:
+        pools = self._pools.setdefault((tier, kind), [])
+        found = next((pool for pool in pools if pool.slot_bytes == slot_bytes), None)
+        if found is None:
+            found = SlotPool(kind, tier, slot_bytes)
+            pools.append(found)
+            pools.sort(key=lambda pool: pool.slot_bytes)
+        return found
+
+    def of(self, tier: Tier, kind: PoolKind) -> list[SlotPool[H]]:
+        """All pools of a kind, smallest slots first."""
+        return self._pools.get((tier, kind), [])
+
+    def slots(self, tier: Tier, kind: PoolKind) -> list[Slot[H]]:
+        """All slots of a kind, smallest first."""
+        return [slot for pool in self.of(tier, kind) for slot in pool.slots]
+
+    def pool(self, tier: Tier, kind: PoolKind, nbytes: int) -> SlotPool[H]:
+        """The pool of the smallest slots that hold ``nbytes``.
+
+        Raises:
+            MemoryBudgetError: The plan has none (``check_plan`` should have refused it).
+        """
+        pools = self.of(tier, kind)
+        found = next((p for p in pools if p.slot_bytes >= nbytes), None)
+        if found is None:
+            largest = format_bytes(max((p.slot_bytes for p in pools), default=0))
+            raise MemoryBudgetError(
+                f"plan: expected a pool of {kind} slots on {tier} of at least {format_bytes(nbytes)}, but the largest "
+                f"has {largest}"
+            )
+        return found
+
+    def take(self, tier: Tier, kind: PoolKind, nbytes: int) -> Taken[H]:
+        """Take a slot from a pool whose slots are always given back at submission, so that one is always idle."""
+        pool = self.pool(tier, kind, nbytes)
+        slot = pool.take()
+        if slot is None:
+            raise AssertionError(f"no idle {kind} slot on {tier}: one was not given back")
+        if slot.kept is not None:
+            slot.kept = slot.kept_after = None
+            free = self._port.freed(slot.span(slot.nbytes), Lane.UPDATE, {"slot free": slot.free_after})
+            slot.free_after += [] if free is None else [free]
+        return Taken(pool, slot)
+
+    def take_kept(self, kind: PoolKind, home: Home[H]) -> Taken[H] | None:
+        """Take the idle slot in host memory with a copy of a home, if there is one."""
+        for pool in self.of("host", kind):
+            slot = pool.take_kept(home)
+            if slot is not None:
+                return Taken(pool, slot)
+        return None
+
+    def give(self, taken: Taken[H], last_use: H, lane: Lane) -> None:
+        """Give a slot back after its last use, on a lane; it keeps nothing."""
+        pool, slot = taken
+        free_after = newest([*slot.free_after, last_use])  # what it kept may still be on its way to disk
+        slot.kept = slot.kept_after = None
+        free = self._port.freed(slot.span(slot.nbytes), lane, {"slot free": free_after})
+        pool.give(slot, free_after if free is None else [free])
+
+    def give_kept(self, taken: Taken[H], home: Home[H], made: H, written: H) -> None:
+        """Give a slot back that keeps a copy of what it brought to disk. Other copies are worth nothing now.
+
+        Args:
+            taken: In host memory.
+            home: Where its first bytes were written.
+            made: What made them.
+            written: What wrote them.
+        """
+        self.forget(home)
+        pool, slot = taken
+        slot.kept, slot.kept_after = home, made
+        pool.give(slot, newest([*slot.free_after, written]))  # what writes may be skipped, and wait for nothing
+
+    def forget(self, home: Home[H]) -> None:
+        """Bytes on disk change: copies of them in slots are worth nothing."""
+        for pools in self._pools.values():
+            for pool in pools:
+                for slot in pool.slots:
+                    if slot.kept is home:
+                        slot.kept = slot.kept_after = None
+
+    def reclaim(self) -> None:
+        """Take all slots back; nothing may be in flight.
+
+        Slots of weights are never taken: they are with the unit whose weights they hold.
+        """
+        for (_, kind), pools in self._pools.items():
+            if kind != "weights":
+                for pool in pools:
+                    pool.reclaim()
+
+    def let_go(self) -> None:
+        """Forget all slots, so that their memory can be given back."""
+        self._pools.clear()
+        self.planned.clear()

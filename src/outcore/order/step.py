@@ -1,0 +1,35 @@
+"""All that a step submits, over one port: in a run and on paper."""
+
+from __future__ import annotations
+
+from typing import Generic
+
+from outcore.order.gradients import GradientOrder
+from outcore.order.ledger import H, Ledger
+from outcore.order.port import Port
+from outcore.order.slots import Pools
+from outcore.order.supply import Supply
+from outcore.order.updates import UpdateOrder
+from outcore.order.weights import WeightOrder
+from outcore.spec.model import ModelSpec
+from outcore.spec.plan import Plan
+
+
+class StepOrder(Generic[H]):
+    """Ledgers of all units, slots, and what is submitted for weights, gradients and updates."""
+
+    def __init__(self, model: ModelSpec, plan: Plan, port: Port[H]) -> None:
+        """Nothing is submitted.
+
+        Args:
+            model: Units in the plan's order.
+            plan: Checked against it.
+            port: Takes the operations.
+        """
+        pairs = enumerate(zip(model.units, plan.units, strict=True))
+        self.ledgers: list[Ledger[H]] = [Ledger(i, spec, unit, model) for i, (spec, unit) in pairs]
+        self.pools: Pools[H] = Pools(plan, port)
+        supply = Supply(port, self.pools)
+        self.weights = WeightOrder(self.ledgers, port, self.pools)
+        self.gradients = GradientOrder(port, self.pools, supply)
+        self.updates = UpdateOrder(model, port, self.pools, supply, self.weights)

@@ -1,0 +1,141 @@
+"""What an update needs in host memory: gradients, states, room for new weights; brought from other tiers where needed.
+
+See [Note: what slots keep].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic
+
+from outcore.order.ledger import After, H, Home, Ledger, Span, Taken, newest
+from outcore.order.port import Answer, Port, Work
+from outcore.order.slots import Pools
+from outcore.spec.lanes import Lane
+
+
+@dataclass(slots=True)
+class Borrowed(Generic[H]):
+    """Bytes that an update needs in memory, what must have happened before, and their slot if they are in one."""
+
+    span: Span
+    after: After[H]
+    taken: Taken[H] | None = None
+
+
+class Supply(Generic[H]):
+    """Brings the bytes of an update together and takes slots back."""
+
+    def __init__(self, port: Port[H], pools: Pools[H]) -> None:
+        self._port, self._pools = port, pools
+
+    def gradients(self, unit: Ledger[H], is_due: Answer | None = None) -> Borrowed[H]:
+        """Gradients at rest, in host memory; to be given back. Args: is_due: Asked before they are read from disk.
+
+        With ``is_due`` they are read even if they are in a slot still: their way home must not wait for updates.
+        """
+        home = unit.gradients
+        if home.tier == "host":
+            return Borrowed(home.span(), home.before_read())
+        if home.tier == "disk" and is_due is None:
+            kept = self._pools.take_kept("landing", home) or self._pools.take_kept("gradients", home)
+            if kept is not None:
+                return Borrowed(kept.slot.span(kept.slot.nbytes), {"gradients kept": kept.slot.kept_after}, kept)
+        return self.fetch_gradients(unit, is_due)
+
+    def fetch_gradients(self, unit: Ledger[H], is_due: Answer | None = None) -> Borrowed[H]:
+        """Start bringing gradients from disk or device into a host slot."""
+        home = unit.gradients
+        taken = self._pools.take("host", "gradients", home.nbytes)
+        target = taken.slot.span(home.nbytes)
+        after = {"gradient slot free": taken.slot.free_after, **home.before_read()}
+        if home.tier == "disk":
+            fetched = self._port.submit(
+                Lane.STATES_READ,
+                "read gradients of",
+                unit,
+                reads=[home.span()],
+                writes=[target],
+                after=after,
+                work=Work(is_due=is_due),
+            )
+        else:
+            fetched = self._port.submit(
+                Lane.D2H, "gradients of", unit, reads=[home.span()], writes=[target], after=after
+            )
+        home.read_by(fetched)
+        # Who uses the slot may be skipped, and wait for nothing.
+        taken.slot.free_after = newest([*taken.slot.free_after, fetched])
+        return Borrowed(target, {"gradients fetched": fetched}, taken)
+
+    def states(self, unit: Ledger[H], is_due: Answer | None = None) -> Borrowed[H] | None:
+        """States in host memory: their home, or a slot that is being filled from disk. None where there are none."""
+        home = unit.states
+        if not home.nbytes:
+            return None
+        if home.tier == "host":
+            return Borrowed(home.span(), home.before_write())
+        kept = self._pools.take_kept("states", home)
+        if kept is not None:
+            return Borrowed(kept.slot.span(home.nbytes), {"kept states written": kept.slot.free_after}, kept)
+        taken = self._pools.take("host", "states", home.nbytes)
+        target = taken.slot.span(home.nbytes)
+        read = self._port.submit(
+            Lane.STATES_READ,
+            "read states of",
+            unit,
+            reads=[home.span()],
+            writes=[target],
+            after={"state slot free": taken.slot.free_after, **home.before_read()},
+            work=Work(is_due=is_due),
+        )
+        return Borrowed(target, {"states fetched": read}, taken)
+
+    def new_weights(self, unit: Ledger[H]) -> Borrowed[H]:
+        """Where the new trainable weights are written: their home, or a slot on the way there."""
+        nbytes = unit.spec.trainable_bytes
+        if unit.weights.tier == "host":
+            return Borrowed(unit.weights.span(0, nbytes), unit.weights.before_write())
+        taken = self._pools.take("host", "new_weights", nbytes)
+        return Borrowed(taken.slot.span(nbytes), {"new weights slot free": taken.slot.free_after}, taken)
+
+    def give_back_gradients(self, unit: Ledger[H], grads: Borrowed[H], done: H) -> None:
+        """They were last used by an update."""
+        if grads.taken is None:
+            unit.gradients.read_by(done)
+        else:
+            self._pools.give(grads.taken, done, Lane.UPDATE)
+
+    def write_states(
+        self,
+        unit: Ledger[H],
+        states: Borrowed[H],
+        home: Home[H],
+        done: H,
+        is_due: Answer | None = None,
+        is_wanted: Answer | None = None,
+    ) -> None:
+        """Updated states are home with ``done``, or on the way from their slot to disk; the slot keeps a copy.
+
+        Args:
+            unit: Whose they are.
+            states: Where they were updated.
+            home: Where they are to be.
+            done: The update that makes them.
+            is_due: See ``Work``.
+            is_wanted: See there.
+        """
+        home.written_by(done)
+        if states.taken is None:
+            return
+        written = self._port.submit(
+            Lane.DISK_WRITE,
+            "write states of",
+            unit,
+            reads=[states.span],
+            writes=[home.span()],
+            after={"states updated": done},
+            work=Work(is_due=is_due, is_wanted=is_wanted),
+        )
+        self._pools.give_kept(states.taken, home, done, written)
+        home.written_by(written)

@@ -1,0 +1,279 @@
+"""Updates: behind the next forward on the host, inside backward, or on the device.
+
+[Note: staged updates] The device updates faster than the CPU, and the link has room beside the fetches. So a plan may
+give it a share of the units whose states live in host memory: states and gradients go to a staging slot on the device,
+are updated there, and states and new weights go home, each on a lane of its own, so that with two slots one unit comes
+while another one leaves. The rule and its blocks are those of every update; on a GPU results agree to the rounding of
+one kernel with those of the CPU.
+
+The idea is that of Deep Optimizer States (arXiv:2410.21316, section 4), without its limit of one half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Generic, Protocol
+
+from outcore.order.ledger import H, Home, Ledger, Span
+from outcore.order.port import Deed, Port, Work
+from outcore.order.slots import Pools
+from outcore.order.supply import Supply
+from outcore.order.weights import WeightOrder
+from outcore.spec.lanes import Lane
+from outcore.spec.layout import SCRATCH_BYTES, staging
+from outcore.spec.model import ModelSpec
+
+
+class UpdateWork(Protocol[H]):
+    """What is done in the update of one unit. On paper, nothing."""
+
+    @property
+    def is_early(self) -> bool:
+        """Whether what was done inside backward is what ``step()`` asks for."""
+
+    @property
+    def factors(self) -> list[H]:
+        """What must be over before the host, or a lane of the device, can read the factors of the gradients."""
+
+    def begin(self) -> None:
+        """The weights are about to change."""
+
+    def at_once(self, grads: Span, states: Span, weights: Span, scratch: Span) -> None:
+        """Update on compute."""
+
+    def in_place(self, grads: Span, states: Span | None, weights: Span, *, is_slot: bool) -> Deed:
+        """Update in host memory. Args: is_slot: New weights pass through a slot, which goes home as a whole."""
+
+    def staged(self, grads: Span, states: Span, weights: Span, scratch: Span) -> Deed:
+        """Update in a staging slot, of which these are the parts; new weights go home as a whole."""
+
+    def weights_sent(self) -> None:
+        """New weights are on their way to the device."""
+
+
+class EarlyWork(Protocol):
+    """What an update inside backward does. On paper, nothing."""
+
+    def out_of_place(self, grads: Span, new: tuple[Span | None, Span], old: tuple[Span | None, Span | None]) -> Deed:
+        """From old states and weights to new ones."""
+
+    def is_due(self) -> bool:
+        """Whether there is time for it, when its turn comes."""
+
+    def is_wanted(self) -> bool:
+        """Whether ``step()`` has not asked for something else."""
+
+
+class UpdateOrder(Generic[H]):
+    """What updates submit."""
+
+    def __init__(
+        self, model: ModelSpec, port: Port[H], pools: Pools[H], supply: Supply[H], weights: WeightOrder[H]
+    ) -> None:
+        self._model, self._port, self._pools, self._supply, self._weights = model, port, pools, supply, weights
+
+    def step(self, units: Iterable[Ledger[H]], work_of: Callable[[Ledger[H]], UpdateWork[H] | None]) -> None:
+        """Submit all updates of a step.
+
+        Units whose states are still in slots come first, so that they are not read again; else the order is kept. The
+        slot that is taken next is not spared: the first unit whose states must be read takes it at once.
+
+        Args:
+            units: In the order in which forward needs them. None is bound.
+            work_of: What is to be done; None: nothing.
+        """
+        kept: set[Home[H]] = {home for pool in self._pools.of("host", "states") for home in pool.spared()}
+        for unit in sorted(units, key=lambda unit: unit.states not in kept):
+            work = work_of(unit)
+            if work is None:
+                continue
+            self._weights.invalidate(unit)
+            work.begin()
+            if work.is_early:
+                self._change_places(unit, work)
+            elif unit.states.tier == "device":
+                self._at_once(unit, work)
+            elif unit.plan.update == "device":
+                self._staged(unit, work)
+            else:
+                self._on_host(unit, work)
+
+    def _at_once(self, unit: Ledger[H], work: UpdateWork[H]) -> None:
+        pool = self._pools.pool("device", "scratch", min(SCRATCH_BYTES, unit.spec.update_bytes))
+        scratch, trained = pool.slots[0].span(pool.slot_bytes), unit.weights.span(0, unit.spec.trainable_bytes)
+        states = unit.states.span()
+        self._port.compute(
+            "update",
+            unit,
+            reads=[unit.gradients.span()],
+            writes=[trained, *([states] if states.nbytes else []), scratch],
+            after={**unit.gradients.before_read(), **unit.states.before_write(), **unit.weights.before_write()},
+        )
+        work.at_once(unit.gradients.span(), states, trained, scratch)
+        done = self._port.mark("updated", unit)
+        unit.states.written_by(done)
+        unit.weights.written_by(done)
+
+    # On the host.
+
+    def _on_host(self, unit: Ledger[H], work: UpdateWork[H]) -> None:
+        """Bring what is missing, update, write back."""
+        grads, states = self._supply.gradients(unit), self._supply.states(unit)
+        target = self._supply.new_weights(unit)
+        held = None if states is None else states.span
+        done = self._port.submit(
+            Lane.UPDATE,
+            "update",
+            unit,
+            reads=[grads.span],
+            writes=[target.span, *([] if held is None else [held])],
+            after={
+                **grads.after,
+                **target.after,
+                **({} if states is None else states.after),
+                "clip factor copied": work.factors,
+            },
+            work=Work(work.in_place(grads.span, held, target.span, is_slot=target.taken is not None)),
+        )
+        self._supply.give_back_gradients(unit, grads, done)
+        if states is not None:
+            self._supply.write_states(unit, states, unit.states, done)
+        if target.taken is None:
+            unit.weights.written_by(done)
+            return
+        lane = Lane.WRITE_BACK if unit.is_resident else Lane.DISK_WRITE
+        self._pools.give(target.taken, self._send_weights(unit, target.span, done, work), lane)
+
+    def _send_weights(self, unit: Ledger[H], new: Span, done: H, work: UpdateWork[H]) -> H:
+        """Send new trained weights from host memory to their home on the device or on disk."""
+        lane = Lane.WRITE_BACK if unit.is_resident else Lane.DISK_WRITE
+        sent = self._port.submit(
+            lane,
+            "write weights of",
+            unit,
+            reads=[new],
+            writes=[unit.weights.span(0, new.nbytes)],
+            after={"weights updated on the host": done, **self._unused(unit), **unit.weights.before_write()},
+        )
+        unit.weights.written_by(sent)
+        if unit.is_resident:
+            work.weights_sent()
+        return sent
+
+    def _unused(self, unit: Ledger[H]) -> dict[str, H]:
+        """Compute has used the weights that live on the device."""
+        return {"weights used": self._port.mark("weights used", unit)} if unit.is_resident else {}
+
+    # Inside backward. See [Note: early updates].
+
+    def attempt(self, unit: Ledger[H], work: EarlyWork) -> None:
+        """Update out of place, into the second homes."""
+        is_due = work.is_due
+        grads, old = self._supply.gradients(unit, is_due), self._supply.states(unit, is_due)
+        old_states, new_states = None, None
+        if old is not None:  # from disk they come as a copy, which may be changed in place
+            old_states, new_states = (old.span, unit.next_states.span()) if old.taken is None else (None, old.span)
+        old_weights = None if unit.has_master else unit.weights.span()
+        reads, after = [grads.span], {**grads.after, **({} if old is None else old.after)}
+        reads += [span for span in (old_weights, old_states) if span is not None]
+        if old_weights is not None:
+            after |= unit.weights.before_read()
+        new_weights = unit.next_weights.span()
+        deed = work.out_of_place(grads.span, (new_states, new_weights), (old_states, old_weights))
+        updated = self._port.submit(
+            Lane.UPDATE,
+            "update early",
+            unit,
+            reads=reads,
+            writes=[new_weights, *([] if new_states is None else [new_states])],
+            after=after,
+            work=Work(deed, is_due=is_due),
+        )
+        self._supply.give_back_gradients(unit, grads, updated)
+        unit.states.read_by(updated)
+        if old_weights is not None:
+            unit.weights.read_by(updated)
+        unit.next_weights.written_by(updated)
+        if old is not None:
+            self._supply.write_states(unit, old, unit.next_states, updated, is_due, work.is_wanted)
+
+    def forget_attempt(self, unit: Ledger[H]) -> None:
+        """What was made early is not wanted."""
+        self._pools.forget(unit.next_states)
+
+    def _change_places(self, unit: Ledger[H], work: UpdateWork[H]) -> None:
+        """The second homes are the first ones now; weights that live elsewhere are sent there."""
+        unit.states, unit.next_states = unit.next_states, unit.states
+        sent: H | None = None
+        if unit.weights.tier == "host":
+            unit.weights, unit.next_weights = unit.next_weights, unit.weights
+        elif unit.next_weights.ready is not None:
+            sent = self._send_weights(unit, unit.next_weights.span(), unit.next_weights.ready, work)
+        for home in (unit.next_states, unit.next_weights):
+            if home.tier == "host" and home.nbytes:
+                self._port.freed(home.span(), Lane.UPDATE, {"new weights sent": sent})
+
+    # On the device, of states in host memory. See [Note: staged updates].
+
+    def _staged(self, unit: Ledger[H], work: UpdateWork[H]) -> None:
+        layout = staging(unit.spec, unit.plan, self._model)
+        taken = self._pools.take("device", "staging", layout.scratch[1])
+        states, grads, weights, scratch = (Span(taken.slot, *part) for part in layout)
+        brought = self._bring(unit, taken.slot.free_after, states, grads, weights)
+        reads = grads if grads.nbytes else unit.gradients.span()
+        updated = self._port.submit(
+            Lane.DEVICE_UPDATE,
+            "update",
+            unit,
+            reads=[reads],
+            writes=[part for part in (states, weights, scratch) if part.nbytes],
+            after={"staged": brought, "clip factor made": work.factors, **unit.gradients.before_read()},
+            work=Work(work.staged(reads, states, weights, scratch)),
+        )
+        if not grads.nbytes:
+            unit.gradients.read_by(updated)
+        left = self._take_home(unit, states, weights, updated, work)
+        free = self._port.freed(taken.slot.span(taken.slot.nbytes), Lane.DEVICE_UPDATE, {"staged bytes home": left})
+        taken.pool.give(taken.slot, [*left, free])
+
+    def _bring(self, unit: Ledger[H], free_after: list[H], states: Span, grads: Span, weights: Span) -> H:
+        """Copy what the update reads: states, gradients that rest in host memory, weights without a master."""
+        wanted = [(unit.states, states), (unit.gradients, grads)] + [(unit.weights, weights)] * (not unit.has_master)
+        pairs = [(home, part) for home, part in wanted if part.nbytes]
+        after = {"staging free": free_after}
+        for home, _ in pairs:
+            after |= home.before_read()  # type: ignore[arg-type]
+        brought = self._port.submit(
+            Lane.STATES_H2D,
+            "stage",
+            unit,
+            reads=[home.span(0, part.nbytes) for home, part in pairs],
+            writes=[part for _, part in pairs],
+            after=after,
+        )
+        for home, _ in pairs:
+            home.read_by(brought)
+        return brought
+
+    def _take_home(self, unit: Ledger[H], states: Span, weights: Span, updated: H, work: UpdateWork[H]) -> list[H]:
+        """Copy states and new weights to their homes; what must be over before the slot is free."""
+        left = []
+        if states.nbytes:
+            after = {"updated on the device": updated, **unit.states.before_write()}
+            home = self._port.submit(
+                Lane.STATES_D2H, "states of", unit, reads=[states], writes=[unit.states.span()], after=after
+            )
+            unit.states.written_by(home)
+            left.append(home)
+        sent = self._port.submit(
+            Lane.DEVICE_UPDATE if unit.is_resident else Lane.STATES_D2H,
+            "new weights of",
+            unit,
+            reads=[weights],
+            writes=[unit.weights.span(0, weights.nbytes)],
+            after={"updated on the device": updated, **self._unused(unit), **unit.weights.before_write()},
+        )
+        unit.weights.written_by(sent)
+        if unit.is_resident:
+            work.weights_sent()
+        return [*left, sent]

@@ -1,0 +1,140 @@
+"""Weights on the move: into slots on the way to compute, to be used there, and out of date after an update.
+
+[Note: weight slots] A unit whose weights do not live on the device borrows a slot there. After unbinding, the slot
+stays with the unit ("cached") until another unit needs it; weights never change in a slot, so evicting moves no
+bytes. The next fetch into the slot waits for the compute that read it. Weights whose home is disk pass through slots on
+the host, which are kept in the same way and written again after the fetch that read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Generic
+
+from outcore.order.ledger import H, Ledger, Slot, newest
+from outcore.order.port import Port
+from outcore.order.slots import Pools
+from outcore.spec.lanes import Lane
+from outcore.spec.schedule import Phase
+
+
+class WeightSlots(Generic[H]):
+    """Slots for weights on one tier, and whose weights they hold: units by index in slots by index."""
+
+    def __init__(self, slots: Sequence[Slot[H]], port: Port[H], label: str) -> None:
+        """Args: slots: Smallest first. label: Of what must have happened before a slot is written again."""
+        self.slots = list(slots)
+        self.holders: list[int | None] = [None] * len(slots)
+        """Unit whose weights each slot holds, as the homes have them."""
+        self.written: list[H | None] = [None] * len(slots)
+        """What wrote them."""
+        self.sizes = [slot.nbytes for slot in slots]
+        self._port, self._label = port, label
+
+    def find(self, unit: int) -> int | None:
+        """The slot that holds a unit's weights."""
+        return self.holders.index(unit) if unit in self.holders else None
+
+    def put(self, index: int, unit: int, written: H) -> None:
+        """A slot that was vacated holds a unit's weights."""
+        self.holders[index], self.written[index] = unit, written
+        self.slots[index].free_after = []
+
+    def reset(self, kept: Container[int]) -> None:
+        """Forget all contents but those of some units; nothing may be in flight. See [Note: cut short]."""
+        for i, holder in enumerate(self.holders):
+            if holder not in kept:
+                self.holders[i] = self.written[i] = None
+                self.slots[i].free_after = []
+
+    def vacate(self, index: int) -> None:
+        """Forget a slot's content; who uses the slot next waits for its ``free_after``."""
+        if self.holders[index] is None:
+            return
+        slot, written = self.slots[index], self.written[index]
+        free_after = newest([*([] if written is None else [written]), *slot.free_after])
+        free = self._port.freed(slot.span(slot.nbytes), Lane.H2D, {self._label: free_after})
+        slot.free_after = free_after if free is None else [*free_after, free]
+        self.holders[index] = self.written[index] = None
+
+
+class WeightOrder(Generic[H]):
+    """What is submitted so that weights are where compute uses them."""
+
+    def __init__(self, units: Sequence[Ledger[H]], port: Port[H], pools: Pools[H]) -> None:
+        """Args: units: All, in the plan's order."""
+        self._units, self._port = units, port
+        self.on_device = WeightSlots(pools.slots("device", "weights"), port, "slot free")
+        self.on_host = WeightSlots(pools.slots("host", "weights"), port, "staging free")
+
+    def fetch(self, index: int, place: int) -> None:
+        """Bring weights into a device slot, whatever it holds. Those whose home is disk are in a host slot."""
+        unit = self._units[index]
+        self.vacate_on_device(place)
+        slot, nbytes = self.on_device.slots[place], unit.spec.weight_bytes
+        staged = self.on_host.find(index) if unit.weights.tier == "disk" else None
+        if staged is None:
+            source, after = unit.weights.span(), unit.weights.before_read()
+        else:
+            source, after = self.on_host.slots[staged].span(nbytes), {"weights staged": self.on_host.written[staged]}
+        fetched = self._port.submit(
+            Lane.H2D,
+            "fetch",
+            unit,
+            reads=[source],
+            writes=[slot.span(nbytes)],
+            after={"slot free": slot.free_after, **after},
+        )
+        if staged is None:
+            unit.weights.read_by(fetched)
+        else:
+            self.on_host.slots[staged].free_after = [fetched]
+        self.on_device.put(place, index, fetched)
+        unit.slot, unit.fetched = slot, fetched
+
+    def read(self, index: int, place: int) -> None:
+        """Bring weights from disk into a host slot, whatever it holds."""
+        unit = self._units[index]
+        self.on_host.vacate(place)
+        slot = self.on_host.slots[place]
+        read = self._port.submit(
+            Lane.WEIGHTS_READ,
+            "read weights of",
+            unit,
+            reads=[unit.weights.span()],
+            writes=[slot.span(unit.spec.weight_bytes)],
+            after={"staging free": slot.free_after, **unit.weights.before_read()},
+        )
+        unit.weights.read_by(read)
+        self.on_host.put(place, index, read)
+
+    def use(self, unit: Ledger[H], phase: Phase) -> None:
+        """Compute uses the weights of a unit, which are on the device or on the way there."""
+        span = unit.weights_on_device()
+        after = unit.weights.before_read() if unit.is_resident else {"weights fetched": unit.fetched}
+        self._port.compute(phase.value, unit, reads=[] if span is None else [span], after=after)
+
+    def used(self, unit: Ledger[H]) -> None:
+        """Compute is done with them: the slot, if they are in one, may go to another unit."""
+        if unit.slot is not None:
+            unit.slot.free_after = [self._port.mark("weights used", unit)]
+
+    def invalidate(self, unit: Ledger[H]) -> None:
+        """Forget cached weights: the home holds other ones now, or will."""
+        if unit.slot is not None:
+            self.vacate_on_device(self.on_device.slots.index(unit.slot))
+        staged = self.on_host.find(unit.index)
+        if staged is not None:
+            self.on_host.vacate(staged)
+
+    def vacate_on_device(self, place: int) -> None:
+        """Take a device slot from the unit that has it."""
+        holder = self.on_device.holders[place]
+        if holder is not None:
+            self._units[holder].slot = self._units[holder].fetched = None
+        self.on_device.vacate(place)
+
+    def let_go(self) -> None:
+        """Forget all slots, so that their memory can be given back."""
+        self.on_device.slots.clear()
+        self.on_host.slots.clear()

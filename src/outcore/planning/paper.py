@@ -1,0 +1,104 @@
+"""The order of a step on paper: operations in a row, with the indices of what each of them comes after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outcore.order.ledger import After, Dependency, Ledger, Span
+from outcore.order.port import COPY, NOTHING, Work
+from outcore.planning.weight_cache import Move
+from outcore.spec.lanes import Lane
+from outcore.spec.schedule import Access, Kind, Operation
+from outcore.spec.timeline import COMPUTE, HOST
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What stands for an operation: its place in the row, and its lane."""
+
+    index: int
+    lane: str
+
+
+class Paper:
+    """Takes operations and writes them down."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """Args: names: Of the units."""
+        self.row: list[Operation] = []
+        self.move: Move | None = None
+        """That the next fetches and reads make."""
+        self._names = names
+        self._computed = Entry(-1, COMPUTE)
+
+    def submit(
+        self,
+        lane: Lane,
+        kind: Kind,
+        unit: Ledger[Entry],
+        *,
+        reads: Sequence[Span],
+        writes: Sequence[Span],
+        after: After[Entry],
+        work: Work = COPY,
+    ) -> Entry:
+        """Write an operation of a lane down; one that is not due moves nothing and waits for nothing."""
+        if work.is_due is not None and not work.is_due():
+            return self._append(lane.value, kind, unit.spec.name, (), (), NOTHING)
+        return self._append(lane.value, kind, unit.spec.name, reads, writes, after)
+
+    def compute(
+        self,
+        kind: Kind,
+        unit: Ledger[Entry],
+        *,
+        reads: Sequence[Span] = (),
+        writes: Sequence[Span] = (),
+        after: After[Entry],
+    ) -> Entry:
+        """Write an operation of compute down."""
+        self._computed = self._append(COMPUTE, kind, unit.spec.name, reads, writes, after)
+        return self._computed
+
+    def mark(self, what: str, unit: Ledger[Entry]) -> Entry:
+        """The last operation of compute."""
+        return self._computed
+
+    def wait(self, label: str, dependency: Dependency[Entry]) -> None:
+        """Write down that the host blocks."""
+        self._append(HOST, "wait", "", (), (), {label: dependency})
+
+    def freed(self, span: Span, lane: Lane, after: After[Entry] = NOTHING) -> None:
+        """Nothing happens."""
+
+    def _append(
+        self, lane: str, kind: Kind, unit: str, reads: Sequence[Span], writes: Sequence[Span], after: After[Entry]
+    ) -> Entry:
+        place: dict[str, Any] = {}
+        if self.move is not None:
+            evicts = self.move.evicts
+            place = {"slot": self.move.slot, "evicts": None if evicts is None else self._names[evicts]}
+        order = {entry.index for value in after.values() for entry in _entries(value) if entry.index >= 0}
+        self.row.append(
+            Operation(
+                lane=lane,
+                kind=kind,
+                unit=unit,
+                nbytes=sum(span.nbytes for span in writes),
+                after=tuple(sorted(order)),
+                reads=tuple(Access(span.of.name, span.start, span.stop) for span in reads),
+                writes=tuple(Access(span.of.name, span.start, span.stop) for span in writes),
+                **place,
+            )
+        )
+        return Entry(len(self.row) - 1, lane)
+
+
+def _entries(dependency: Dependency[Entry]) -> Iterable[Entry]:
+    if dependency is None:
+        return ()
+    if isinstance(dependency, Entry):
+        return (dependency,)
+    return [entry for entry in dependency if entry is not None]

@@ -1,0 +1,271 @@
+"""The engine in virtual time does what the schedule says: every operation, in order, after the same, at the same time.
+
+Operations last a given time and nothing sleeps: the engine's operations are timed when they are submitted, and those of
+the schedule are timed from its rows alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import outcore
+from outcore.api import prepare_for_test
+from outcore.memory.arena import Region
+from outcore.optim.rules import rule_for
+from outcore.planning.partition import partition
+from outcore.planning.pools import Comfort, pools_for
+from outcore.planning.reservations import can_be_early
+from outcore.planning.schedule import Circumstances, consecutive
+from outcore.planning.share import share_updates
+from outcore.planning.weight_cache import nothing_held
+from outcore.runtime.early import EarlyUpdates, _Attempt
+from outcore.runtime.faults import Faults
+from outcore.runtime.race import RaceChecker
+from outcore.spec.lanes import Lane
+from outcore.spec.model import ModelSpec
+from outcore.spec.plan import TIERS, Plan, UnitPlan
+from outcore.spec.schedule import ROOT, Operation, Phase, Visit
+from outcore.spec.timeline import COMPUTE, HOST
+
+NUM_PLANS = 200
+STEPS = 4
+WIDTH = 6
+LEGAL = [(w, g, s) for w in TIERS for g in TIERS for s in TIERS if s != "device" or w == g == "device"]
+ON_COMPUTE = ("use weights of", "gradients of", "accumulate", "update")
+"""Operations of compute that a schedule has."""
+PHASES = {phase.value for phase in Phase}
+
+
+class Timed(NamedTuple):
+    """One operation."""
+
+    lane: str
+    name: str
+    nbytes: int
+    after: frozenset[int]
+    start: float
+    end: float
+
+
+class Clock:
+    """Times operations in the order in which they are submitted. The host goes on unless it waits."""
+
+    def __init__(self) -> None:
+        self.row: list[Timed] = []
+        self._free: dict[str, float] = {}
+        self._host = 0.0
+
+    def run(self, lane: str, name: str, nbytes: int, after: Iterable[int]) -> int:
+        """Returns the index of the operation."""
+        order = frozenset(after)
+        ready = max((self.row[i].end for i in order), default=0.0)
+        start = max(self._host, self._free.get(lane, 0.0), ready)
+        end = start + (0.0 if lane == HOST else 1.0 + nbytes / (100 + 10 * len(lane)))
+        self._free[lane] = end
+        if lane == HOST:
+            self._host = end
+        self.row.append(Timed(lane, name, nbytes, order, start, end))
+        return len(self.row) - 1
+
+
+class Watch:
+    """Gives everything that an engine submits to a clock."""
+
+    def __init__(self, device: Any) -> None:
+        self.clock = Clock()
+        self._index: dict[Any, int] = {}
+        self._computed = -1
+        self._device = device
+        self._submit, self._compute, self._mark = device.submit, device.compute, device.mark
+        device.submit, device.compute, device.mark = self.submit, self.compute, self.mark
+
+    def submit(self, lane: Lane, name: str, work: Any, *, is_due: Callable[[], bool] | None = None, **more: Any) -> Any:
+        handle = self._submit(lane, name, work, is_due=is_due, **more)
+        skipped = is_due is not None and not is_due()
+        nbytes = 0 if skipped else _bytes(more.get("writes", ()))
+        after = [] if skipped else self.indices(more.get("after", {}).values())
+        self._index[handle] = self.clock.run(lane.value, name, nbytes, after)
+        return handle
+
+    def compute(self, name: str, *, writes: Sequence[Region] = (), after: Any = {}, **more: Any) -> Any:  # noqa: B006
+        handle = self._compute(name, writes=writes, after=after, **more)
+        if name.startswith(ON_COMPUTE):
+            self._computed = self.clock.run(COMPUTE, name, _bytes(writes), self.indices(after.values()))
+        self._index[handle] = self._computed
+        return handle
+
+    def mark(self, name: str) -> Any:
+        handle = self._mark(name)
+        self._index[handle] = self._computed
+        return handle
+
+    def wait_for_backward(self) -> None:
+        self.clock.run(HOST, "wait root", 0, [self._computed])
+
+    def indices(self, dependencies: Iterable[Any]) -> list[int]:
+        handles = [d for value in dependencies for d in (value if isinstance(value, list | tuple) else [value])]
+        return [i for handle in handles if handle is not None and (i := self._index[handle]) >= 0]
+
+
+def _bytes(writes: Sequence[Region]) -> int:
+    return sum(region.stop - region.start for region in writes)
+
+
+class Block(nn.Module):
+    """Some parameters, trained or frozen."""
+
+    def __init__(self, hidden: int, *, is_frozen: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+        self.up.requires_grad_(not is_frozen)
+        self.down.requires_grad_(not is_frozen)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Model(nn.Module):
+    """Blocks in any order, some of them twice."""
+
+    def __init__(self, chance: random.Random) -> None:
+        super().__init__()
+        sizes = [chance.choice([300, 300, 500]) for _ in range(chance.randint(2, 5))]
+        self.blocks = nn.ModuleList(Block(n, is_frozen=chance.random() < 0.2) for n in sizes)
+        self.blocks[-1].requires_grad_(True)  # so that there is something to train
+        self.head = nn.Linear(WIDTH, 3)
+        self.order = list(range(len(sizes)))
+        if chance.random() < 0.4:
+            self.order.insert(chance.randrange(len(sizes)), chance.randrange(len(sizes)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i in self.order:
+            x = self.blocks[i](x)
+        return self.head(x)
+
+
+@dataclass
+class Program:
+    """A model, a plan for it and a loop."""
+
+    model: Model
+    optimizer: torch.optim.Optimizer
+    spec: ModelSpec
+    plan: Plan
+    micro_batches: int
+    overtaken: frozenset[str]
+
+    def step(self) -> None:
+        for _ in range(self.micro_batches):
+            self.model(torch.ones(2, WIDTH, dtype=self.model.head.weight.dtype)).sum().backward()
+
+
+def make(seed: int) -> Program:
+    chance = random.Random(seed)
+    torch.manual_seed(seed)
+    model, micro_batches = Model(chance), chance.randint(1, 2)
+    precision: Any = chance.choice(["fp32", "bf16"])
+    trained = [p for p in model.parameters() if p.requires_grad]
+    kinds = [lambda: torch.optim.AdamW(trained), lambda: torch.optim.SGD(trained, lr=0.1)]
+    optimizer = chance.choice(kinds)()
+    names = rule_for(optimizer).state_names(optimizer.param_groups)
+    units = [Block]
+    spec = partition(model, units=units, state_names=names, precision=precision).spec
+    plans = []
+    for of in spec.units:
+        weights, gradients, states = chance.choice([h for h in LEGAL if of.name or h[0] == "device"])
+        rest = (gradients, states) if of.trainable else (weights, weights)
+        homes = UnitPlan(
+            name=of.name, weights=weights, gradients=rest[0], states=rest[1], policy="recompute" if of.name else "keep"
+        )
+        plans.append(replace(homes, early=can_be_early(of, homes) and chance.random() < 0.5))
+    plans = share_updates(plans, chance.choice([0.0, 0.5, 1.0]))
+    comfort = Comfort(
+        prefetch_depth=chance.randint(0, 3), num_buckets=chance.randint(1, 2), max_slots_host=chance.randint(1, 4)
+    )
+    plan = Plan(
+        precision=spec.precision,
+        units=tuple(plans),
+        pools=pools_for(spec, plans, comfort),
+        prefetch_depth=chance.randint(0, 3),
+        accumulation_steps=micro_batches,
+    )
+    overtaken = frozenset(u.name for u in plans if u.early and chance.random() < 0.3)
+    return Program(model, optimizer, spec, plan, micro_batches, overtaken)
+
+
+def submitted(program: Program, visits: Sequence[Visit] | None, folder: Path) -> tuple[list[Timed], tuple[Visit, ...]]:
+    """What the engine submits. Args: visits: Expected of the first step; None: as usual."""
+    prepared = prepare_for_test(
+        program.model,
+        program.optimizer,
+        faults=Faults(),
+        race_checker=RaceChecker(),
+        plan=program.plan,
+        units=[Block],
+        budget=outcore.Budget(disk=str(folder)),
+        accumulation_steps=program.micro_batches,
+        clipping=False,
+        precision=program.plan.precision,
+    )
+    _, optimizer = prepared
+    engine = optimizer.engine
+    if visits is not None:
+        engine.weights._step.expected = tuple(visits)
+        engine.weights._step.reset(nothing_held(program.plan))
+        if any(visit.unit == ROOT for visit in visits):
+            engine.units[ROOT].mark_absent()  # as after a step that updates it elsewhere than at once
+    watch, settle = Watch(engine.device), EarlyUpdates.settle
+
+    def settled(early: EarlyUpdates) -> None:
+        if early._attempts:
+            watch.wait_for_backward()
+        settle(early)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EarlyUpdates, "settle", settled)
+        patch.setattr(_Attempt, "settle", lambda attempt: attempt.is_due())
+        patch.setattr(_Attempt, "is_due", lambda attempt: attempt.gradients.unit.name not in program.overtaken)
+        with prepared:
+            for _ in range(STEPS):
+                program.step()
+                optimizer.step()
+                optimizer.zero_grad()
+            return watch.clock.row, engine.weights.visits
+
+
+def planned(program: Program, visits: Sequence[Visit]) -> list[Timed]:
+    """What the schedule lists, timed from its rows."""
+    circumstances = Circumstances(clips=False, overtaken=program.overtaken)
+    steps = consecutive(program.spec, program.plan, visits, nothing_held(program.plan), circumstances)
+    clock = Clock()
+    for _, step in zip(range(STEPS), steps, strict=False):
+        begin = len(clock.row)
+        for op in step.operations:
+            clock.run(op.lane, _name(op), op.nbytes, (begin + i for i in op.after))
+    return clock.row
+
+
+def _name(op: Operation) -> str:
+    return f"use weights of {op.unit or 'root'}" if op.kind in PHASES else op.name
+
+
+@pytest.mark.parametrize("seed", range(NUM_PLANS))
+def test_start_end_and_order_of_every_operation(seed: int, tmp_path: Path) -> None:
+    _, visits = submitted(make(seed), None, tmp_path)
+    program = make(seed)
+    found, again = submitted(program, visits, tmp_path)
+    assert again == visits
+    expected = planned(program, visits)
+    for i, (want, got) in enumerate(zip(expected, found, strict=False)):
+        assert want == got, f"operation {i}: {want} is {got}"
+    # The last step's updates are followed by what is fetched ahead of a next one.
+    assert all(op.name.startswith(("fetch", "read weights of")) for op in found[len(expected) :])
+    assert len(found) >= len(expected)
