@@ -1,4 +1,4 @@
-"""Loops that are not alike in every step: what the engine submits in the end is what the schedule of its visits says."""
+"""Loops that are not alike in every step come to what the schedule of their visits says."""
 
 from __future__ import annotations
 

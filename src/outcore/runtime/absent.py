@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NoReturn, Protocol, cast
 import torch
 from torch.nn import Parameter
 
+from outcore.core.autograd import plain_torch_function, without_torch_function
 from outcore.core.errors import AbsentParameterError, UnsupportedError
 from outcore.runtime.one_process import refuse_process_group
 
@@ -46,7 +47,6 @@ _METADATA: frozenset[Callable[..., Any]] = frozenset(
     + [torch.is_floating_point, torch.is_complex, torch.numel]
 )
 _ASKED_OFTEN = "grad requires_grad shape dtype device _post_accumulate_grad_hooks"  # by loops, optimizers and outcore
-_plainly = cast("Any", torch._C).DisableTorchFunctionSubclass
 _BACKWARDS = (torch.autograd.grad, torch.autograd.backward, _TENSOR.backward)
 _DATA = _getter("data")
 
@@ -67,7 +67,7 @@ class AbsentParameter(Parameter):
         """Answer questions about metadata; otherwise become present or refuse."""
         kwargs = kwargs or {}
         if func in _METADATA or _is_question(func, args, kwargs):
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_function():
                 return func(*args, **kwargs)
         if func in _BACKWARDS:
             return _name_for_gradients(func, args, kwargs)
@@ -104,11 +104,11 @@ def _answered(name: str) -> property:
     known = getattr(torch.Tensor, name)
 
     def ask(self: AbsentParameter) -> Any:
-        with _plainly():
+        with without_torch_function():
             return known.__get__(self)
 
     def change(self: AbsentParameter, value: Any) -> None:
-        with _plainly():
+        with without_torch_function():
             known.__set__(self, value)
 
     return property(ask, change if known.__set__ in _METADATA else known.__set__, known.__delete__)
@@ -126,7 +126,7 @@ class WatchedParameter(Parameter):
 
     touched: ClassVar[set[int]]
     place: int
-    __torch_function__ = cast("Any", torch._C)._disabled_torch_function_impl  # as torch's own Parameter
+    __torch_function__ = plain_torch_function  # as torch's own Parameter
 
     @property
     def data(self) -> torch.Tensor:

@@ -13,10 +13,11 @@ import functools
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from outcore.core.autograd import is_executed, is_packing, keeps_graph, order_of
 from outcore.core.errors import OutcoreError, UnsupportedError
 from outcore.runtime.absent import called_inside, unfreezing_refusal
 from outcore.runtime.access import Access
@@ -44,8 +45,6 @@ from outcore.runtime.structure import Structure, sharing_memory, storage_of, tak
 from outcore.runtime.unit import Unit
 from outcore.runtime.weights import Weights
 from outcore.spec.schedule import Phase
-
-_autograd = cast("Any", torch._C)
 
 
 class GradientSink(Protocol):
@@ -218,7 +217,7 @@ class UnitCall:
         saving = self._keeping.begin(kind, tensors)
         state = ForwardState(self._surroundings, structure.objects) if saving.may_drop else None
         is_checked = state is not None and self._is_checked(state, tensors, wants_grad)
-        start = cast("Any", self._anchor.view_as(self._anchor).grad_fn)._sequence_nr()
+        start = order_of(self._anchor.view_as(self._anchor).grad_fn)
         with self._bound(Phase.FORWARD):
             flags = self._refuse_changes()
             recording = active_recording()
@@ -308,9 +307,9 @@ class UnitCall:
         In an ordinary backward those of parameters go to the sink instead.
         """
         self._refuse_stale(call)
-        keeps_graph = bool(_autograd._autograd._get_current_graph_task_keep_graph())
+        is_kept = keeps_graph()
         params = self._trainable
-        is_ordinary = bool(_autograd._will_engine_execute_node(self._anchor_node))
+        is_ordinary = is_executed(self._anchor_node)
         wanted = [
             flag and (is_ordinary or _is_wanted(node))
             for flag, (node, _) in zip(call.flags, ctx.next_functions[-len(params) :] if params else (), strict=False)
@@ -320,13 +319,13 @@ class UnitCall:
         with self._bound(Phase.BACKWARD):
             with requiring(self.unit.params, self._refuse_changes(), call.flags):
                 inner, outputs = self._graph(call, saved)
-                if not keeps_graph:
+                if not is_kept:
                     call.release()
                 outer = [*(t for t, u in zip(inner, call.used, strict=True) if u), *call.foreign]
                 sources = [*outer, *(p for p, w in zip(params, wanted, strict=True) if w)]
                 pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None]
                 leaves = [*params, *call.foreign]
-                found = iter(without_hooks(leaves, lambda: gradients(pairs, sources, keeps_graph=keeps_graph)))
+                found = iter(without_hooks(leaves, lambda: gradients(pairs, sources, keeps_graph=is_kept)))
             given = [next(found) for _ in outer]
             made = {i: g for i, w in enumerate(wanted) if w and (g := next(found)) is not None}
             grads_of = self.unit.in_own_dtype(made)
@@ -438,11 +437,6 @@ class UnitFunction(torch.autograd.Function):
 def _is_wanted(node: Any) -> bool:
     """Whether a backward for chosen inputs needs the gradient that flows into a leaf's node."""
     try:
-        return bool(_autograd._will_engine_execute_node(node))
+        return is_executed(node)
     except RuntimeError:  # torch's answer where torch.autograd.grad captures this very leaf
         return True
-
-
-def is_packing() -> bool:
-    """Whether somebody packs what is saved: a checkpoint around the unit calls it again when asked to unpack."""
-    return _autograd._autograd._top_saved_tensors_default_hooks(False) is not None  # noqa: FBT003

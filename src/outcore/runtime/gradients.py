@@ -14,10 +14,11 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 
+from outcore.core.autograd import at_end_of_task, current_task
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.optim import kernels
 from outcore.order.gradients import GradientOrder
@@ -30,8 +31,6 @@ from outcore.runtime.lanes import Handle
 from outcore.runtime.recovery import Recovery
 from outcore.runtime.unit import Unit, outermost_first, torch_dtype
 from outcore.runtime.unit_gradients import Pass, UnitGradients
-
-_autograd = cast("Any", torch._C)
 
 
 class Gradients:
@@ -105,7 +104,7 @@ class Gradients:
 
     def is_in_backward(self) -> bool:
         """Whether autograd is running on this thread."""
-        return bool(_autograd._current_graph_task_id() >= 0)
+        return current_task() >= 0
 
     # What calls of units and autograd's own accumulation give.
 
@@ -187,7 +186,7 @@ class Gradients:
     # One backward pass.
 
     def _join_pass(self, gradients: UnitGradients) -> None:
-        task = _autograd._current_graph_task_id()
+        task = current_task()
         if task not in self._tasks:
             self._notice()
             if not self._tasks:
@@ -197,7 +196,7 @@ class Gradients:
             # A backward inside of a backward (reentrant checkpointing) has a task of its own: both are one pass.
             end = functools.partial(self._end_task, task)
             self._tasks[task] = weakref.ref(end, functools.partial(_over, weakref.ref(self), task))
-            cast("Any", torch.autograd.Variable)._execution_engine.queue_callback(end)
+            at_end_of_task(end)
         self._open[gradients.unit.name] = gradients
 
     def _end_task(self, task: int) -> None:

@@ -10,16 +10,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.nn import Parameter
 
+from outcore.core.autograd import is_transformed, order_of, run_backward
 from outcore.core.errors import UnsupportedError
 from outcore.runtime.unit import Unit
-
-_engine = cast("Any", torch.autograd.Variable)._execution_engine
 
 
 def find_leaves(
@@ -52,7 +51,7 @@ def find_leaves(
         edges = node.next_functions
         if not edges and (leaf := getattr(node, "variable", None)) is not None:
             (used if id(leaf) in known else found)[id(leaf)] = leaf
-        elif node._sequence_nr() < start:
+        elif order_of(node) < start:
             raise UnsupportedError(
                 f"{where} uses a tensor made outside of it ({node.name()}) by closure, so its gradient would be lost; "
                 "pass it to the "
@@ -180,10 +179,8 @@ def gradients(
     if not pairs or not sources:
         return [None] * len(sources)
     outputs, grads = zip(*pairs, strict=True)
-    # torch.autograd.grad comes to this, after looks at every tensor that the engine takes again: no graph of the
-    # gradients, sources may be unused, and nothing is accumulated.
     try:
-        found = _engine.run_backward(outputs, grads, keeps_graph, False, tuple(sources), True, False)  # noqa: FBT003
+        return run_backward(outputs, grads, sources, keeps_graph=keeps_graph)
     except RuntimeError as error:
         if "use_reentrant=True" in str(error):
             raise UnsupportedError(
@@ -192,7 +189,6 @@ def gradients(
                 "checkpoint out, since outcore recomputes units already"
             ) from error
         raise
-    return cast("Sequence[torch.Tensor | None]", found)
 
 
 class _WhereReached:
@@ -284,7 +280,7 @@ def without_hooks(leaves: Sequence[torch.Tensor], work: Callable[[], Any]) -> An
 
 def refuse_transforms(where: str) -> None:
     """Raise where what runs is not an ordinary forward."""
-    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+    if is_transformed():
         raise UnsupportedError(
             f"{where}: expected an ordinary forward, but torch.func transforms (vmap, grad, jvp, ...) or "
             "forward-mode AD are active, "

@@ -14,13 +14,14 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from outcore.core.autograd import is_packing
 from outcore.core.errors import OutcoreError, UnsupportedError
 from outcore.memory.arena import Buffer
 from outcore.optim.kernels import FusedStep, apply
 from outcore.optim.rules import Hyper, SgdHyper
 from outcore.runtime.absent import unfreezing_refusal
 from outcore.runtime.caches import in_training
-from outcore.runtime.call import UnitCall, is_packing
+from outcore.runtime.call import UnitCall
 from outcore.runtime.device import Device
 from outcore.runtime.edits import refuse_other_form, refuse_other_strides
 from outcore.runtime.structure import take_apart

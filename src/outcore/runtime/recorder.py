@@ -11,17 +11,16 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import Any, NamedTuple, Protocol, Self, cast, final
+from typing import NamedTuple, Protocol, Self, final
 
-import torch
 from torch import nn
 
+from outcore.core.autograd import at_end_of_task, current_task
 from outcore.core.errors import UnsupportedError
 from outcore.runtime.structure import take_apart
 from outcore.spec.timeline import COMPUTE, LANES, Span, Timeline
 
 MAX_SPANS = 2**16  # some 20 MB; 40 steps of 100 units
-_autograd = cast("Any", torch._C)
 
 
 class Moment(Protocol):
@@ -289,11 +288,11 @@ class _BackwardTimer:
 
     def begin(self, *_: object) -> None:
         """Autograd has come to a result of the model."""
-        task = _autograd._current_graph_task_id()
+        task = current_task()
         if self._is_on and task != self._task:
             self._task = task
             end = partial(self._end, self._recorder.now())
-            cast("Any", torch.autograd.Variable)._execution_engine.queue_callback(end)
+            at_end_of_task(end)
 
     def _end(self, start: float | Moment) -> None:
         self._recorder.add_phase("backward", start, self._recorder.now())

@@ -13,11 +13,10 @@ be had. Larger arguments than were measured close the room again, until another 
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast
+from typing import Protocol
 
-import torch
+from outcore.core.autograd import keeps_graph
 
-_autograd = cast("Any", torch._C)._autograd
 _OTHER_SHARE = 1.125  # of a measured peak: allocators leave gaps
 
 
@@ -55,7 +54,7 @@ class Lease:
 
     def release_in_backward(self, *_: object) -> None:
         """Hook of a node of autograd: what it and those before it saved is freed now, unless the graph is retained."""
-        if not _autograd._get_current_graph_task_keep_graph():
+        if not keeps_graph():
             self.release()
 
     def __del__(self) -> None:

@@ -1,0 +1,106 @@
+"""What torch's autograd engine does not say in public. All of its private entry points that outcore uses stand here.
+
+They are looked at on import, so that a torch that changed one says so at once, and not in the middle of a backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+
+from outcore.core.errors import UnsupportedError
+
+_torch_c: Any = cast("Any", torch._C)
+_PRIVATE = (
+    "_C._current_graph_task_id",
+    "_C._will_engine_execute_node",
+    "_C._are_functorch_transforms_active",
+    "_C._disabled_torch_function_impl",
+    "_C.DisableTorchFunctionSubclass",
+    "_C._autograd._get_current_graph_task_keep_graph",
+    "_C._autograd._top_saved_tensors_default_hooks",
+    "autograd.Variable._execution_engine.queue_callback",
+    "autograd.Variable._execution_engine.run_backward",
+    "autograd.forward_ad._current_level",
+    "Tensor._version",
+    "Tensor._backward_hooks",
+    "Tensor._post_accumulate_grad_hooks",
+    "_foreach_copy_",
+)
+
+
+def missing_names(module: Any = torch) -> list[str]:
+    """Private names that are not there. Args: module: To look into."""
+    return [f"torch.{name}" for name in _PRIVATE if not _has(module, name.split("."))]
+
+
+def _has(module: Any, path: Sequence[str]) -> bool:
+    *way, last = path
+    for part in way:
+        module = getattr(module, part, None)
+    return hasattr(module, last)
+
+
+if _missing := missing_names():
+    raise UnsupportedError(
+        f"expected a torch that outcore knows, but torch {torch.__version__} has no {', '.join(_missing)}; install an "
+        "older torch, or a newer outcore"
+    )
+
+_engine: Any = cast("Any", torch.autograd.Variable)._execution_engine
+
+without_torch_function: Any = _torch_c.DisableTorchFunctionSubclass
+"""Context manager in which subclasses of tensors are asked nothing."""
+plain_torch_function: Any = _torch_c._disabled_torch_function_impl
+"""``__torch_function__`` of a subclass that asks to be left alone, such as torch's own Parameter."""
+current_task: Callable[[], int] = _torch_c._current_graph_task_id
+"""Number of the backward that runs on this thread; negative outside of one."""
+keeps_graph: Callable[[], bool] = _torch_c._autograd._get_current_graph_task_keep_graph
+"""Whether the backward that runs now may run again."""
+
+
+def at_end_of_task(callback: Callable[[], object]) -> None:
+    """Have something called when the backward that runs now is over. Not called if that ends in an exception."""
+    _engine.queue_callback(callback)
+
+
+def is_executed(node: Any) -> bool:
+    """Whether the backward that runs now comes to a node.
+
+    Raises:
+        RuntimeError: ``torch.autograd.grad`` captures this very leaf.
+    """
+    return bool(_torch_c._will_engine_execute_node(node))
+
+
+def run_backward(
+    outputs: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
+    *,
+    keeps_graph: bool,
+) -> Sequence[torch.Tensor | None]:
+    """Walk a graph, for gradients of ``sources``; those that are not reached get None.
+
+    ``torch.autograd.grad`` comes to this, after looks at every tensor that the engine takes again: no graph of the
+    gradients, and nothing is accumulated.
+    """
+    found = _engine.run_backward(outputs, grads, keeps_graph, False, tuple(sources), True, False)  # noqa: FBT003
+    return cast("Sequence[torch.Tensor | None]", found)
+
+
+def is_packing() -> bool:
+    """Whether somebody packs what is saved: a checkpoint calls what it is around again when asked to unpack."""
+    return _torch_c._autograd._top_saved_tensors_default_hooks(False) is not None  # noqa: FBT003
+
+
+def is_transformed() -> bool:
+    """Whether transforms of torch.func, or forward-mode AD, are active."""
+    return bool(_torch_c._are_functorch_transforms_active()) or torch.autograd.forward_ad._current_level >= 0
+
+
+def order_of(node: Any) -> int:
+    """Sequence number of a node: the later it was made on its thread, the larger."""
+    return int(node._sequence_nr())
