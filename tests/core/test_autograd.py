@@ -15,7 +15,7 @@ def test_this_torch_has_them_all():
 
 
 def test_another_torch_is_refused_by_the_name_that_it_lacks():
-    program = "import torch\ndel torch._C._will_engine_execute_node\nimport outcore"
+    program = "import torch\ndel torch._C._will_engine_execute_node\nimport outcore\noutcore.prepare"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert run.returncode != 0
     assert f"but torch {torch.__version__} has no torch._C._will_engine_execute_node;" in run.stderr
