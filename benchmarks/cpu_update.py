@@ -27,7 +27,7 @@ from measuring import context, spread
 
 from outcore.optim.blocks import Piece
 from outcore.optim.rules import AdamHyper
-from outcore.runtime.workers import SCRATCH_BYTES, UpdateWorkers
+from outcore.runtime.updates.workers import SCRATCH_BYTES, UpdateWorkers
 
 COUNTED_BYTES, ALLOCATED_BYTES = 28, 30
 PAUSE_S = 0.03

@@ -30,11 +30,11 @@ from torch.nn.utils import clip_grad_norm_
 
 import outcore
 from outcore.api import prepare_for_test
+from outcore.device.faults import Faults
 from outcore.planning.early import with_early_updates
 from outcore.planning.floor import Floor, Rates, floor_of
 from outcore.planning.partition import partition
 from outcore.planning.pools import Comfort, pools_for
-from outcore.runtime.faults import Faults
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.spec.budget import Limits
 from outcore.spec.layout import states_of

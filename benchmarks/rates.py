@@ -19,14 +19,14 @@ import torch
 from llama import materialised
 from transformers import LlamaConfig
 
+from outcore.device.device import Device
+from outcore.device.opening import open_device
 from outcore.memory.arena import Region
 from outcore.memory.disk import DiskStore
 from outcore.memory.host import HostMemory
 from outcore.optim.blocks import Piece, update_blocks
 from outcore.optim.rules import AdamHyper
-from outcore.runtime.device import Device
-from outcore.runtime.device_open import open_device
-from outcore.runtime.workers import UpdateWorkers
+from outcore.runtime.updates.workers import UpdateWorkers
 from outcore.spec.lanes import Lane
 from outcore.spec.model import UnitSpec
 

@@ -14,7 +14,7 @@ from typing import Any
 import outcore
 from outcore.integrations.transformers import OutcoreMixin
 from outcore.runtime.optimizer import StreamedOptimizer
-from outcore.runtime.recorder import Recorder
+from outcore.device.recorder import Recorder
 from outcore.spec.timeline import Timeline
 
 PAGE = Path(__file__).with_name("reference.md")

@@ -14,6 +14,11 @@ import torch
 from torch import nn
 
 from outcore.core.errors import ConfigError, OutcoreError
+from outcore.device.at_exit import close_at_exit
+from outcore.device.device import Device
+from outcore.device.faults import Faults
+from outcore.device.opening import open_device
+from outcore.device.race import RaceChecker
 from outcore.memory.limits import disk_free_bytes, host_free_bytes
 from outcore.optim.rules import UpdateRule, rule_for
 from outcore.planning.check import check_plan
@@ -21,17 +26,12 @@ from outcore.planning.early import with_early_updates
 from outcore.planning.fits import room_bytes, with_room
 from outcore.planning.partition import Partition, partition
 from outcore.planning.placement import place
-from outcore.runtime.at_exit import close_at_exit
-from outcore.runtime.device import Device
-from outcore.runtime.device_open import open_device
 from outcore.runtime.engine import Engine, Promises
-from outcore.runtime.faults import Faults
 from outcore.runtime.gather import gathered_units
 from outcore.runtime.module_guard import attachment_of, engine_of, is_guarded
-from outcore.runtime.one_process import refuse_several_processes, refuse_wrapped
 from outcore.runtime.optimizer import StreamedOptimizer
-from outcore.runtime.race import RaceChecker
-from outcore.runtime.unit import Unit
+from outcore.runtime.unit.one_process import refuse_several_processes, refuse_wrapped
+from outcore.runtime.unit.unit import Unit
 from outcore.saving.conversions import refuse_prefixes
 from outcore.saving.export import save_model, stream_tensors
 from outcore.saving.first_values import FirstValues

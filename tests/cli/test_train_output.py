@@ -37,8 +37,8 @@ from outcore.cli.train.output.folder import OutputFolder
 from outcore.cli.train.output.notices import notices
 from outcore.cli.train.output.report import keep_until
 from outcore.core.errors import ConfigError
+from outcore.device.faults import Faults
 from outcore.integrations import transformers as mixin
-from outcore.runtime.faults import Faults
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.spec.lanes import Lane
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from outcore.core.errors import LaneError
+from outcore.device import cuda as device_cuda
+from outcore.device.faults import Faults
+from outcore.device.opening import open_device
+from outcore.device.race import RaceChecker
 from outcore.memory.arena import Arena, Region
 from outcore.memory.host import HostMemory
-from outcore.runtime import device_cuda
-from outcore.runtime.device_open import open_device
-from outcore.runtime.faults import Faults
-from outcore.runtime.race import RaceChecker
 from outcore.spec.lanes import Lane
 
 pytestmark = pytest.mark.gpu

@@ -17,10 +17,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import outcore
 from outcore.api import prepare_for_test
+from outcore.device.faults import Faults
+from outcore.device.race import RaceChecker
 from outcore.planning.partition import partition
 from outcore.planning.pools import Comfort
-from outcore.runtime.faults import Faults
-from outcore.runtime.race import RaceChecker
 from outcore.spec.lanes import Lane
 from outcore.spec.plan import Plan
 

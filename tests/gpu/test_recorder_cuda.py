@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
+from outcore.device.opening import open_device
 from outcore.memory.arena import Region
-from outcore.runtime.device_open import open_device
 from outcore.spec.lanes import Lane
 from outcore.spec.timeline import COMPUTE
 

@@ -9,8 +9,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import outcore
-from outcore.runtime import device_open
-from outcore.runtime.device_cpu import CpuDevice
+from outcore.device import opening as device_open
+from outcore.device.cpu import CpuDevice
 
 from .rig import Block, Tower, adamw, batch, make, prepared, train
 

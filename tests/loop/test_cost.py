@@ -16,7 +16,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 import outcore
-from outcore.runtime.gradients import _batches
+from outcore.runtime.gradients.passes import _batches
 
 from .rig import Tower, adamw, batch, make, prepared, train
 

@@ -11,12 +11,12 @@ import torch
 
 import outcore
 from outcore.api import prepare_for_test
+from outcore.device.race import RaceChecker
 from outcore.memory.disk_file import OsDiskIO
 from outcore.planning.partition import partition
 from outcore.planning.pools import Comfort, pools_for
 from outcore.planning.reservations import can_be_early
 from outcore.planning.share import share_updates
-from outcore.runtime.race import RaceChecker
 
 from .rig import adamw, assert_same, batch, make, plan_for, prepared, train
 
@@ -89,8 +89,8 @@ def test_one_error_at_any_stage_is_said_and_training_never_goes_on(setting, name
     name = f"{name} blocks.1"
     with special(setting, tmp_path) as (model, optimizer):
         if setting.endswith("early"):  # every attempt is made, whatever the rates
-            monkeypatch.setattr("outcore.runtime.early._Attempt.is_due", lambda _: True)
-            monkeypatch.setattr("outcore.runtime.early._Attempt.settle", lambda _: True)
+            monkeypatch.setattr("outcore.runtime.updates.early._Attempt.is_due", lambda _: True)
+            monkeypatch.setattr("outcore.runtime.updates.early._Attempt.settle", lambda _: True)
         hit = fail_once(monkeypatch, optimizer, name, ZeroDivisionError("injected"))
 
         def go_on():

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import outcore
-from outcore.runtime.access import Access
+from outcore.runtime.values.access import Access
 
 from .rig import KINDS, RESIDENT, Tower, adamw, agrees, assert_same, batch, make, prepared, same, train
 

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import outcore
 from outcore.api import plan_for
 from outcore.core.errors import ConfigError
-from outcore.runtime.device_cpu import CpuDevice
+from outcore.device.cpu import CpuDevice
 
 CONFIG = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4)
 

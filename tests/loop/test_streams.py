@@ -10,10 +10,10 @@ import torch
 import outcore
 from outcore.api import prepare_for_test
 from outcore.core.errors import RaceError
+from outcore.device.cpu import CpuDevice
+from outcore.device.race import RaceChecker
 from outcore.memory.arena import Region
-from outcore.runtime.device_cpu import CpuDevice
-from outcore.runtime.gradients import Gradients
-from outcore.runtime.race import RaceChecker
+from outcore.runtime.gradients.passes import Gradients
 from outcore.spec.timeline import COMPUTE
 
 from .rig import KINDS, adamw, batch, make, plan_for
@@ -58,7 +58,7 @@ def old_hooks(monkeypatch):
         end(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr("outcore.runtime.device_open.CpuDevice", Streams)
+        patch.setattr("outcore.device.opening.CpuDevice", Streams)
         patch.setattr(Gradients, "hook", on_old)
         patch.setattr(Gradients, "_end_task", joined)
         yield

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from outcore.optim import sums
 from outcore.optim.sums import Sum, Work, add_works, run_here, widen_rounds
-from outcore.runtime.workers import UpdateWorkers
+from outcore.runtime.updates.workers import UpdateWorkers
 
 NUMELS = st.integers(0, 1000)
 

@@ -14,7 +14,7 @@ import torch
 from outcore.core.errors import UnsupportedError
 from outcore.memory.topology import Node, Topology, read_topology
 from outcore.optim.blocks import StoppedError
-from outcore.runtime.workers import LEAST_SHARE_NUMEL, SCRATCH_BYTES, UpdateWorkers, worker_cpus
+from outcore.runtime.updates.workers import LEAST_SHARE_NUMEL, SCRATCH_BYTES, UpdateWorkers, worker_cpus
 
 from .update_cases import OPTIMIZERS, Blocked, PlainLoop, assert_same_bits, random
 
@@ -51,7 +51,7 @@ def test_workers_have_one_aten_thread_and_nobody_else_changes(monkeypatch):
         both.wait()
         seen.append(torch.get_num_threads())
 
-    monkeypatch.setattr("outcore.runtime.workers.update_blocks", look)
+    monkeypatch.setattr("outcore.runtime.updates.workers.update_blocks", look)
     count = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -111,7 +111,7 @@ def test_there_is_a_worker_per_core_that_is_not_spared():
 
 def test_too_little_work_for_all_wakes_few(monkeypatch):
     shares = []
-    monkeypatch.setattr("outcore.runtime.workers.update_blocks", lambda share, *_: shares.append(share))
+    monkeypatch.setattr("outcore.runtime.updates.workers.update_blocks", lambda share, *_: shares.append(share))
     with UpdateWorkers(3) as workers:
         for numel, count in ((1, 1), (2 * LEAST_SHARE_NUMEL - 1, 1), (2 * LEAST_SHARE_NUMEL, 2)):
             shares.clear()
@@ -150,7 +150,7 @@ def test_binding_is_that_of_the_workers_alone(monkeypatch):
     mine = os.sched_getaffinity(0)
     cpu = min(mine)
     topology = Topology((Node(frozenset({cpu}), 1), Node(frozenset({10**5}), 1)), None)
-    monkeypatch.setattr("outcore.runtime.workers.read_topology", lambda: topology)
+    monkeypatch.setattr("outcore.runtime.updates.workers.read_topology", lambda: topology)
     seen = []
     both = threading.Barrier(2, timeout=30)
 
@@ -158,7 +158,7 @@ def test_binding_is_that_of_the_workers_alone(monkeypatch):
         both.wait()
         seen.append(os.sched_getaffinity(0))
 
-    monkeypatch.setattr("outcore.runtime.workers.update_blocks", look)
+    monkeypatch.setattr("outcore.runtime.updates.workers.update_blocks", look)
     with UpdateWorkers() as workers:
         workers.run(Blocked(OPTIMIZERS["adamw"], (2 * LEAST_SHARE_NUMEL,)).pieces(1, [None]))
     assert sorted(seen, key=len) == sorted([{cpu}, mine], key=len)  # no such CPU: that one runs anywhere
@@ -201,9 +201,9 @@ def test_workers_that_nobody_holds_end():
 
 
 def test_closing_does_not_wait_for_a_worker_that_hangs(monkeypatch):
-    monkeypatch.setattr("outcore.runtime.workers.CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("outcore.runtime.updates.workers.CLOSE_TIMEOUT_S", 0.05)
     begun, release = threading.Event(), threading.Event()
-    monkeypatch.setattr("outcore.runtime.workers.update_blocks", lambda *_: (begun.set(), release.wait(30)))
+    monkeypatch.setattr("outcore.runtime.updates.workers.update_blocks", lambda *_: (begun.set(), release.wait(30)))
     workers = UpdateWorkers(2)
     running = threading.Thread(target=workers.run, args=(Blocked(OPTIMIZERS["adamw"], (1,)).pieces(1, [None]),))
     running.start()

@@ -269,8 +269,8 @@ class Prepared(Side):
 
     def _prepare(self, folder: Path) -> Any:
         from outcore.api import prepare_for_test
-        from outcore.runtime.faults import Faults
-        from outcore.runtime.race import RaceChecker
+        from outcore.device.faults import Faults
+        from outcore.device.race import RaceChecker
 
         spec = self.program["plan"]
         options: dict[str, Any] = {"precision": self.precision, "units": self._units()}

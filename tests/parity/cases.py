@@ -128,8 +128,8 @@ def run_checked(case: Case, folder: Path, *, is_nosy: bool = False, **faults: An
         faults: Fields of ``Faults``.
     """
     from outcore.api import prepare_for_test
-    from outcore.runtime.faults import Faults
-    from outcore.runtime.race import RaceChecker
+    from outcore.device.faults import Faults
+    from outcore.device.race import RaceChecker
 
     checker = RaceChecker()
 

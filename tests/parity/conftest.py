@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outcore.runtime.early import EarlyUpdates, _Attempt
+from outcore.runtime.updates.early import EarlyUpdates, _Attempt
 
 
 @pytest.fixture

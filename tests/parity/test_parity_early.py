@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from outcore.api import prepare_for_test
-from outcore.runtime.early import EarlyUpdates, _Attempt
-from outcore.runtime.faults import Faults
-from outcore.runtime.traffic import Traffic
-from outcore.runtime.unit import Unit
+from outcore.device.faults import Faults
+from outcore.runtime.unit.traffic import Traffic
+from outcore.runtime.unit.unit import Unit
+from outcore.runtime.updates.early import EarlyUpdates, _Attempt
 
 from . import zoo
 from .cases import Case, run, run_checked

@@ -13,8 +13,8 @@ from torch import nn
 
 import outcore
 from outcore.api import prepare_for_test
-from outcore.runtime.faults import Faults
-from outcore.runtime.race import RaceChecker
+from outcore.device.faults import Faults
+from outcore.device.race import RaceChecker
 
 from . import zoo
 from .cases import Case

@@ -14,13 +14,13 @@ from torch import nn
 
 import outcore
 from outcore.api import prepare_for_test
+from outcore.device.faults import Faults
+from outcore.device.race import RaceChecker
 from outcore.planning.partition import partition
 from outcore.planning.pools import Comfort, pools_for
 from outcore.planning.schedule import consecutive, schedule
 from outcore.planning.weight_cache import nothing_held
-from outcore.runtime.faults import Faults
 from outcore.runtime.module_guard import engine_of
-from outcore.runtime.race import RaceChecker
 from outcore.spec.lanes import Lane
 from outcore.spec.plan import Plan, UnitPlan
 from outcore.spec.schedule import Phase, Schedule, Visit

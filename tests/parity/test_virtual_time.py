@@ -18,6 +18,8 @@ from torch import nn
 
 import outcore
 from outcore.api import prepare_for_test
+from outcore.device.faults import Faults
+from outcore.device.race import RaceChecker
 from outcore.memory.arena import Region
 from outcore.optim.rules import rule_for
 from outcore.planning.partition import partition
@@ -26,9 +28,7 @@ from outcore.planning.reservations import can_be_early
 from outcore.planning.schedule import Circumstances, consecutive
 from outcore.planning.share import share_updates
 from outcore.planning.weight_cache import nothing_held
-from outcore.runtime.early import EarlyUpdates, _Attempt
-from outcore.runtime.faults import Faults
-from outcore.runtime.race import RaceChecker
+from outcore.runtime.updates.early import EarlyUpdates, _Attempt
 from outcore.spec.lanes import Lane
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import TIERS, Plan, UnitPlan

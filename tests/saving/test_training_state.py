@@ -11,7 +11,7 @@ import torch
 import outcore
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.memory.weights_file import WeightsDirectory, write_safetensors
-from outcore.runtime.access import Access
+from outcore.runtime.values.access import Access
 from outcore.saving.training_state import has_states, load_states, load_weights, save_states
 
 from . import small

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from outcore.runtime import at_exit
+from outcore.device import at_exit
 
 SCRIPT = """
 import signal, sys, time
@@ -24,7 +24,7 @@ import torch
 from torch import nn
 import outcore
 import outcore.memory.disk_file as disk_file
-import outcore.runtime.workers as workers
+import outcore.runtime.updates.workers as workers
 
 sys.stdin.readline()  # until the test looks at this process
 torch.manual_seed(0)

@@ -26,8 +26,8 @@ from outcore.integrations.checkpoints import mark_of_weights, refuse_incomplete
 from outcore.integrations.refusals import refuse_accelerator, refuse_arguments, refuse_model, refuse_optimizer
 from outcore.memory.weights_file import WeightsDirectory
 from outcore.runtime.module_guard import attachment_of
-from outcore.runtime.one_process import refuse_several_processes
 from outcore.runtime.optimizer import StreamedOptimizer
+from outcore.runtime.unit.one_process import refuse_several_processes
 from outcore.saving.conversions import is_adapter_model
 from outcore.saving.training_state import check_adapters, has_states, load_states, load_weights, save_states
 from outcore.spec.budget import Budget

@@ -13,32 +13,33 @@ from typing import Any
 import torch
 
 from outcore.core.errors import ConfigError, LaneError, OutcoreError, UnsupportedError
+from outcore.device.device import Device
+from outcore.device.lanes import Handle
 from outcore.memory.allocator import WORTH_BYTES, HeldBack
 from outcore.optim.rules import Hyper, UpdateRule
 from outcore.optim.sums import run_here
 from outcore.order.step import StepOrder
 from outcore.planning.partition import Partition
-from outcore.runtime.access import Access
-from outcore.runtime.call import GradientSink, Services, UnitCall
-from outcore.runtime.checks import Doubts
-from outcore.runtime.device import Device
-from outcore.runtime.early import EarlyUpdates
-from outcore.runtime.fill import Values, fill_unit
-from outcore.runtime.gradient_homes import GradientHomes
-from outcore.runtime.gradients import Gradients
-from outcore.runtime.lanes import Handle
+from outcore.runtime.gradients.homes import GradientHomes
+from outcore.runtime.gradients.passes import Gradients
+from outcore.runtime.module.call import GradientSink, Services, UnitCall
+from outcore.runtime.module.checks import Doubts
+from outcore.runtime.module.plain_call import PlainCall
+from outcore.runtime.module.room import Room
 from outcore.runtime.module_guard import ModuleGuard
-from outcore.runtime.one_process import refuse_process_group
-from outcore.runtime.plain import PlainCall, PlainUpdates
-from outcore.runtime.port import LivePort
-from outcore.runtime.recovery import Recovery
-from outcore.runtime.room import Room
-from outcore.runtime.streamed import Stepper, StreamedUpdates
-from outcore.runtime.tiers import Tiers
-from outcore.runtime.traffic import Traffic
-from outcore.runtime.unit import Unit
-from outcore.runtime.weights import Weights
-from outcore.runtime.workers import UpdateWorkers
+from outcore.runtime.unit.one_process import refuse_process_group
+from outcore.runtime.unit.port import LivePort
+from outcore.runtime.unit.recovery import Recovery
+from outcore.runtime.unit.tiers import Tiers
+from outcore.runtime.unit.traffic import Traffic
+from outcore.runtime.unit.unit import Unit
+from outcore.runtime.updates.early import EarlyUpdates
+from outcore.runtime.updates.plain import PlainUpdates
+from outcore.runtime.updates.streamed import Stepper, StreamedUpdates
+from outcore.runtime.updates.workers import UpdateWorkers
+from outcore.runtime.values.access import Access
+from outcore.runtime.values.fill import Values, fill_unit
+from outcore.runtime.weights.weights import Weights
 from outcore.spec.plan import Plan
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import Parameter
 
-from outcore.runtime.edits import refuse_other_form, refuse_other_strides, same_bytes, take_edits
-from outcore.runtime.unit import Unit, torch_dtype
+from outcore.runtime.unit.unit import Unit, torch_dtype
+from outcore.runtime.values.edits import refuse_other_form, refuse_other_strides, same_bytes, take_edits
 
 if TYPE_CHECKING:
     from outcore.runtime.engine import Engine

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from outcore.core.errors import ConfigError, UnsupportedError
-from outcore.runtime.edits import take_edits
 from outcore.runtime.engine import Engine
-from outcore.runtime.on_demand import DistantTensor
-from outcore.runtime.unit import Unit
+from outcore.runtime.gradients.on_demand import DistantTensor
+from outcore.runtime.unit.unit import Unit
+from outcore.runtime.values.edits import take_edits
 
 
 class StateTensor(DistantTensor):

@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn import Parameter
 
 from outcore.core.errors import ConfigError, UnsupportedError
-from outcore.runtime.edits import same_bytes, take_edits
-from outcore.runtime.one_process import RefuseReplicas, refuse_process_group, refuse_wrapped
+from outcore.runtime.unit.one_process import RefuseReplicas, refuse_process_group, refuse_wrapped
+from outcore.runtime.values.edits import same_bytes, take_edits
 from outcore.spec.model import row_major
 
 if TYPE_CHECKING:

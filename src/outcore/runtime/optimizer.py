@@ -11,9 +11,10 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.device.recorder import Recorder
 from outcore.runtime.engine import Engine
 from outcore.runtime.live_states import LiveStates
-from outcore.runtime.recorder import Recorder, recording
+from outcore.runtime.module.timing import recording
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
 

@@ -17,8 +17,8 @@ from torch import nn
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.memory.staged_files import staged_files
 from outcore.memory.weights_file import write_safetensors
-from outcore.runtime.edits import take_edits
 from outcore.runtime.engine import Engine
+from outcore.runtime.values.edits import take_edits
 from outcore.saving.conversions import (
     Group,
     is_adapter_model,

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import Parameter
 
 from outcore.core.errors import ConfigError
-from outcore.runtime.fill import Values
-from outcore.runtime.unit import Unit
+from outcore.runtime.unit.unit import Unit
+from outcore.runtime.values.fill import Values
 from outcore.saving.initialise import Initialisation
 from outcore.saving.load_plan import plan_loading
 from outcore.saving.state_names import Place, places

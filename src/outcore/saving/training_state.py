@@ -18,11 +18,11 @@ from torch import nn
 
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.memory.weights_file import TensorSpec, WeightsDirectory, write_safetensors
-from outcore.runtime.edits import take_edits
 from outcore.runtime.engine import Engine
 from outcore.runtime.module_guard import engine_of
 from outcore.runtime.optimizer import StreamedOptimizer
-from outcore.runtime.unit import Unit
+from outcore.runtime.unit.unit import Unit
+from outcore.runtime.values.edits import take_edits
 from outcore.saving.conversions import is_adapter_model
 from outcore.saving.load_plan import plan_loading
 from outcore.saving.state_names import places

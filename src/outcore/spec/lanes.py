@@ -1,4 +1,4 @@
-"""Lanes: the queues that operations run on. Names and routes; what serves them is ``runtime.lanes``."""
+"""Lanes: the queues that operations run on. Names and routes; what serves them is ``device.lanes``."""
 
 from __future__ import annotations
 

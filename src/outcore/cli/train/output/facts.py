@@ -10,8 +10,8 @@ import torch
 from outcore.cli.train.job import Job
 from outcore.cli.train.output.record import Content
 from outcore.core.quantities import format_bytes
+from outcore.device.opening import device_name
 from outcore.planning.reservations import reservations
-from outcore.runtime.device_open import device_name
 from outcore.spec.model import ParamSpec
 
 _STATE = ("weights", "gradients", "states", "buffers")

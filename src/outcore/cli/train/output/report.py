@@ -20,8 +20,8 @@ from outcore.cli.train.nonfinite import finite
 from outcore.cli.train.output.folder import METRICS, PLAN, OutputFolder
 from outcore.cli.train.output.trace import StepTracer, TraceFile
 from outcore.core.quantities import format_bytes
+from outcore.runtime.module.timing import timing
 from outcore.runtime.optimizer import StreamedOptimizer
-from outcore.runtime.recorder import timing
 from outcore.spec.plan import Tier
 
 # Of what a Trainer logs: renamed, counted over the whole run, or there per lane.

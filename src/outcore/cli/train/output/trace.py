@@ -13,7 +13,7 @@ from typing import final
 
 from outcore.cli.train.output.folder import METRICS, MODEL, PLAN
 from outcore.core.errors import ConfigError
-from outcore.runtime.recorder import Recorder
+from outcore.device.recorder import Recorder
 from outcore.spec.timeline import TRACE_BEGINNING, Timeline
 
 TRACED_STEPS = 3

@@ -132,7 +132,7 @@ def _device(settled: Settled) -> str | None:
 
 def _refuse_absent(asked: Setting) -> None:
     """Let outcore say why it sees none."""
-    from outcore.runtime.device_open import open_device
+    from outcore.device.opening import open_device
 
     try:
         open_device(asked.value).close()

@@ -1,0 +1,299 @@
+"""CUDA and ROCm: copy lanes have a stream each, points are events, host memory is pinned in place.
+
+Work of a copy lane is ordered on the device: its stream waits for the events of what it depends on, its thread only
+until those events exist. Host lanes (disk, update) block their thread on events, with the interpreter lock released.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from typing import Self, cast, final
+
+import torch
+
+from outcore.device.device import Device, aligned_bytes
+from outcore.device.faults import Faults
+from outcore.device.lanes import Handle, Operation, Pace, run_on_host
+from outcore.device.race import RaceChecker
+from outcore.device.recorder import Recorder
+from outcore.spec.lanes import COPY_LANES, Lane
+from outcore.spec.timeline import COMPUTE
+
+_CYCLES_PER_S = 1_000_000_000  # what torch.cuda._sleep counts; GPUs run at 1 to 2 GHz, and only tests sleep
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
+
+
+@final
+class Point:
+    """A point on a stream: an event, recorded when made or, if late, when somebody first depends on it."""
+
+    def __init__(self, stream: torch.cuda.Stream, *, is_late: bool = False) -> None:
+        """Args: is_late: Move along with the stream until ``fix``."""
+        self._stream = stream
+        self._event: torch.cuda.Event | None = None
+        if not is_late:
+            self.fix()
+
+    @property
+    def event(self) -> torch.cuda.Event:
+        """The recorded event."""
+        self.fix()
+        return cast(torch.cuda.Event, self._event)
+
+    def fix(self) -> None:
+        """Record the event if that was not done."""
+        if self._event is None:
+            event = torch.cuda.Event(blocking=True)  # a host that waits sleeps instead of spinning
+            event.record(self._stream)
+            self._event = event
+
+    def query(self) -> bool:
+        """Whether the stream got there."""
+        return bool(self.event.query())
+
+    def synchronize(self) -> None:
+        """Block the host until the stream got there."""
+        self.event.synchronize()
+
+
+@final
+class _Anchor:
+    """An event whose time on the host's clock is known, or follows from the anchor before it.
+
+    Events are apart in single precision, so far apart they are not exact; each step drops an anchor of its own.
+    """
+
+    def __init__(self, event: torch.cuda.Event, at_s: float | None, before: _Anchor | None) -> None:
+        self.event = event
+        self._at_s, self._before = at_s, before
+
+    def seconds(self) -> float:
+        if self._at_s is None:
+            before = cast(_Anchor, self._before)
+            self._at_s, self._before = before.seconds() + before.event.elapsed_time(self.event) / 1e3, None
+        return self._at_s
+
+
+@final
+class StreamMoment:
+    """When a stream came to a point."""
+
+    def __init__(self, event: torch.cuda.Event, anchor: _Anchor) -> None:
+        """Args: event: Recorded, with timing. anchor: An earlier or later one on the same device."""
+        self._event, self._anchor = event, anchor
+
+    def is_over(self) -> bool:
+        """Whether the stream got there, and the anchor is known."""
+        return bool(self._event.query()) and bool(self._anchor.event.query())
+
+    def seconds(self) -> float:
+        """When, on the host's clock."""
+        self._event.synchronize()
+        self._anchor.event.synchronize()
+        return self._anchor.seconds() + self._anchor.event.elapsed_time(self._event) / 1e3
+
+    def since(self, earlier: Self) -> float:
+        """Seconds on the device's clock."""
+        return earlier._event.elapsed_time(self._event) / 1e3
+
+
+@final
+class StreamStopwatch:
+    """Timing events on the calling thread's current stream."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        """Waits for the device."""
+        self._torch_device = torch_device
+        self._anchor = self._drop_anchor()
+
+    def start(self) -> None:
+        """Wait for the device, once, to know what its time is on the host's clock."""
+        self._anchor = self._drop_anchor()
+
+    def tick(self) -> None:
+        """Drop another anchor."""
+        self._anchor = _Anchor(self._event(), None, self._anchor)
+
+    def now(self) -> StreamMoment:
+        """The moment that the current stream has come to."""
+        return StreamMoment(self._event(), self._anchor)
+
+    def _drop_anchor(self) -> _Anchor:
+        torch.cuda.synchronize(self._torch_device)
+        event = self._event()
+        event.synchronize()
+        return _Anchor(event, time.perf_counter(), None)
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._torch_device))
+        return event
+
+
+@final
+class CudaExecution:
+    """How lanes run operations on one CUDA device. Owns the streams of the copy lanes."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        """Make the streams."""
+        self.torch_device = torch_device
+        self.streams = {lane: torch.cuda.Stream(torch_device) for lane in COPY_LANES}
+        self.stopwatch = StreamStopwatch(torch_device)
+        self._names: dict[int, str] = {}
+
+    def begin_thread(self, lane: Lane | None) -> None:
+        """Select the device, which each thread has its own notion of."""
+        torch.cuda.set_device(self.torch_device)
+
+    def run(self, operation: Operation, pace: Pace, recorder: Recorder) -> Point | None:
+        """Run an operation on its lane's stream, or on the host if it has none."""
+        stream = self.streams.get(operation.lane)
+        if stream is None:
+            for dependency in operation.dependencies:
+                if dependency.completion is not None:
+                    dependency.completion.synchronize()
+            run_on_host(operation, pace, recorder)
+            return None
+        with torch.cuda.stream(stream):
+            order_behind(stream, operation.dependencies)
+            start = self.stopwatch.now() if recorder.is_on else None
+            sleep_on_stream(pace.before_s)
+            operation.work()
+            sleep_on_stream(pace.least_s + pace.after_s)
+            if start is not None:
+                recorder.add(operation.lane.value, operation.handle.name, start, self.stopwatch.now(), operation.nbytes)
+            return Point(stream)
+
+    def stream_name(self) -> str:
+        """The current stream, by the order in which streams were seen."""
+        number, stream = len(self._names), torch.cuda.current_stream(self.torch_device)
+        return self._names.setdefault(stream.cuda_stream, f"{COMPUTE} {number}" if number else COMPUTE)
+
+    def drain(self) -> None:
+        """Block the host until the device is idle."""
+        torch.cuda.synchronize(self.torch_device)
+
+
+@final
+class AllocatorMeter:
+    """Peaks of torch's allocator, which it resets (``torch.cuda.max_memory_allocated``)."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        """What is allocated now is not measured."""
+        self._torch_device = torch_device
+        self._before = torch.cuda.memory_allocated(torch_device)
+
+    def start(self) -> None:
+        """Begin anew."""
+        torch.cuda.reset_peak_memory_stats(self._torch_device)
+
+    def peak_bytes(self) -> int:
+        """The most that was allocated beside what was there before."""
+        return max(0, torch.cuda.max_memory_allocated(self._torch_device) - self._before)
+
+
+@final
+class CudaDevice(Device):
+    """A CUDA or ROCm device; compute is the calling thread's current stream."""
+
+    kind = "cuda"
+    update_block_bytes = 2**30
+    activation_share = 0.3
+
+    def __init__(self, torch_device: torch.device, faults: Faults, race_checker: RaceChecker | None) -> None:
+        """Start the lanes. Use ``open_device``."""
+        index = torch.cuda.current_device() if torch_device.index is None else torch_device.index
+        self._cuda = CudaExecution(torch.device("cuda", index))
+        super().__init__(self._cuda.torch_device, self._cuda, faults, race_checker)
+
+    def allocate(self, nbytes: int, *, is_touched: bool = True) -> torch.Tensor:
+        """Memory of torch's caching allocator, cut to begin at a page."""
+        return aligned_bytes(nbytes, self.torch_device)
+
+    def touch_memory(self) -> None:
+        """The driver has no pages to take later."""
+
+    def register_host(self, memory: torch.Tensor) -> bool:
+        """Pin with cudaHostRegister in one piece: a copy from one registration into the next may be refused."""
+        nbytes = memory.numel() * memory.element_size()
+        if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, _PORTABLE)) == 0:
+            return True
+        self._clear_error()
+        return False
+
+    def unregister_host(self, memory: torch.Tensor) -> None:
+        """Undo ``register_host``."""
+        if int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())) != 0:
+            self._clear_error()
+
+    def hand_over(self, tensor: torch.Tensor, lane: Lane | None) -> None:
+        """Keep the allocator from reusing the tensor's memory before ``lane``'s stream is done with it."""
+        stream = torch.cuda.current_stream(self.torch_device) if lane is None else self._cuda.streams.get(lane)
+        if stream is not None and tensor.is_cuda:
+            tensor.record_stream(stream)
+
+    def rng_state(self) -> object:
+        """States of the CPU's default generator and of this device's. Does not wait for the device."""
+        return torch.get_rng_state(), torch.cuda.get_rng_state(self.torch_device)
+
+    def set_rng_state(self, state: object) -> None:
+        """Restore both generators."""
+        state_host, state_device = cast(tuple[torch.Tensor, torch.Tensor], state)
+        torch.set_rng_state(state_host)
+        torch.cuda.set_rng_state(state_device, self.torch_device)
+
+    def memory_bytes(self) -> int:
+        """What the driver has free, and what torch's allocator holds without use."""
+        free_bytes, _ = torch.cuda.mem_get_info(self.torch_device)
+        idle_bytes = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+        return int(free_bytes + idle_bytes)
+
+    def meter(self) -> AllocatorMeter:
+        """What torch's allocator gives out."""
+        return AllocatorMeter(self.torch_device)
+
+    def _finish_copies(self) -> None:
+        torch.cuda.current_stream(self.torch_device).synchronize()
+
+    def _free_memory(self) -> None:
+        """The allocator takes it back with the last tensor."""
+
+    def _order_compute(self, dependencies: tuple[Handle, ...]) -> None:
+        stream = torch.cuda.current_stream(self.torch_device)
+        for handle in dependencies:
+            self._blocked_by(handle, functools.partial(_put_behind, stream, handle))
+
+    def _compute_point(self, *, is_late: bool) -> Point:
+        return Point(torch.cuda.current_stream(self.torch_device), is_late=is_late)
+
+    def _pause_compute(self, seconds: float) -> None:
+        with torch.cuda.device(self.torch_device):
+            sleep_on_stream(seconds)
+
+    def _clear_error(self) -> None:
+        """Take the refusal away that the runtime remembers: else the next kernel, whoever launches it, reports it."""
+        with contextlib.suppress(RuntimeError):
+            torch.empty(1, dtype=torch.uint8, device=self.torch_device).fill_(0)
+
+
+def _put_behind(stream: torch.cuda.Stream, handle: Handle) -> None:
+    """Let a stream wait for the device work of a handle; raise what it raised."""
+    handle.wait_issued()
+    if handle.failure is not None:
+        handle.failure.throw()
+    order_behind(stream, (handle,))
+
+
+def order_behind(stream: torch.cuda.Stream, dependencies: tuple[Handle, ...]) -> None:
+    """Let a stream wait for the device work of handles that are issued; work of the host is over by then."""
+    for dependency in dependencies:
+        if isinstance(dependency.completion, Point):
+            stream.wait_event(dependency.completion.event)
+
+
+def sleep_on_stream(seconds: float) -> None:
+    """Keep the current stream busy for about so long."""
+    if seconds > 0:
+        torch.cuda._sleep(int(seconds * _CYCLES_PER_S))  # noqa: SLF001  (torch offers no public delay)

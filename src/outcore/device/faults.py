@@ -1,0 +1,194 @@
+"""Fault injection for tests: late lanes, permuted lanes, poisoned frees, missing dependencies. Off by default.
+
+Everything is decided by seeds and by the order of submission, so that a failing run can be repeated.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+from types import MappingProxyType
+from typing import final
+
+import torch
+
+from outcore.core.errors import ConfigError
+from outcore.device.lanes import (
+    Handle,
+    Operation,
+    Pace,
+    Service,
+    closed_failure,
+    refuse_closed,
+    refuse_on_lane,
+    run_operation,
+)
+from outcore.device.threads import start_single_threaded
+from outcore.spec.lanes import Lane
+
+COMPUTE = "compute"
+THROTTLED = tuple(lane.value for lane in Lane)
+DELAYABLE = (COMPUTE, *THROTTLED)
+POISON = 0xFF  # every byte so: a NaN in fp32, bf16, fp16 and fp64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faults:
+    """What goes wrong on purpose."""
+
+    delays: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    """Lane's value, or ``compute`` -> the longest pause in seconds before, and again after, each operation."""
+    seed: int = 0
+    """Of the delays."""
+    permute: int | None = None
+    """Seed of an executor that runs operations in an arbitrary legal order instead of threads; None: threads."""
+    poison: bool = False
+    """Fill freed buffers with NaN."""
+    skip: frozenset[str] = frozenset()
+    """Labels of dependencies that are dropped, from the run and from the race checker: planted ordering bugs."""
+    throttle: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    """Lane's value -> bytes per second: an operation lasts at least as long as the bytes that it writes take at this
+    rate. On copy lanes of an accelerator that time is added to the copy's own."""
+    serial: bool = False
+    """Every submission is waited for at once, and nothing overlaps. The race checker does not hear of these waits."""
+
+    def __post_init__(self) -> None:
+        for lane, longest_s in self.delays.items():
+            if lane not in DELAYABLE or longest_s < 0:
+                raise ConfigError(
+                    f"faults: expected delays of 0 seconds or more on {', '.join(DELAYABLE)}, "
+                    f"but got {longest_s!r} on '{lane}'"
+                )
+        for lane, bytes_per_s in self.throttle.items():
+            if lane not in THROTTLED or not bytes_per_s > 0:
+                raise ConfigError(
+                    f"faults: expected a throttle in bytes per second on {', '.join(THROTTLED)}, "
+                    f"but got {bytes_per_s!r} on '{lane}'"
+                )
+
+
+NO_FAULTS = Faults()
+
+
+@final
+class Delays:
+    """Draws the pauses: the n-th operation of a lane pauses as long in every run, whatever the timing."""
+
+    def __init__(self, faults: Faults) -> None:
+        """Args: faults: ``delays``, ``seed`` and ``throttle`` count here."""
+        self._longest_s = dict(faults.delays)
+        self._bytes_per_s = dict(faults.throttle)
+        self._random = {lane: random.Random(f"{faults.seed} {lane}") for lane in DELAYABLE}
+
+    def around(self, lane: Lane) -> tuple[float, float]:
+        """Seconds before and after the next operation of ``lane``."""
+        return self._draw_s(lane.value), self._draw_s(lane.value)
+
+    def pace(self, operation: Operation) -> Pace:
+        """How the next operation of its lane is slowed down."""
+        before_s, after_s = self.around(operation.lane)
+        bytes_per_s = self._bytes_per_s.get(operation.lane.value)
+        return Pace(before_s, operation.nbytes / bytes_per_s if bytes_per_s else 0.0, after_s)
+
+    def compute_s(self) -> float:
+        """Seconds before the next access of compute."""
+        return self._draw_s(COMPUTE)
+
+    def _draw_s(self, lane: str) -> float:
+        longest_s = self._longest_s.get(lane, 0.0)
+        return self._random[lane].uniform(0.0, longest_s) if longest_s else 0.0
+
+
+@final
+class PermutedLanes:
+    """Runs queued operations one at a time, as late and in as arbitrary an order as dependencies allow.
+
+    Operations run when somebody waits, and sometimes at a submission or a look at ``done``. Which of the lanes' heads
+    comes next is drawn by seed. The caller blocks meanwhile; the work runs on one thread set up like that of a lane, so
+    that it sees neither the caller's autocast nor its number of threads.
+    """
+
+    def __init__(self, service: Service, seed: int) -> None:
+        """Start the thread."""
+        self._service = service
+        self._random = random.Random(seed)
+        self._lock = threading.RLock()
+        self._is_closed = False
+        self._queues: dict[Lane, deque[Operation]] = {lane: deque() for lane in Lane}
+        self._turns: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        (self._thread,) = start_single_threaded({"outcore-permuted": self._serve})
+
+    def submit(self, operation: Operation) -> None:
+        """Queue an operation; by chance run up to three that are ready."""
+        if threading.current_thread() is self._thread:
+            refuse_on_lane(f"submit '{operation.handle.name}'")
+        with self._lock:
+            if self._is_closed:
+                refuse_closed(operation)
+            self._queues[operation.lane].append(operation)
+            for _ in range(max(0, self._random.randrange(-4, 4))):
+                self._run_any()
+
+    def wait_issued(self, handle: Handle) -> None:
+        """Run operations by chance until that of ``handle`` ran."""
+        if threading.current_thread() is self._thread:
+            refuse_on_lane(f"wait for '{handle.name}'")
+        with self._lock:
+            while not handle.is_issued:
+                if not self._run_any():
+                    raise AssertionError(f"{handle!r} waits for nothing that could run")
+
+    def poll(self, handle: Handle) -> None:
+        """Time passes: by chance one operation runs."""
+        if threading.current_thread() is self._thread:
+            return
+        with self._lock:
+            if not handle.is_issued and self._random.random() < 0.5:
+                self._run_any()
+
+    def drain(self) -> None:
+        """Run everything, by chance."""
+        with self._lock:
+            while self._run_any():
+                pass
+
+    def close(self) -> None:
+        """Fail what is queued and join the thread. Idempotent."""
+        if threading.current_thread() is self._thread:  # collected by an operation; whoever runs it holds the lock
+            self._turns.put(None)
+            return
+        with self._lock:
+            self._is_closed = True
+            for lane, queue in self._queues.items():
+                while queue:
+                    handle = queue.popleft().handle
+                    handle.fail(closed_failure(handle.name, lane.value))
+        self._turns.put(None)
+        self._thread.join()
+
+    def _run_any(self) -> bool:
+        """Run one of the lanes' heads whose dependencies are issued; False if there is none."""
+        heads = [queue for queue in self._queues.values() if queue and all(d.is_issued for d in queue[0].dependencies)]
+        if not heads:
+            return False
+        operation = self._random.choice(heads).popleft()
+        over = threading.Event()
+        self._turns.put(partial(self._turn, operation, over))
+        over.wait()
+        return True
+
+    def _turn(self, operation: Operation, over: threading.Event) -> None:
+        run_operation(operation, self._service)
+        over.set()
+
+    def _serve(self) -> None:
+        torch.set_grad_enabled(False)
+        self._service.execution.begin_thread(None)
+        while (turn := self._turns.get()) is not None:
+            turn()
+            del turn

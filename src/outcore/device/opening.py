@@ -1,0 +1,79 @@
+"""Which device: the only place that chooses an accelerator."""
+
+from __future__ import annotations
+
+import torch
+
+from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.device.cpu import CpuDevice
+from outcore.device.cuda import CudaDevice
+from outcore.device.device import Device
+from outcore.device.faults import NO_FAULTS, Faults
+from outcore.device.race import RaceChecker
+from outcore.memory.topology import processor_name
+
+
+def open_device(
+    torch_device: torch.device | str | None = None,
+    faults: Faults = NO_FAULTS,
+    race_checker: RaceChecker | None = None,
+) -> Device:
+    """Open a device and start its lanes.
+
+    Args:
+        torch_device: Which one; None: the current CUDA or ROCm device, else the CPU.
+        faults: For tests.
+        race_checker: For tests: checks every operation.
+
+    Raises:
+        ConfigError: Not the name of a device.
+        UnsupportedError: No such device here, or a kind that outcore does not drive.
+    """
+    if torch_device is None:
+        torch_device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        wanted = torch.device(torch_device)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"device: expected 'cpu' or 'cuda' with an index or without, but got {torch_device!r}"
+        ) from error
+    if wanted.type == "cpu":
+        return CpuDevice(faults, race_checker)
+    if wanted.type != "cuda":
+        raise UnsupportedError(
+            f"device: expected 'cpu' or 'cuda' (NVIDIA or ROCm), but got '{wanted}'; pass device='cpu'"
+        )
+    if not torch.cuda.is_available():
+        raise UnsupportedError(f"device: expected a GPU for '{wanted}', but {_why_no_gpu()}; or pass device='cpu'")
+    if wanted.index is not None and wanted.index >= torch.cuda.device_count():
+        raise UnsupportedError(
+            f"device: expected a GPU for '{wanted}', but torch sees {torch.cuda.device_count()}, which begin at "
+            "'cuda:0'; CUDA_VISIBLE_DEVICES may hide others"
+        )
+    return CudaDevice(wanted, faults, race_checker)
+
+
+def device_name(torch_device: torch.device | str | None = None) -> str:
+    """What a device is called by who made it; of the CPU with the threads that compute on it.
+
+    Args:
+        torch_device: As for ``open_device``.
+    """
+    wanted = torch.device(torch_device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if wanted.type == "cpu":
+        threads = torch.get_num_threads()
+        return f"cpu ({processor_name()}, {threads} {'thread' if threads == 1 else 'threads'})"
+    return f"{wanted} ({torch.cuda.get_device_name(wanted)})"
+
+
+def _why_no_gpu() -> str:
+    built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
+    if not (torch.version.cuda or torch.version.hip):
+        return (
+            f"this torch ({torch.__version__}) was built without CUDA and ROCm; install one that has it, see "
+            "https://pytorch.org/get-started/locally"
+        )
+    return (
+        f"this torch ({torch.__version__}, built for {built_for}) sees none; look at nvidia-smi or rocm-smi, the "
+        "driver's version, and whether CUDA_VISIBLE_DEVICES hides it"
+    )

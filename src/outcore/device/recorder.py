@@ -1,0 +1,239 @@
+"""The recorder: what compute waited for, always; and when every operation began and ended, if asked for.
+
+Operations on the host are timed by the host's clock around their work. Work of a device, and waits of its compute, are
+timed by events on the stream, which are turned into seconds later, when they are over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol, Self, final
+
+from outcore.spec.timeline import COMPUTE, LANES, Span, Timeline
+
+MAX_SPANS = 2**16  # some 20 MB; 40 steps of 100 units
+
+
+class Moment(Protocol):
+    """A point on a device's stream that is timed."""
+
+    def is_over(self) -> bool:
+        """Whether the device got there."""
+
+    def seconds(self) -> float:
+        """When, on the host's clock. Blocks until it is over."""
+
+    def since(self, earlier: Self) -> float:
+        """Seconds from another moment to this one. Both are over."""
+
+
+class Stopwatch(Protocol):
+    """What time it is for the work that the calling thread gives to a device."""
+
+    def start(self) -> None:
+        """A recording begins."""
+
+    def tick(self) -> None:
+        """A step begins."""
+
+    def now(self) -> float | Moment:
+        """The moment that the calling thread, or its current stream, has come to."""
+
+
+@final
+class HostStopwatch:
+    """Work is done when the calling thread comes back from it."""
+
+    def start(self) -> None:
+        """Nothing to set up."""
+
+    def tick(self) -> None:
+        """Nothing drifts."""
+
+    def now(self) -> float:
+        """Seconds."""
+        return time.perf_counter()
+
+
+class _Entry(NamedTuple):
+    lane: str
+    name: str
+    start: float | Moment
+    end: float | Moment
+    nbytes: int
+
+
+class _Log:
+    """Entries as they come, from any thread; once over, as spans."""
+
+    def __init__(self) -> None:
+        self._entries: deque[_Entry] = deque(maxlen=MAX_SPANS)
+        self._spans: deque[Span] = deque(maxlen=MAX_SPANS)  # of the thread that settles alone
+
+    def add(self, entry: _Entry) -> None:
+        self._entries.append(entry)
+
+    def settle(self, oldest_s: float) -> None:
+        """Turn what is over into spans, from the oldest on, and forget those that ended before ``oldest_s``."""
+        for _ in range(len(self._entries)):
+            if not _is_over(self._entries[0].end):
+                break
+            self._spans.append(_span(self._entries.popleft()))
+        while self._spans and self._spans[0].end_s < oldest_s:
+            self._spans.popleft()
+
+    def spans(self) -> tuple[Span, ...]:
+        """In the order of their starts, those around others first."""
+        found = [*self._spans, *map(_span, tuple(self._entries))]
+        return tuple(sorted(found, key=lambda span: (span.start_s, -span.end_s)))
+
+
+class _Sums:
+    """Seconds by name, added up as they are over. Of the thread that computes alone."""
+
+    def __init__(self) -> None:
+        self._seconds = dict.fromkeys(LANES, 0.0)
+        self._unsettled: deque[tuple[str, Moment, Moment]] = deque()
+
+    def add(self, name: str, start: float | Moment, end: float | Moment) -> None:
+        if isinstance(start, float) or isinstance(end, float):
+            self._seconds[name] += _seconds(end) - _seconds(start)
+        else:
+            self._unsettled.append((name, start, end))
+            self._settle()
+
+    def seconds(self) -> dict[str, float]:
+        self._settle()
+        return dict(self._seconds)
+
+    def _settle(self) -> None:
+        while self._unsettled and self._unsettled[0][-1].is_over():
+            name, start, end = self._unsettled.popleft()
+            self._seconds[name] += end.since(start)
+
+
+@final
+class Recorder:
+    """Adds up what compute waits for and, while it is on, keeps what happened in the last steps.
+
+    Entries may be added from any thread; waits and phases come from the one that computes.
+
+    Memory: host, a few hundred bytes per operation of the last steps, 2**16 operations at most.
+    """
+
+    def __init__(self, stopwatch: Stopwatch) -> None:
+        """Be off."""
+        self.is_on = False
+        """Whether operations are kept."""
+        self._stopwatch = stopwatch
+        self._sums = _Sums()
+        self._spans, self._waits = _Log(), _Log()
+        self._steps: deque[float] = deque()
+        self._num_steps = 0
+
+    def start(self, *, num_steps: int) -> None:
+        """Forget everything and begin to record.
+
+        Args:
+            num_steps: Older steps are forgotten while new ones come.
+        """
+        self._spans, self._waits = _Log(), _Log()
+        self._steps.clear()
+        self._num_steps = num_steps
+        self._stopwatch.start()
+        self.is_on = True
+
+    def stop(self) -> None:
+        """Record no more; what there is stays."""
+        self.is_on = False
+
+    def now(self) -> float | Moment:
+        """The moment that compute, or the calling lane, has come to."""
+        return self._stopwatch.now()
+
+    def add(self, lane: str, name: str, start: float | Moment, end: float | Moment, nbytes: int = 0) -> None:
+        """Something ran on a lane, or on compute."""
+        if self.is_on:
+            self._spans.add(_Entry(lane, name, start, end, nbytes))
+
+    def add_wait(self, lane: str, name: str, start: float | Moment, end: float | Moment) -> None:
+        """Compute waited for an operation."""
+        self._sums.add(lane, start, end)
+        if self.is_on:
+            self._waits.add(_Entry(lane, name, start, end, 0))
+
+    @contextmanager
+    def waiting(self, lane: str, name: str) -> Iterator[None]:
+        """Time what compute waits for inside."""
+        start = self._stopwatch.now()
+        try:
+            yield
+        finally:
+            self.add_wait(lane, name, start, self._stopwatch.now())
+
+    def add_phase(self, name: str, start: float | Moment, end: float | Moment) -> None:
+        """Compute went through a forward or a backward of the model, or a ``step()``."""
+        self._sums.add(COMPUTE, start, end)
+        self.add(COMPUTE, name, start, end)
+
+    def exposed_s(self) -> dict[str, float]:
+        """Lane -> seconds that compute has waited for it since the device was opened, as far as they are over.
+
+        Does not block: on an accelerator they lag behind by what it was given and has not done.
+        """
+        return {lane: seconds for lane, seconds in self._sums.seconds().items() if lane != COMPUTE}
+
+    def phases_s(self) -> float:
+        """Seconds of all phases since the device was opened, as ``exposed_s``. What they waited is among them."""
+        return self._sums.seconds()[COMPUTE]
+
+    @contextmanager
+    def compute(self, name: str) -> Iterator[None]:
+        """Time what compute is given inside, if operations are kept."""
+        if not self.is_on:
+            yield
+            return
+        start = self._stopwatch.now()
+        try:
+            yield
+        finally:
+            self.add(COMPUTE, name, start, self._stopwatch.now())
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around ``step()``: with it one step ends and the next one begins."""
+        if self.is_on:
+            self._forget()
+        start = self._stopwatch.now()
+        try:
+            yield
+        finally:
+            self.add_phase("step", start, self._stopwatch.now())
+
+    def _forget(self) -> None:
+        self._stopwatch.tick()
+        self._steps.append(time.perf_counter())
+        oldest_s = 0.0
+        if len(self._steps) > self._num_steps:
+            oldest_s = self._steps.popleft()
+        for log in (self._spans, self._waits):
+            log.settle(oldest_s)
+
+    def timeline(self) -> Timeline:
+        """What was recorded. Blocks until recorded work of the device is over."""
+        return Timeline(self._spans.spans(), self._waits.spans())
+
+
+def _span(entry: _Entry) -> Span:
+    return Span(entry.lane, entry.name, _seconds(entry.start), _seconds(entry.end), entry.nbytes)
+
+
+def _seconds(moment: float | Moment) -> float:
+    return moment if isinstance(moment, float) else moment.seconds()
+
+
+def _is_over(moment: float | Moment) -> bool:
+    return isinstance(moment, float) or moment.is_over()

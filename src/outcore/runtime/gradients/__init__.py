@@ -1,0 +1,1 @@
+"""Gradients: collected in backward, sent home, and looked at through handles."""

@@ -1,0 +1,230 @@
+"""Gradient handles: what stands on ``p.grad`` while the gradient itself is on its way home, or rests there.
+
+A handle answers for the gradient's norm, takes part in clipping and loss scaling as a remembered factor, and can be
+zeroed, all without the gradient being moved. So ``torch.nn.utils.clip_grad_norm_``, ``GradScaler`` and every way of
+zeroing work unchanged. Any other use fetches the gradient, see [Note: on demand].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, Self
+
+import torch
+
+from outcore.runtime.gradients.on_demand import DistantTensor, on_values
+
+aten = torch.ops.aten
+_LEAST_NORM = 2.0**-30
+
+
+class GradientOwner(Protocol):
+    """Whoever keeps the gradient that a handle stands for."""
+
+    def gradient_name(self, handle: GradHandle) -> str:
+        """Name of the parameter."""
+
+    def gradient_norm(self, handle: GradHandle, order: float) -> torch.Tensor:
+        """Norm of the gradient times the handle's factors: a 0-dim tensor on the device."""
+
+    def refuse_lost(self, handle: GradHandle) -> None:
+        """Raise for a gradient that is not whole."""
+
+    def known_norm(self, handle: GradHandle) -> torch.Tensor | None:
+        """The 2-norm, if it was taken already; a finite one proves that every element is finite."""
+
+    def gradient_value(self, handle: GradHandle) -> torch.Tensor:
+        """The gradient times the handle's factors, on the device (slow: it may have to be fetched). Only to be read."""
+
+    def replace_gradient(self, handle: GradHandle, value: torch.Tensor) -> None:
+        """Store another value (slow)."""
+
+    def snapshot(self, factor: torch.Tensor) -> torch.Tensor:
+        """A 0-dim copy of a factor that its owner may change later."""
+
+    def add_to_gradient(self, handle: GradHandle, more: torch.Tensor) -> bool:
+        """Accumulate what autograd made for the parameter in another micro-batch. False outside of a backward."""
+
+    def change_gradient(self, handle: GradHandle, change: Callable[[torch.Tensor], Any]) -> None:
+        """Apply an in-place change to the stored gradient (slow: it is fetched and written back)."""
+
+
+class GradHandle(DistantTensor):
+    """Stands for a gradient: shape, dtype and device of the parameter, no storage.
+
+    Attributes:
+        index: Of the parameter among its unit's trainable ones.
+        factors: 0-dim tensors by which the gradient is to be multiplied, in order.
+        exact: A factor by which the norm may be multiplied instead, and its value.
+        is_zero: It was zeroed in place; the stored bytes no longer count.
+        is_lost: It is not whole, and can only be set to None.
+    """
+
+    index: int  # type: ignore[assignment]  # torch.Tensor inherits a method of that name
+    factors: list[torch.Tensor]
+    exact: tuple[torch.Tensor, float] | None
+    is_zero: bool
+    is_lost: bool
+    owner: GradientOwner
+
+    def __init__(self, like: torch.Tensor, device: torch.device, owner: GradientOwner, index: int) -> None:
+        """Args: like, device: See ``DistantTensor``. owner: Keeps the gradient. index: Of the parameter."""
+        self.owner, self.index, self.factors, self.is_zero, self.is_lost = owner, index, [], False, False
+        self.exact = None
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Name and shape: the values are elsewhere."""
+        return f"GradHandle('{self.owner.gradient_name(self)}', shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @property
+    def norm_scale(self) -> float | None:
+        """What to multiply the stored gradient's norm by to have that times the factors; None if that may round."""
+        return self.exact[1] if self.exact and len(self.factors) == 1 and self.factors[0] is self.exact[0] else None
+
+    def fetch(self) -> torch.Tensor:
+        """A copy, on the device."""
+        return self.owner.gradient_value(self).clone().as_strided(self.shape, self.stride())
+
+    def store(self, value: torch.Tensor) -> None:
+        """Replace what is stored."""
+        self.owner.replace_gradient(self, value)
+
+    def multiply(self, factor: torch.Tensor | float) -> Self:  # type: ignore[override]
+        """Remember a factor. Tensors are copied: GradScaler changes its own in place."""
+        if isinstance(factor, torch.Tensor):
+            if factor.numel() != 1:
+                return NotImplemented
+            self.factors.append(self.owner.snapshot(factor))
+        else:
+            self.factors.append(torch.tensor(factor, dtype=torch.float64))  # on the host: no copy, no wait
+        return self
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Serve what loops do to gradients where they are, the rest on their values."""
+        serve, is_ours = _SERVED.get(func), False
+        for handle in args[0] if isinstance(args[0], list) else args[:1]:
+            if isinstance(handle, GradHandle):
+                is_ours = True
+                if handle.is_lost:
+                    handle.owner.refuse_lost(handle)
+        if serve is not None and is_ours:
+            result = serve(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
+        return on_values(func, args, kwargs or {})
+
+
+def _vector_norm(handle: GradHandle, order: float = 2, dim: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if dim is not None or any(args) or kwargs.get("dtype") is not None:
+        return NotImplemented
+    return handle.owner.gradient_norm(handle, float(order))
+
+
+def _divide(handle: GradHandle, divisor: torch.Tensor | float) -> GradHandle:
+    # Division by a power of two is multiplication by its inverse; any other rounds differently, so the bytes are
+    # changed.
+    if (
+        not isinstance(divisor, torch.Tensor)
+        and divisor != 0
+        and float(divisor).hex().startswith(("0x1.0000000000000p", "-0x1.0000000000000p"))
+    ):
+        return handle.multiply(1.0 / divisor)
+    handle.owner.change_gradient(handle, lambda gradient: gradient.div_(divisor))
+    return handle
+
+
+def _change(operation: Callable[..., Any]) -> Callable[..., GradHandle]:
+    """Serve an in-place operation without other tensors: the stored bytes are changed."""
+
+    def serve(handle: GradHandle, *args: Any, **kwargs: Any) -> GradHandle:
+        if any(isinstance(a, torch.Tensor) for a in (*args, *kwargs.values())):
+            return NotImplemented
+        handle.owner.change_gradient(handle, lambda gradient: operation(gradient, *args, **kwargs))
+        return handle
+
+    return serve
+
+
+def _zero(handle: GradHandle) -> GradHandle:
+    handle.is_zero = True
+    handle.factors.clear()
+    return handle
+
+
+def _add(handle: GradHandle, more: torch.Tensor, *, alpha: float = 1) -> GradHandle:
+    is_plain = isinstance(more, torch.Tensor) and not isinstance(more, DistantTensor) and more.shape == handle.shape
+    return handle if alpha == 1 and is_plain and handle.owner.add_to_gradient(handle, more) else NotImplemented
+
+
+def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+    """Only gradients that no finite norm proves to be finite are looked at. The host waits for the device once at most.
+
+    Multiplied by a power of two, gradients have their norm times it, to the bit: no partial sum of squares that rounds
+    for being tiny counts beside a norm of ``_LEAST_NORM``.
+    """
+    plain = [g for g in gradients if not isinstance(g, GradHandle)]
+    if plain:
+        aten._amp_foreach_non_finite_check_and_unscale_.default(plain, found_inf, inverse_scale)
+    handles = [g for g in gradients if isinstance(g, GradHandle)]
+    known = {h: norm for h in handles if (norm := h.owner.known_norm(h)) is not None}
+    scale, *values = torch.stack([t.double() for t in (inverse_scale, *known.values())]).tolist() if known else (0.0,)
+    norms = dict(zip(known, values, strict=True))
+    for handle in handles:
+        norm = norms.get(handle, math.inf)
+        if not math.isfinite(norm):
+            value = handle.owner.gradient_value(handle)
+            found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(value).all()).to(found_inf)))
+        is_power_of_two = math.frexp(scale)[0] == 0.5
+        handle.multiply(scale if is_power_of_two else inverse_scale)
+        if is_power_of_two and (_LEAST_NORM <= norm * scale < math.inf or (norm == 0 and scale <= 1)):
+            handle.exact = handle.factors[0], scale
+
+
+def _each(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """Serve an operation on a list of gradients, some of which may be plain tensors, one by one."""
+
+    def serve(gradients: Sequence[torch.Tensor], *args: Any) -> Any:
+        return [operation(gradient, *args) for gradient in gradients]
+
+    return serve
+
+
+def _each_in_place(operation: Callable[..., Any]) -> Callable[..., None]:
+    def serve(gradients: Sequence[torch.Tensor], *args: Any) -> None:
+        for gradient in gradients:
+            operation(gradient, *args)
+
+    return serve
+
+
+def _detach(handle: GradHandle) -> GradHandle:
+    return handle
+
+
+_SERVED: dict[Any, Callable[..., Any]] = {
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten.mul_.Tensor: GradHandle.multiply,
+    aten.mul_.Scalar: GradHandle.multiply,
+    aten.div_.Tensor: _divide,
+    aten.div_.Scalar: _divide,
+    aten.zero_.default: _zero,
+    aten.clamp_.default: _change(torch.clamp_),
+    aten.clamp_min_.default: _change(torch.clamp_min_),
+    aten.clamp_max_.default: _change(torch.clamp_max_),
+    aten.nan_to_num_.default: _change(torch.nan_to_num_),
+    aten._foreach_norm.Scalar: _each(torch.linalg.vector_norm),
+    aten._foreach_zero_.default: _each_in_place(torch.zero_),
+    aten._foreach_mul_.Tensor: _each_in_place(torch.Tensor.mul_),
+    aten._foreach_mul_.Scalar: _each_in_place(torch.Tensor.mul_),
+    aten._foreach_div_.Tensor: _each_in_place(torch.Tensor.div_),
+    aten._foreach_div_.Scalar: _each_in_place(torch.Tensor.div_),
+    aten._foreach_clamp_min_.Scalar: _each_in_place(torch.clamp_min_),
+    aten._foreach_clamp_max_.Scalar: _each_in_place(torch.clamp_max_),
+    aten.add_.Tensor: _add,
+    aten.detach.default: _detach,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+}

@@ -1,0 +1,247 @@
+"""Gradients at rest: sent home, accumulated there, read back when somebody needs their value.
+
+See [Note: a gradient's way].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from outcore.device.device import Device
+from outcore.device.lanes import Handle
+from outcore.memory.arena import TEMPORARY, Buffer, Region
+from outcore.optim.sums import RunAll, Sum, add_works, run_here, widen_rounds
+from outcore.order.ledger import After, Span
+from outcore.order.slots import Pools
+from outcore.runtime.gradients.handle import GradHandle
+from outcore.runtime.gradients.of_unit import Pass, UnitGradients
+from outcore.runtime.unit.tiers import Tiers
+from outcore.runtime.unit.unit import Unit, flat, torch_dtype
+from outcore.spec.lanes import Lane
+
+
+class PassWork:
+    """What is done with the gradients of one pass. See ``order.gradients.GradientWork``."""
+
+    def __init__(
+        self,
+        gradients: UnitGradients,
+        current: Pass,
+        held: Mapping[int, GradHandle],
+        device: Device,
+        run_all: RunAll,
+    ) -> None:
+        """What is to be sent home.
+
+        Args:
+            gradients: Of the unit; its form is kept up to date.
+            current: The pass. Its bucket or loose tensors are written; loose ones are kept alive until they have left.
+            held: Gradients already at home that count; those also in the pass are added to.
+            device: Where they are.
+            run_all: Who accumulates in host memory.
+        """
+        self._gradients, self._current, self._held = gradients, current, held
+        self._unit, self._device, self._run_all = gradients.unit, device, run_all
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes the pass gave."""
+        if self._unit.ledger.bucket is not None:
+            return self._unit.spec.trainable_bytes
+        return sum(grad.nbytes for grad in self._current.loose.values())
+
+    def leave(self, target: Span) -> Callable[[], None]:
+        """Copy them to host memory in native form."""
+        unit, buffer, bucket = self._unit, target.memory, self._unit.ledger.bucket
+        if bucket is not None:
+            copies = [(buffer.bytes, bucket.slot.span(target.nbytes).memory.bytes)]
+        else:
+            views = unit.native_views(buffer)
+            copies = [(views[i], grad) for i, grad in self._current.loose.items()]
+            for grad in self._current.loose.values():
+                self._device.hand_over(grad, Lane.D2H)
+
+        def deed() -> None:
+            for to, origin in copies:
+                to.copy_(origin, non_blocking=True)
+
+        return deed
+
+    def landed(self) -> None:
+        """They are what is at home, as autograd made them."""
+        self._gradients.is_native = True
+
+    def add_on_device(self) -> None:
+        """Add them to what lives on the device."""
+        unit, current, held = self._unit, self._current, self._held
+        views, specs = unit.update_views(unit.ledger.gradients.memory), unit.spec.params
+        first = [i for i in current.loose if i not in held]
+        if first:
+            torch._foreach_copy_([views[i] for i in first], [flat(specs[i], current.loose[i]) for i in first])
+        for i in current.loose.keys() & held.keys():
+            _add(flat(specs[i], current.loose[i]), views[i], held[i].factors)
+        self._gradients.is_native = False
+
+    def add_on_host(self, landing: Span, target: Span) -> Callable[[], None]:
+        """Add what landed to what is at home, scaled as it was meant to be."""
+        unit, held, present = self._unit, self._held, self._current.present
+        was_native, self._gradients.is_native = self._gradients.is_native, False
+        factors = {i: [f.to("cpu") for f in held[i].factors] for i in present if i in held}
+        indices = {i: held.get(i) for i in sorted(present)}
+        for i in present & held.keys():
+            held[i].factors.clear()
+        landed, home = landing.memory, target.memory
+
+        def deed() -> None:
+            if was_native:
+                promote(unit, home, list(held), self._run_all)
+            sources, targets = unit.flat_views(landed), unit.update_views(home)
+            sums = [
+                Sum(targets[i], sources[i], tuple(factors.get(i, ())), is_first=handle is None)
+                for i, handle in indices.items()
+            ]
+            self._run_all(add_works(sums))
+
+        return deed
+
+
+class GradientHomes:
+    """Gradients at rest: their values, changes to them, and what a pass adds."""
+
+    def __init__(self, tiers: Tiers, pools: Pools[Handle], device: Device, run_all: RunAll = run_here) -> None:
+        """Nothing is allocated: homes and slots exist.
+
+        Args: run_all: Who accumulates in host memory.
+        """
+        self._tiers, self._pools, self._device, self._run_all = tiers, pools, device, run_all
+
+    def work(self, gradients: UnitGradients, current: Pass, held: Mapping[int, GradHandle]) -> PassWork:
+        """What is done to send a pass home. See ``PassWork``."""
+        return PassWork(gradients, current, held, self._device, self._run_all)
+
+    # Values, for what cannot be answered otherwise.
+
+    @torch.no_grad()
+    def value(self, gradients: UnitGradients, handle: GradHandle) -> torch.Tensor:
+        """A gradient times its factors, on the device (1D, update dtype). Slow where it is not there: it is fetched."""
+        unit, i = gradients.unit, handle.index
+        dtype = unit.update_dtypes[i]
+        if handle.is_zero:
+            value = torch.zeros(unit.spec.params[i].numel, dtype=dtype, device=self._device.torch_device)
+        else:
+            if unit.plan.gradients == "disk":
+                stored = self._read_one(gradients, i)
+            else:
+                with self._at_hand(unit, is_write=False) as home:
+                    stored = gradients.stored_views(home)[i]
+            value = stored.to(self._device.torch_device, dtype)
+        for factor in handle.factors:
+            value = value * factor
+        return value
+
+    def stored_on_device(self, gradients: UnitGradients) -> list[torch.Tensor]:
+        """All gradients of a unit whose home is the device, as they are stored (1D), in one look."""
+        with self._at_hand(gradients.unit, is_write=False) as home:
+            return gradients.stored_views(home)
+
+    def _read_one(self, gradients: UnitGradients, index: int) -> torch.Tensor:
+        """One gradient as it is stored, straight from disk. Memory: host, that gradient."""
+        unit, spec = gradients.unit, gradients.unit.spec
+        offsets, dtype = (spec.update_offsets, unit.update_dtypes[index])
+        if gradients.is_native:
+            offsets, dtype = spec.weight_offsets, torch_dtype(spec.params[index].dtype)
+        nbytes = spec.params[index].numel * dtype.itemsize
+        home = unit.ledger.gradients
+        part = home.span(offsets[index], offsets[index] + nbytes).memory
+        self._wait(home.before_read())
+        self._device.host_access(f"look at a gradient of {unit.label}", reads=[part.region])
+        found = torch.empty(nbytes, dtype=torch.uint8)
+        if nbytes:
+            self._tiers.store().read(part, found)
+        return found.view(dtype)
+
+    @torch.no_grad()
+    def change(self, gradients: UnitGradients, handle: GradHandle, change: Callable[[torch.Tensor], Any]) -> None:
+        """Apply pending factors and then an in-place change to a stored gradient."""
+        gradients.norms.pop(handle.index, None)
+        if handle.is_zero:
+            return
+        with self._in_update_form(gradients) as views:
+            view = views[handle.index]
+            for factor in handle.factors:
+                view.mul_(factor.to(view.device))
+            handle.factors.clear()
+            change(view)
+
+    @torch.no_grad()
+    def replace(self, gradients: UnitGradients, handle: GradHandle, value: torch.Tensor) -> None:
+        """Store another value (1D): it has no factors and is not zeroed."""
+        gradients.norms.pop(handle.index, None)
+        with self._in_update_form(gradients) as views:
+            views[handle.index].copy_(value)
+            handle.factors.clear()
+            handle.is_zero = False
+
+    @contextmanager
+    def _in_update_form(self, gradients: UnitGradients) -> Iterator[list[torch.Tensor]]:
+        """All gradients of a unit, to be changed."""
+        unit = gradients.unit
+        with self._at_hand(unit, is_write=True) as home:
+            if gradients.is_native:
+                promote(unit, home, [i for i, h in gradients.held_handles().items() if not h.is_zero])
+                gradients.is_native = False
+            yield unit.update_views(home)
+
+    @contextmanager
+    def _at_hand(self, unit: Unit, *, is_write: bool) -> Iterator[Buffer]:
+        """The gradients' home, or a copy that is written back; host and compute come after its last writer."""
+        home = unit.ledger.gradients
+        after = home.before_write() if is_write else home.before_read()
+        regions: list[Region] = [] if home.memory is None else [home.memory.region]
+        access: dict[str, Any] = {"writes": regions} if is_write else {"reads": regions}
+        if home.tier == "device":
+            self._device.compute(f"look at gradients of {unit.label}", after=after, **access)
+            yield home.memory
+            home.ready = self._device.mark(f"looked at gradients of {unit.label}")
+            return
+        self._wait(after)
+        self._device.host_access(f"look at gradients of {unit.label}", **access)
+        if home.tier == "host":
+            yield home.memory
+            return
+        copy = Buffer(torch.empty(home.nbytes, dtype=torch.uint8), Region(TEMPORARY, 0, home.nbytes))
+        self._tiers.store().read(home.memory, copy.bytes)
+        yield copy
+        if is_write:
+            self._tiers.store().write(home.memory, copy.bytes)
+            self._pools.forget(home)
+
+    def _wait(self, after: After[Handle]) -> None:
+        for label, dependency in after.items():
+            self._device.wait(label, dependency)
+
+
+def _add(source: torch.Tensor, target: torch.Tensor, factors: list[torch.Tensor]) -> None:
+    """Scale what is there as it was meant to be, then add in the update dtype."""
+    for factor in factors:
+        target.mul_(factor)
+    factors.clear()
+    target.add_(source)
+
+
+def promote(unit: Unit, buffer: Buffer, indices: Sequence[int], run_all: RunAll = run_here) -> None:
+    """Change gradients from native to update form in place.
+
+    Backwards, so that nothing is overwritten before it is read: a parameter's place in the update layout never begins
+    before its place in the weights layout.
+    """
+    if unit.has_one_layout:
+        return
+    sources, targets = unit.flat_views(buffer), unit.update_views(buffer)
+    for i in sorted(indices, reverse=True):
+        for works in widen_rounds(targets[i], sources[i]):
+            run_all(works)

@@ -1,0 +1,195 @@
+"""Gradients of one unit: what is held, in which form, under which handles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from outcore.core.errors import UnsupportedError
+from outcore.device.lanes import Handle
+from outcore.memory.arena import Buffer
+from outcore.optim import kernels
+from outcore.runtime.gradients.handle import GradHandle
+from outcore.runtime.unit.unit import Unit, flat
+
+
+class GradientStore(Protocol):
+    """What a unit's gradients need of the store that all units share."""
+
+    def refuse_norm_if_promised(self, handle: GradHandle) -> None:
+        """Raise if it was promised that no norm is asked for."""
+
+    def snapshot(self, factor: torch.Tensor) -> torch.Tensor:
+        """A 0-dim copy of a factor."""
+
+    def value(self, gradients: UnitGradients, handle: GradHandle) -> torch.Tensor:
+        """The gradient as the user sees it, on the device (1D, update dtype)."""
+
+    def stored_on_device(self, gradients: UnitGradients) -> list[torch.Tensor]:
+        """All gradients of a unit whose home is the device, as they are stored (1D)."""
+
+    def change(self, gradients: UnitGradients, handle: GradHandle, change: Callable[[torch.Tensor], Any]) -> None:
+        """Apply an in-place change to the stored gradient."""
+
+    def replace(self, gradients: UnitGradients, handle: GradHandle, value: torch.Tensor) -> None:
+        """Store another value."""
+
+    def is_in_backward(self) -> bool:
+        """Whether autograd is running on this thread."""
+
+    def deposit(self, unit: Unit, grads: dict[int, torch.Tensor]) -> None:
+        """Take gradients that autograd made in the pass that is running now."""
+
+
+@dataclass(slots=True, eq=False)
+class Pass:
+    """What one backward pass has given a unit so far: in its bucket, or loose."""
+
+    num_expected: int
+    """Parameters that autograd will reach."""
+    present: set[int] = field(default_factory=set)
+    reached: set[int] = field(default_factory=set)
+    """Parameters that nothing more will come for."""
+    loose: dict[int, torch.Tensor] = field(default_factory=dict)
+    made: Handle | None = None
+    """Behind the compute that wrote them."""
+    stream: str = ""
+    """Where that was: not always the stream on which the pass is closed."""
+
+
+class UnitGradients:
+    """Bookkeeping of one unit, and the owner of the handles on ``p.grad``.
+
+    Attributes:
+        handles: By parameter index. A gradient is held while its handle is what ``p.grad`` says.
+        norms: 2-norms of held gradients as stored, where known.
+        is_native: The home holds the sums of one pass in the weights layout, not yet the update layout.
+        num_passes: Backward passes since the last step.
+        counted_pass: The pass that was counted last.
+        open: The pass that is running.
+        version: Counts changes of what is stored.
+    """
+
+    def __init__(self, unit: Unit, store: GradientStore) -> None:
+        """Hold nothing."""
+        self.unit, self._store = unit, store
+        self.handles: dict[int, GradHandle] = {}
+        self.norms: dict[int, torch.Tensor] = {}
+        self.is_native = False
+        self.num_passes = 0
+        self.counted_pass = -1
+        self.open: Pass | None = None
+        self.version = 0
+
+    def held_handles(self) -> dict[int, GradHandle]:
+        """The handles on ``p.grad`` of the parameters whose gradients are held, zeroed ones included.
+
+        Raises:
+            UnsupportedError: Somebody put a tensor of their own there.
+        """
+        held: dict[int, GradHandle] = {}
+        for i, param in enumerate(self.unit.params[: self.unit.num_trainable]):
+            grad, handle = param.grad, self.handles.get(i)
+            if grad is None:
+                self.handles.pop(i, None)  # put back later it would stand for bytes that may be overwritten by then
+            elif isinstance(grad, GradHandle) and grad.is_lost:
+                self.refuse_lost(grad)
+            elif handle is None or grad is not handle:
+                raise UnsupportedError(
+                    f"expected p.grad of '{self.unit.spec.params[i].name}' to be what backward left there, or None, "
+                    f"but it was set to a {type(grad).__name__}; gradients can be clipped, scaled and zeroed, not "
+                    "replaced"
+                )
+            else:
+                held[i] = handle
+        return held
+
+    def stored_views(self, buffer: Buffer) -> list[torch.Tensor]:
+        """All gradients as they are stored now (1D), in ``buffer``: the home or a copy of it."""
+        return self.unit.flat_views(buffer) if self.is_native else self.unit.update_views(buffer)
+
+    def gradient_name(self, handle: GradHandle) -> str:
+        """Name of the parameter."""
+        return self.unit.spec.params[handle.index].name
+
+    def gradient_norm(self, handle: GradHandle, order: float) -> torch.Tensor:
+        """Norm as the plain loop takes it: by the device's kernel, over the accumulated and scaled gradient."""
+        self._store.refuse_norm_if_promised(handle)
+        self._refuse_stale(handle)
+        is_stored_norm = order == 2 and not handle.is_zero and not handle.factors
+        if is_stored_norm and self.unit.plan.gradients == "device" and handle.index not in self.norms:
+            self._take_norms_on_device()
+        scale = handle.norm_scale if handle.factors else 1.0
+        if order == 2 and not handle.is_zero and scale is not None and handle.index in self.norms:
+            return self.norms[handle.index] if scale == 1 else self.norms[handle.index] * scale
+        value = self._store.value(self, handle)
+        norm = kernels.norms([value])[0] if order == 2 else torch.linalg.vector_norm(value, order)
+        if is_stored_norm:
+            self.norms[handle.index] = norm
+        return norm
+
+    def _take_norms_on_device(self) -> None:
+        """Those that are not known: whoever asks for one will ask for the others."""
+        stored = self._store.stored_on_device(self)
+        wanted = [i for i, h in self.handles.items() if i not in self.norms and not h.is_zero and not h.factors]
+        self.norms.update(zip(wanted, kernels.norms([stored[i] for i in wanted]), strict=True))
+
+    def known_norm(self, handle: GradHandle) -> torch.Tensor | None:
+        """The norm as stored, where it is that of the handle too."""
+        return None if handle.factors or handle.is_zero else self.norms.get(handle.index)
+
+    def gradient_value(self, handle: GradHandle) -> torch.Tensor:
+        """The gradient as the user sees it, on the device (1D, in the order of memory)."""
+        self._refuse_stale(handle)
+        return self._store.value(self, handle).to(handle.dtype)
+
+    def replace_gradient(self, handle: GradHandle, value: torch.Tensor) -> None:
+        """Write another value home."""
+        self._refuse_stale(handle)
+        self.version += 1
+        self._store.replace(self, handle, flat(self.unit.spec.params[handle.index], value))
+
+    def lose(self) -> None:
+        """A backward ended in an exception while the unit was at it: no gradient of it can be trusted."""
+        for i, param in enumerate(self.unit.params[: self.unit.num_trainable]):
+            if param.shape != self.unit.spec.params[i].shape:  # resized, which the step will refuse
+                continue
+            handle = self.handles[i] = GradHandle(self.unit.grad_likes[i], param.device, self, i)
+            handle.is_lost = True
+            param.grad = handle
+
+    def refuse_lost(self, handle: GradHandle) -> None:
+        """Raise for a gradient that is not whole."""
+        raise UnsupportedError(
+            "backward ended in an exception; call optimizer.zero_grad() first (expected whole gradients, but that of "
+            f"'{self.gradient_name(handle)}' may be a part only)"
+        )
+
+    def _refuse_stale(self, handle: GradHandle) -> None:
+        if handle.is_lost:
+            self.refuse_lost(handle)
+        if self.unit.params[handle.index].grad is not handle:
+            raise UnsupportedError(
+                f"expected the gradient that is on p.grad of '{self.gradient_name(handle)}' now, but got one that was "
+                "there before it was set to None, whose bytes may be overwritten by now; clone a gradient to keep it"
+            )
+
+    def snapshot(self, factor: torch.Tensor) -> torch.Tensor:
+        """A copy of a factor, shared by the parameters that it scales."""
+        return self._store.snapshot(factor)
+
+    def add_to_gradient(self, handle: GradHandle, more: torch.Tensor) -> bool:
+        """Autograd accumulates by itself: a parameter used outside of its unit's forward."""
+        if not self._store.is_in_backward():
+            return False
+        self._store.deposit(self.unit, self.unit.in_own_dtype({handle.index: more}))
+        return True
+
+    def change_gradient(self, handle: GradHandle, change: Callable[[torch.Tensor], Any]) -> None:
+        """Fetch, change, write back."""
+        self._refuse_stale(handle)
+        self.version += 1
+        self._store.change(self, handle, change)

@@ -1,0 +1,1 @@
+"""A block inside autograd: called, recomputed or kept, and walked in backward."""

@@ -1,0 +1,442 @@
+"""One call of a unit: bind its weights, run the block, and in backward run it again or walk the graph that was kept.
+
+[Note: the inner graph] The block runs on detached inputs in the caller's grad mode, outside of autograd's view of the
+rest of the model. ``UnitFunction`` then stands in the outer graph for the whole block: inputs and foreign leaves in,
+outputs out. Under ``recompute`` saved tensors are dropped as they are made (running under no_grad instead would pick
+other attention kernels and give another loss); under ``keep`` they stay, but weights are saved as their place in the
+unit, since the slot will hold another unit by then.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from outcore.core.errors import OutcoreError, UnsupportedError
+from outcore.device.autograd import is_executed, is_packing, keeps_graph, order_of
+from outcore.device.device import Device
+from outcore.runtime.module.autocast import AutocastCacheOff, CastsOfUnit
+from outcore.runtime.module.bound import Bound
+from outcore.runtime.module.caches import is_cache, refuse_filled_caches, without_caches
+from outcore.runtime.module.checks import Doubts, Rhythm, Summary, summary_of
+from outcore.runtime.module.inner_graph import (
+    find_leaves,
+    gradients,
+    guarded_leaf,
+    refuse_transforms,
+    requiring,
+    spare_functions,
+    spare_hooks,
+    without_hooks,
+)
+from outcore.runtime.module.keeping import Dropped, Keeping
+from outcore.runtime.module.replay import ForwardState, Surroundings
+from outcore.runtime.module.room import Lease, Room
+from outcore.runtime.module.side_outputs import active_recording, emptied, hand_over, recording_apart
+from outcore.runtime.module.structure import Structure, sharing_memory, storage_of, take_apart, version_of
+from outcore.runtime.unit.absent import called_inside, unfreezing_refusal
+from outcore.runtime.unit.unit import Unit
+from outcore.runtime.values.access import Access
+from outcore.runtime.values.edits import OwnEdits
+from outcore.runtime.weights.weights import Weights
+from outcore.spec.schedule import Phase
+
+
+class GradientSink(Protocol):
+    """Where the parameter gradients of a backward go."""
+
+    takes_gradients: bool
+    """Whether it does in an ordinary backward, or leaves all to autograd."""
+
+    def deposit(self, unit: Unit, grads: dict[int, torch.Tensor]) -> None:
+        """Take gradients of trainable parameters, by index."""
+
+    def begin(self, unit: Unit) -> None:
+        """The backward of a unit begins."""
+
+
+class Services(NamedTuple):
+    """What calls of all units share."""
+
+    weights: Weights
+    sink: GradientSink
+    device: Device
+    doubts: Doubts
+    access: Access
+    room: Room
+
+
+@dataclass(eq=False)
+class Call:
+    """What backward needs to know of one forward."""
+
+    inputs: Structure
+    wants_grad: list[bool]
+    foreign: list[torch.Tensor]
+    shapes: list[torch.Size]
+    outputs: list[torch.Tensor]
+    """Only until they were handed to the outer graph."""
+    weights_version: int
+    state: ForwardState | None = None
+    graph: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
+    watched: list[int] = field(default_factory=list)
+    """Results that must not be changed in place outside."""
+    returned: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    """Those, as they were handed out, and their versions then."""
+    foreign_versions: list[int] = field(default_factory=list)
+    recording: Mapping[str, Any] | None = None
+    summary: Summary | None = None
+    """Of all results, where recompute is to be held against them."""
+    edited: list[int] = field(default_factory=list)
+    """Parameters that forward itself may have changed, before a recompute."""
+    flags: list[bool] = field(default_factory=list)
+    """Which of the unit's parameters needed a gradient."""
+    used: list[bool] = field(default_factory=list)
+    """Which of the arguments get one: autograd would come to the others with None, where a plain loop does not."""
+    lease: Lease | None = None
+    """Room that the graph takes."""
+    kind: Hashable = None
+    """Of the arguments, where a recompute may have to be counted."""
+
+    def release(self) -> None:
+        """Let go of what a backward needs: this object lives as long as the loss does."""
+        self.graph = self.state = self.lease = None
+        self.returned = []
+
+
+class UnitCall:
+    """Stands in for ``module.forward`` of a unit."""
+
+    _why_once = "double backward through streamed weights is not supported"
+
+    def __init__(self, unit: Unit, index: int, services: Services) -> None:
+        """Take over ``unit.module.forward``."""
+        self.unit, self._index = unit, index
+        self._weights, self._sink, self._device, self._doubts, access, room = services
+        self._edits = OwnEdits(unit, access)
+        self._rhythm = Rhythm()
+        self._casts = CastsOfUnit(unit.params, self._device.torch_device)
+        self._forward = unit.module.forward
+        self._own_forward = unit.module.__dict__.get("forward")  # of this very module, as patches leave it
+        # Makes backward run when nothing else needs a gradient, and tells an ordinary backward() from one for chosen
+        # inputs.
+        self._anchor = torch.empty(0, requires_grad=True)
+        self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
+        functools.update_wrapper(self, self._forward)
+        self._is_closed = False
+        self._where = f"unit '{unit.label}'"
+        self._surroundings = Surroundings(unit.modules, self._device, self._where)
+        self._keeping = Keeping(unit, room, self._device.torch_device.type, self._where)
+        self._trainable = unit.params[: unit.num_trainable]
+        self._flags = [p.requires_grad for p in unit.params]
+        self._trains = any(p.requires_grad for p in unit.module.parameters())
+
+    def restore(self) -> None:
+        """Give ``forward`` back. Graphs made so far cannot be walked any more."""
+        self._is_closed = True
+        self.unit.module.__dict__.pop("forward", None)
+        if self._own_forward is not None:
+            self.unit.module.__dict__["forward"] = self._own_forward
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block."""
+        if not torch.is_grad_enabled():
+            return self._run_plain(args, kwargs, Phase.INFERENCE)
+        arguments = args, tuple(kwargs), tuple(kwargs.values())
+        has_caches = any(is_cache(value) for value in (*args, *arguments[2]))
+        tensors, structure = take_apart(without_caches(arguments) if has_caches else arguments, self._where)
+        needs_graph = self._trains or any(t.requires_grad for t in tensors)
+        if has_caches and (needs_graph or self._weights.has_steps):
+            refuse_filled_caches(arguments, self._where)
+            # From frozen units too: what they put in would reach those behind them.
+            args, _, values = without_caches(arguments)
+            kwargs = dict(zip(kwargs, values, strict=True))
+        if not needs_graph:
+            self._refuse_changes()
+            return self._run_plain(args, kwargs, Phase.FORWARD)
+        refuse_transforms(self._where)
+        # Whoever packs what is saved expects the same of the call that it will repeat.
+        is_counted = self._keeping.counts and not is_packing()
+        kind = self._keeping.kind_of(args, kwargs) if is_counted else None
+        call, inner, outputs, out_structure = self._run_forward(tensors, structure, kind)
+        if call.outputs:
+            given = [t for t, u in zip(tensors, call.used, strict=True) if u]
+            saved = tensors if call.state is not None or is_packing() else []
+            # Parameters are inputs too: for torch.autograd.grad, backward(inputs=...) and their own gradient hooks.
+            results = iter(UnitFunction.apply(self, call, saved, self._anchor, *given, *call.foreign, *self._trainable))
+        outer = {id(i): t for i, t in zip(inner, tensors, strict=True)}
+        result, added = out_structure.fill(
+            [outer.get(id(t), t) if t.grad_fn is None else next(results) for t in outputs]
+        )
+        hand_over(added)
+        return result
+
+    def _refuse_changes(self) -> list[bool]:
+        """What needs a gradient now. What was frozen at ``prepare`` must be, in calls; what was not may be."""
+        flags = [p.requires_grad for p in self.unit.params]
+        if flags != self._flags:
+            for now, before, spec in zip(flags, self._flags, self.unit.spec.params, strict=True):
+                if now and not before:
+                    raise UnsupportedError(unfreezing_refusal(spec.name))
+        return flags
+
+    def _bound(self, phase: Phase) -> AbstractContextManager[None]:
+        return Bound(self.unit, self._index, phase, self._weights, self._device.recorder)
+
+    def _run_plain(self, args: Any, kwargs: Any, phase: Phase) -> Any:
+        with self._bound(phase), AutocastCacheOff():
+            self._edits.begin()
+            result = self._forward(*args, **kwargs)
+            tensors, _ = take_apart(result, self._where)
+            self._refuse_weights_outside(tensors)
+            edits = self._edits.end()
+        self._edits.write_home(edits)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            raise UnsupportedError(
+                f"{self._where} is frozen and no argument needs a gradient, but its result does: a tensor with "
+                "gradient reached it by "
+                "closure; pass it as an argument"
+            )
+        return result
+
+    def _run_forward(
+        self, tensors: list[torch.Tensor], structure: Structure, kind: Hashable
+    ) -> tuple[Call, list[torch.Tensor], list[torch.Tensor], Structure]:
+        """Run the block for the first time. Returns also its inner inputs, all results, and how they nest."""
+        if self._weights.begin_call(self.unit) and self._weights.calls[-1][1] is Phase.FORWARD:
+            raise UnsupportedError(called_inside(self._where))
+        wants_grad = [t.requires_grad for t in tensors]
+        inner = [guarded_leaf(t, self._where) if w else t for t, w in zip(tensors, wants_grad, strict=True)]
+        versions = [version_of(t) for t in tensors]
+        saving = self._keeping.begin(kind, tensors)
+        state = ForwardState(self._surroundings, structure.objects) if saving.may_drop else None
+        is_checked = state is not None and self._is_checked(state, tensors, wants_grad)
+        start = order_of(self._anchor.view_as(self._anchor).grad_fn)
+        with self._bound(Phase.FORWARD):
+            flags = self._refuse_changes()
+            recording = active_recording()
+            self._edits.begin()
+            modes = saving.hooks(), self._casts.cache() if saving.is_kept else AutocastCacheOff()
+            outputs, out_structure = self._run(structure, inner, modes, recording)
+            self._refuse_weights_outside(outputs)
+            edits = self._edits.end()
+        self._edits.write_home(edits)
+        if saving.is_kept:
+            state = None
+        if state is not None:
+            state.drop_unchanged()
+        if [version_of(t) for t in tensors] != versions:
+            raise UnsupportedError(
+                f"{self._where} changed one of its arguments in place, which recompute would do twice; copy it first"
+            )
+        made = [t for t in outputs if t.grad_fn is not None]
+        foreign, used = find_leaves(made, inner, self.unit.params, start, self._where)
+        call = Call(structure, wants_grad, foreign, [t.shape for t in made], made, self._weights_version(), state)
+        if not saving.is_kept:
+            call.edited, call.kind = self._edits.suspects, kind
+            call.summary = summary_of(outputs, out_structure) if is_checked or call.edited else None
+        call.recording, call.flags = emptied(recording), flags
+        call.used = [id(t) in used for t in inner]
+        call.foreign_versions = [version_of(t) for t in foreign]
+        call.watched = sharing_memory(made, tensors)
+        if not isinstance(saving, Dropped) and saving.is_kept:
+            call.watched = sorted({*call.watched, *self._keeping.end(kind, saving, made)})
+            call.graph, call.lease = (inner, list(made)), saving.lease
+            self._casts.learn(made)
+        return call, inner, outputs, out_structure
+
+    def _is_checked(self, state: ForwardState, tensors: Sequence[torch.Tensor], wants_grad: Sequence[bool]) -> bool:
+        """Whether recompute is to be held against this forward."""
+        shapes, dtypes = tuple([t.shape for t in tensors]), tuple([t.dtype for t in tensors])
+        is_due = self._rhythm.is_due((shapes, dtypes, tuple(wants_grad), state.flags))
+        if is_due:
+            state.look_closely()
+        return is_due
+
+    def _run(
+        self,
+        structure: Structure,
+        tensors: Sequence[torch.Tensor],
+        modes: Sequence[AbstractContextManager[Any]],
+        recording: Mapping[str, Any] | None,
+    ) -> tuple[list[torch.Tensor], Structure]:
+        """Run the block on inner tensors. The results are what it returns, and what was recorded beside it."""
+        nest = structure.fill(tensors)
+        args, names, values = nest
+        try:
+            saving, caching = modes
+            with torch.enable_grad(), saving, caching, recording_apart(recording) as added:
+                result = self._forward(*args, **dict(zip(names, values, strict=True)))
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" in str(error):
+                raise UnsupportedError(
+                    f"{self._where} changes one of its arguments in place, which cannot be recomputed; copy it first"
+                ) from error
+            raise
+        if not structure.still_holds(nest, tensors, self._where):
+            raise UnsupportedError(
+                f"{self._where} changed a list, dict or dataclass that it got as an argument, which recompute would "
+                "do twice; return what it adds"
+            )
+        return take_apart((result, added), self._where)
+
+    def _refuse_weights_outside(self, outputs: Sequence[torch.Tensor]) -> None:
+        buffer = None if self.unit.ledger.is_resident else self.unit.device_buffer()
+        if buffer is None:
+            return
+        base = buffer.bytes.untyped_storage().data_ptr()
+        for tensor in outputs:
+            if storage_of(tensor) == base:
+                raise UnsupportedError(
+                    f"{self._where} returns one of its weights (shape {tuple(tensor.shape)}), whose memory will hold "
+                    "another unit soon; "
+                    "return a clone"
+                )
+
+    def backward(
+        self, ctx: Any, call: Call, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """Gradients of inputs, foreign leaves and parameters, in the order of ``UnitFunction``'s inputs.
+
+        In an ordinary backward those of parameters go to the sink instead.
+        """
+        self._refuse_stale(call)
+        is_kept = keeps_graph()
+        params = self._trainable
+        is_ordinary = is_executed(self._anchor_node)
+        wanted = [
+            flag and (is_ordinary or _is_wanted(node))
+            for flag, (node, _) in zip(call.flags, ctx.next_functions[-len(params) :] if params else (), strict=False)
+        ]
+        if is_ordinary:
+            self._sink.begin(self.unit)
+        with self._bound(Phase.BACKWARD):
+            with requiring(self.unit.params, self._refuse_changes(), call.flags):
+                inner, outputs = self._graph(call, saved)
+                if not is_kept:
+                    call.release()
+                outer = [*(t for t, u in zip(inner, call.used, strict=True) if u), *call.foreign]
+                sources = [*outer, *(p for p, w in zip(params, wanted, strict=True) if w)]
+                pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None]
+                leaves = [*params, *call.foreign]
+                found = iter(without_hooks(leaves, lambda: gradients(pairs, sources, keeps_graph=is_kept)))
+            given = [next(found) for _ in outer]
+            made = {i: g for i, w in enumerate(wanted) if w and (g := next(found)) is not None}
+            grads_of = self.unit.in_own_dtype(made)
+            spare_hooks(params, grads_of)
+            if None in given:
+                ends = ctx.next_functions[1:]  # behind the anchor's
+                spare_functions(node for g, (node, _) in zip(given, ends, strict=False) if g is None)
+            # Autograd itself takes those of chosen inputs, and of parameters with hooks, which see the sum of all
+            # calls. It drops those of parameters that were frozen since forward.
+            is_ours = is_ordinary and self._sink.takes_gradients
+            outside = {i: g for i, g in grads_of.items() if not is_ours or params[i]._backward_hooks}
+            if is_ours:
+                inside = {i: g for i, g in grads_of.items() if i not in outside and params[i].requires_grad}
+                self._sink.deposit(self.unit, inside)
+        return [*given, *[outside.get(i) for i in range(len(params))]]
+
+    def _refuse_always(self) -> None:
+        if self._is_closed:
+            raise OutcoreError(
+                f"{self._where}: expected a prepared model in backward, but it was closed; call backward() before "
+                "close()"
+            )
+        if torch.is_grad_enabled():
+            raise UnsupportedError(f"{self._where}: expected a backward without create_graph=True; {self._why_once}")
+
+    def _refuse_stale(self, call: Call) -> None:
+        self._refuse_always()
+        if call.weights_version != self._weights_version():
+            raise UnsupportedError(
+                f"{self._where}: expected the weights of its forward, but they have changed since (optimizer.step(), "
+                "load_state_dict, "
+                "gathered(write=True), an edit in place); run forward again"
+            )
+        if any(tensor._version != version for tensor, version in call.returned):
+            raise UnsupportedError(
+                f"a result of {self._where} was changed in place after the call; change a copy instead"
+            )
+        if [version_of(t) for t in call.foreign] != call.foreign_versions:
+            raise UnsupportedError(
+                f"{self._where}: a tensor that it captured was changed in place after the call; change a copy instead"
+            )
+
+    def _weights_version(self) -> int:
+        edits = sum([p._version for p in self.unit.params]) if self.unit.ledger.is_resident else 0
+        return self.unit.weights_version + edits
+
+    def _graph(self, call: Call, saved: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Inner inputs and outputs: kept, or made again."""
+        if call.state is None:
+            if call.graph is None:
+                raise UnsupportedError(
+                    f"{self._where}: expected one backward through this graph, but it is the second; pass "
+                    "retain_graph=True to the first"
+                )
+            return call.graph
+        inner = [guarded_leaf(t, self._where) if w else t for t, w in zip(saved, call.wants_grad, strict=True)]
+        count = None if call.kind is None else self._keeping.count(call.kind)
+        saving = nullcontext() if count is None else count.hooks()
+        with call.state.restored(), self._edits.undone(call.edited):
+            outputs, structure = self._run(call.inputs, inner, (saving, call.state.autocast_cache()), call.recording)
+        made = [t for t in outputs if t.grad_fn is not None]
+        if [t.shape for t in made] != call.shapes:
+            raise UnsupportedError(
+                f"{self._where}: recompute gave results of shapes {[tuple(t.shape) for t in made]}, but forward gave "
+                f"{[tuple(shape) for shape in call.shapes]}; the block depends on something besides its arguments, "
+                "random numbers and buffers"
+            )
+        if call.summary is not None:
+            self._compare(call, call.summary, summary_of(outputs, structure))
+        if count is not None:
+            self._keeping.learn(call.kind, count, made)
+        return inner, made
+
+    def _compare(self, call: Call, before: Summary, after: Summary) -> None:
+        why = ""
+        if call.edited:
+            names = ", ".join(f"'{self.unit.spec.params[i].name}'" for i in call.edited)
+            why = f"the block changes its own parameters in forward ({names}), which recompute begins with"
+        self._doubts.compare(before, after, self._where, why=why)
+
+
+class UnitFunction(torch.autograd.Function):
+    """Stands for a whole block in the outer graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, unit_call: UnitCall, call: Call, saved: Sequence[torch.Tensor], anchor: torch.Tensor, *_: torch.Tensor
+    ) -> Any:
+        """Hand the results of the inner graph to the outer one."""
+        ctx.unit_call, ctx.call = unit_call, call
+        ctx.set_materialize_grads(
+            False
+        )  # an undefined gradient stays None: a zero would make the optimizer step unused parameters
+        ctx.save_for_backward(*saved)
+        # `.data`: no view relation, which would forbid later in-place changes of outputs of a multi-output function.
+        results = tuple(t.data for t in call.outputs)
+        # Detached: they share memory, which the inner graph holds anyway, and version counter, and no node.
+        call.returned = [(t.detach(), t._version) for t in (results[i] for i in call.watched)]
+        call.outputs.clear()
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        """Run the inner backward."""
+        found = ctx.unit_call.backward(ctx, ctx.call, ctx.saved_tensors, grads)
+        return (None, None, None, None, *found)
+
+
+def _is_wanted(node: Any) -> bool:
+    """Whether a backward for chosen inputs needs the gradient that flows into a leaf's node."""
+    try:
+        return is_executed(node)
+    except RuntimeError:  # torch's answer where torch.autograd.grad captures this very leaf
+        return True

@@ -1,0 +1,62 @@
+"""A call of a unit in a plain plan: as little as the plain loop does. See [Note: plain plans].
+
+A call that keeps its activations is the module's own forward. One that finds no room for them is recomputed as in any
+other plan, and gives its gradients to autograd.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from outcore.device.autograd import is_packing
+from outcore.runtime.module.caches import in_training
+from outcore.runtime.module.call import UnitCall
+from outcore.runtime.module.structure import take_apart
+from outcore.spec.schedule import Phase
+
+
+class PlainCall(UnitCall):
+    """Stands in for ``module.forward`` of a unit whose bytes are always where autograd wants them."""
+
+    _why_once = (
+        "double backward through units that may be recomputed is not supported; give the units the policy keep in the "
+        "plan, which follows it where everything lives on the device"
+    )
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block as it is, if what it saves is known to fit."""
+        # Whoever packs what is saved, as a checkpoint around the unit does, owns it.
+        if self._keeping.always or not torch.is_grad_enabled() or is_packing():
+            return self._run_as_it_is(args, kwargs)
+        if self._weights.has_steps:
+            args, kwargs = in_training(args, kwargs, self._where)
+        lease = self._keeping.lease(args, kwargs)
+        if lease is None:
+            return super().__call__(*args, **kwargs)
+
+        def in_backward(*_: object) -> None:
+            self._refuse_always()  # as where it is recomputed: whether there is room must not decide
+            lease.release_in_backward()
+
+        result = self._run_as_it_is(args, kwargs)
+        tensors = (result,) if isinstance(result, torch.Tensor) else take_apart(result, self._where)[0]
+        for tensor in tensors:  # the graph owns the lease
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(in_backward)
+        return result
+
+    def _run_as_it_is(self, args: Any, kwargs: Any) -> Any:
+        if self._weights.refusal is not None:
+            raise self._weights.refusal
+        if not self._device.recorder.is_on:
+            return self._forward(*args, **kwargs)
+        with self._bound(Phase.FORWARD if torch.is_grad_enabled() else Phase.INFERENCE):
+            return self._forward(*args, **kwargs)
+
+    def _bound(self, phase: Phase) -> AbstractContextManager[None]:
+        recorder = self._device.recorder
+        return recorder.compute(f"{phase.value} {self.unit.label}") if recorder.is_on else nullcontext()

@@ -1,0 +1,141 @@
+"""What a forward saw besides its arguments, so that recompute sees it too: random numbers, modes, flags, buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.device.device import Device
+from outcore.runtime.module.attributes import Attributes, Content, SavedTensor, mutable_in, saved_buffers
+from outcore.runtime.module.autocast import OwnAutocastCache
+from outcore.runtime.module.randomness import GlobalRandom
+
+
+class Surroundings:
+    """What a unit may see besides its arguments."""
+
+    def __init__(self, modules: Sequence[nn.Module], device: Device, where: str) -> None:
+        """Args: where: Names the unit in errors."""
+        self.modules, self.device, self.where = modules, device, where
+        self.attributes = Attributes(modules)
+        self.registered = [place for m in modules for place in (m._parameters, m._buffers)]
+        self.draws_from_numpy = False
+        self.changes_silently = device.kind == "cpu"
+        """Buffers are compared by value after each forward: always where nobody waits for it, else once it was seen."""
+
+
+class ForwardState:
+    """Taken before a forward, put back around its recompute."""
+
+    def __init__(self, around: Surroundings, objects: Sequence[Any]) -> None:
+        """Capture. Tensors are copied; ``drop_unchanged`` lets go of large ones that forward left alone.
+
+        Args:
+            around: Of the unit.
+            objects: Among the arguments, that the block may change.
+        """
+        self._around, self._is_thorough = around, around.draws_from_numpy
+        self._rng = around.device.rng_state()
+        self._random = GlobalRandom(is_thorough=self._is_thorough)
+        self._kinds = dict.fromkeys(("cpu", around.device.torch_device.type))
+        self._autocast = _autocast_modes(self._kinds)
+        self._caches_casts = torch.is_autocast_cache_enabled()
+        self._registered = _Registered(around.registered)
+        self._attributes = around.attributes.take()
+        mutable = [self._attributes.mutable, mutable_in(objects)] if objects else [self._attributes.mutable]
+        self._mutable = [part for part in mutable if part.things]
+        self._contents = [saved for part in self._mutable for saved in part.contents()]
+        self._tensors = saved_buffers(around.modules) + [saved for part in self._mutable for saved in part.tensors()]
+
+    @property
+    def flags(self) -> Hashable:
+        """Equal for two forwards in the same modes."""
+        return tuple([values[0] for values in self._attributes.values])
+
+    def autocast_cache(self) -> OwnAutocastCache:
+        """For the recompute."""
+        return OwnAutocastCache(is_on=self._caches_casts)
+
+    def look_closely(self) -> None:
+        """Look also where looking takes long."""
+        if not self._is_thorough:
+            self._is_thorough = True
+            self._random = GlobalRandom(is_thorough=True)
+
+    def drop_unchanged(self) -> None:
+        """Keep of tensors only what forward changed or replaced, and what is small."""
+        around = self._around
+        for tensor in self._tensors:
+            if tensor.drop_if_unchanged(by_value=around.changes_silently or self._is_thorough):
+                around.changes_silently = True
+        around.draws_from_numpy = around.draws_from_numpy or self._random.numpy_has_moved
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Make everything as it was before forward, and afterwards as it is now."""
+        around = self._around
+        rng, randoms = around.device.rng_state(), GlobalRandom(is_thorough=self._is_thorough)
+        registered = _Registered(around.registered)
+        attributes = around.attributes.take()
+        contents = [saved for part in (*self._mutable, attributes.mutable) for saved in part.contents()]
+        tensors = [saved.again() for saved in self._tensors if not saved.is_dropped]
+        try:
+            around.device.set_rng_state(self._rng)
+            self._random.put_back()
+            self._registered.put_back()
+            around.attributes.put_back(self._attributes)
+            _put_back(self._contents, self._tensors, around.where)
+            with _autocast([] if self._autocast == _autocast_modes(self._kinds) else self._autocast):
+                yield
+        finally:
+            around.device.set_rng_state(rng)
+            randoms.put_back()
+            registered.put_back()
+            around.attributes.put_back(attributes)
+            _put_back(contents, tensors, around.where)
+
+
+def _put_back(contents: Sequence[Content], tensors: Sequence[SavedTensor], where: str) -> None:
+    for content in contents:
+        content.put_back()
+    for tensor in tensors:
+        tensor.put_back(where)
+
+
+class _Registered:
+    """Which tensors are registered in modules: ``functional_call`` lends others, a block may replace its buffers."""
+
+    def __init__(self, places: Sequence[dict[str, Any]]) -> None:
+        self._places, self._tensors = places, list(map(dict.copy, places))
+
+    def put_back(self) -> None:
+        before, now = map(dict.values, self._tensors), map(dict.values, self._places)
+        is_same = all(map(is_, chain.from_iterable(before), chain.from_iterable(now)))
+        if is_same and list(map(len, self._places)) == list(map(len, self._tensors)):
+            return
+        for place, tensors in zip(self._places, self._tensors, strict=True):
+            place.clear()
+            place.update(tensors)
+
+
+_AutocastMode = tuple[str, bool, torch.dtype]
+
+
+def _autocast_modes(kinds: Iterable[str]) -> list[_AutocastMode]:
+    return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+
+
+@contextmanager
+def _autocast(modes: Sequence[_AutocastMode]) -> Iterator[None]:
+    if not modes:
+        yield
+        return
+    (kind, is_on, dtype), *rest = modes
+    with torch.autocast(kind, dtype=dtype, enabled=is_on, cache_enabled=False), _autocast(rest):
+        yield

@@ -1,0 +1,104 @@
+"""Room on the device for activations that are kept although the plan would recompute them.
+
+[Note: keep what fits] A plan guarantees that a unit can be recomputed. What the device has left may be used to keep
+its activations instead: less work, same bits. Nothing is guessed. The first call of a unit with arguments of given
+shapes is a *trial* (``keeping``): it counts and keeps what autograd saves. If that does not fit, it drops all and will
+be recomputed after all. Later calls with such arguments take as many bytes in advance, or are recomputed at once.
+Bytes are given back when backward comes to the call, or when its graph goes.
+
+[Note: what else is alive] On an accelerator results, logits and workspace need memory too, and only a run can tell how
+much. So there the room is closed until a step was measured in which nothing was kept: the peak of that step is not to
+be had. Larger arguments than were measured close the room again, until another such step was measured.
+"""
+
+from __future__ import annotations
+
+from outcore.device.autograd import keeps_graph
+from outcore.device.device import Meter
+
+_OTHER_SHARE = 1.125  # of a measured peak: allocators leave gaps
+
+
+class Lease:
+    """Bytes that one call has taken. They go back with the object at the latest."""
+
+    __slots__ = ("_room", "nbytes")
+
+    def __init__(self, room: Room) -> None:
+        """Take nothing yet."""
+        self._room, self.nbytes = room, 0
+
+    def grow(self, nbytes: int) -> bool:
+        """Take more; False if there is no room."""
+        if nbytes > self._room.free_bytes:
+            return False
+        self.nbytes += nbytes
+        self._room.take(nbytes)
+        return True
+
+    def release(self) -> None:
+        """Give all back. Idempotent."""
+        nbytes, self.nbytes = self.nbytes, 0
+        self._room.give(nbytes)
+
+    def release_in_backward(self, *_: object) -> None:
+        """Hook of a node of autograd: what it and those before it saved is freed now, unless the graph is retained."""
+        if not keeps_graph():
+            self.release()
+
+    def __del__(self) -> None:
+        self.release()
+
+
+class Room:
+    """How much there is, and who has it. See [Note: keep what fits] and [Note: what else is alive]."""
+
+    def __init__(self, nbytes: int, meter: Meter | None = None) -> None:
+        """Args: nbytes: All that may be kept at a time. meter: None where nothing else is counted."""
+        self.nbytes = nbytes
+        self.taken_bytes = 0
+        self._meter = meter
+        self._is_open = meter is None
+        self._other_bytes = 0
+        self._was_used = False
+        self._largest = self._measured = 0
+
+    @property
+    def free_bytes(self) -> int:
+        """What can be taken now; 0 while closed."""
+        return self.nbytes - self._other_bytes - self.taken_bytes if self._is_open else 0
+
+    def take(self, nbytes: int) -> None:
+        """Count bytes that are kept from now on."""
+        self.taken_bytes += nbytes
+        self._was_used = True
+
+    def give(self, nbytes: int) -> None:
+        """Count bytes as free again."""
+        self.taken_bytes -= nbytes
+
+    def lease(self, nbytes: int) -> Lease | None:
+        """Take bytes for a call, or None if there is no room."""
+        lease = Lease(self)
+        return lease if lease.grow(nbytes) else None
+
+    def expect(self, nbytes: int) -> None:
+        """A unit is called with so many bytes of arguments for the first time."""
+        if self._meter is not None and nbytes > self._largest:
+            self._largest = nbytes
+            self._is_open = False
+            if not self.taken_bytes:
+                self._start(self._meter)
+
+    def end_step(self) -> None:
+        """Measure a step in which nothing was kept, if there is need to."""
+        if self._meter is None or self._largest == self._measured:
+            return
+        if not self._was_used:
+            self._other_bytes = max(self._other_bytes, int(_OTHER_SHARE * self._meter.peak_bytes()))
+            self._measured, self._is_open = self._largest, True
+        self._start(self._meter)
+
+    def _start(self, meter: Meter) -> None:
+        self._was_used = False
+        meter.start()

@@ -1,0 +1,112 @@
+"""The order of a step, carried out: operations get their work and go to the device's lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from outcore.device.device import Device
+from outcore.device.lanes import SKIPPED, Handle
+from outcore.memory.arena import Buffer, Region
+from outcore.memory.disk import DiskStore, Extent
+from outcore.order.ledger import After, Dependency, Ledger, Span
+from outcore.order.port import COPY, NOTHING, Answer, Work
+from outcore.runtime.unit.traffic import Traffic
+from outcore.spec.lanes import Lane
+from outcore.spec.schedule import Kind, Phase
+
+_VISITS = frozenset(phase.value for phase in Phase)
+
+
+class LivePort:
+    """Takes operations, in order. See ``order.port.Port``."""
+
+    def __init__(self, device: Device, traffic: Traffic, store: Callable[[], DiskStore]) -> None:
+        """Args: store: The disk tier of a plan that has one."""
+        self._device, self._traffic, self._store = device, traffic, store
+
+    def submit(
+        self,
+        lane: Lane,
+        kind: Kind,
+        unit: Ledger[Handle],
+        *,
+        reads: Sequence[Span],
+        writes: Sequence[Span],
+        after: After[Handle],
+        work: Work = COPY,
+    ) -> Handle:
+        """Queue an operation at the end of a lane, and count the bytes that it moves."""
+        sources, targets = [span.memory for span in reads], [span.memory for span in writes]
+        deed, moved = work.deed, work.moved
+        if deed is None:
+            deed = self._copy(sources, targets, work.is_wanted)
+            moved = sum([span.nbytes for span in writes])
+        if moved is not None:
+            self._traffic.add(lane, moved)
+        return self._device.submit(
+            lane,
+            f"{kind} {unit.name}",
+            deed,
+            reads=[memory.region for memory in sources],
+            writes=[memory.region for memory in targets],
+            after=after,
+            is_due=work.is_due,
+        )
+
+    def compute(
+        self,
+        kind: Kind,
+        unit: Ledger[Handle],
+        *,
+        reads: Sequence[Span] = (),
+        writes: Sequence[Span] = (),
+        after: After[Handle],
+    ) -> Handle:
+        """Order compute; the caller then does the work."""
+        name = f"use weights of {unit.name}" if kind in _VISITS else f"{kind} {unit.name}"
+        return self._device.compute(name, reads=_regions(reads), writes=_regions(writes), after=after)
+
+    def mark(self, what: str, unit: Ledger[Handle]) -> Handle:
+        """Behind everything that compute was given so far."""
+        return self._device.mark(f"{unit.name}: {what}")
+
+    def wait(self, label: str, dependency: Dependency[Handle]) -> None:
+        """Block the host."""
+        self._device.wait(label, dependency)
+
+    def freed(self, span: Span, lane: Lane, after: After[Handle] = NOTHING) -> Handle | None:
+        """Poison the bytes, if faults say so."""
+        return self._device.poison(span.memory, lane, after)
+
+    def _copy(self, sources: Sequence[Any], targets: Sequence[Any], is_wanted: Answer | None) -> Callable[[], object]:
+        if len(sources) == 1 and isinstance(sources[0], Extent):
+            return self._read(sources[0], targets[0])
+        if len(targets) == 1 and isinstance(targets[0], Extent):
+            return self._write(sources[0], targets[0], is_wanted)
+        pairs = [(to.bytes, origin.bytes) for origin, to in zip(sources, targets, strict=True)]
+
+        def copy() -> None:
+            for to, origin in pairs:
+                to.copy_(origin, non_blocking=True)
+
+        return copy
+
+    def _read(self, extent: Extent, buffer: Buffer) -> Callable[[], object]:
+        store = self._store()
+        return lambda: store.read(extent, buffer.bytes)
+
+    def _write(self, buffer: Buffer, extent: Extent, is_wanted: Answer | None) -> Callable[[], object]:
+        store = self._store()
+
+        def write() -> object:
+            if is_wanted is not None and not is_wanted():
+                return SKIPPED
+            store.write(extent, buffer.bytes)
+            return None
+
+        return write
+
+
+def _regions(spans: Sequence[Span]) -> list[Region]:
+    return [span.memory.region for span in spans]

@@ -1,0 +1,109 @@
+"""The memory of a run: an arena per tier, out of which come homes and slots, exactly as a plan reserves them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from outcore.core.errors import MemoryBudgetError
+from outcore.core.quantities import align_up, format_bytes
+from outcore.device.device import Device
+from outcore.device.lanes import Handle
+from outcore.memory.arena import Arena, Buffer
+from outcore.memory.disk import DiskStore, Extent
+from outcore.memory.host import HostMemory
+from outcore.order.step import StepOrder
+from outcore.planning.reservations import Reservation, reservations
+from outcore.spec.model import ModelSpec
+from outcore.spec.plan import Plan
+
+
+class Tiers:
+    """Owns the memory of all homes and slots of a run."""
+
+    def __init__(self, model: ModelSpec, plan: Plan, device: Device, paths: Sequence[Path]) -> None:
+        """Allocate everything. Pages are taken as they are written, and the rest by ``settle``.
+
+        Args:
+            model: Units in the plan's order.
+            plan: Already checked against the model.
+            device: Delivers device memory and registers host memory with its driver.
+            paths: Folders of the disk tier; needed if the plan uses it.
+
+        Raises:
+            MemoryBudgetError: A tier cannot deliver what the plan takes.
+            DiskError: The disk tier cannot be opened.
+        """
+        # Buffers stay where they are; gradients of a plain plan are autograd's own tensors.
+        elsewhere = ("buffers", "gradients") if plan.plain else ("buffers",)
+        self._items = [r for r in reservations(model, plan) if r.kind not in elsewhere]
+        total = {
+            tier: sum(align_up(r.nbytes, 4096) for r in self._items if r.tier == tier)
+            for tier in ("device", "host", "disk")
+        }
+        self._device, self._host, self.disk = device, None, None
+        self.host_is_pinned = False
+        try:
+            self._arenas = {"device": Arena("device", _on_device(device, total["device"]))}
+            if total["disk"]:
+                self.disk = DiskStore.open(paths, total["disk"])
+            self._host = HostMemory.open(total["host"], is_touched=False) if total["host"] else None
+        except BaseException:
+            self.close()
+            raise
+        if self._host is not None:
+            self._arenas["host"] = Arena("host", self._host.tensor)
+
+    def hand_out(self, order: StepOrder[Handle]) -> None:
+        """Give every home and every slot its memory."""
+        by_name = {ledger.spec.name: ledger for ledger in order.ledgers}
+        for item in self._items:
+            memory = self._take(item)
+            if item.kind == "slot":
+                _, pool, slot = item.owner.split("/")
+                order.pools.planned[int(pool)][int(slot)].memory = memory
+            else:
+                getattr(by_name[item.owner], item.kind).memory = memory
+
+    def _take(self, item: Reservation) -> Buffer | Extent:
+        if item.tier == "disk":
+            return self.store().take(item.nbytes, owner=f"{item.owner or 'root'} {item.kind}")
+        return self._arenas[item.tier].take(item.nbytes)
+
+    def settle(self) -> None:
+        """First values are written: take all pages that nobody has touched, and pin host memory."""
+        self._device.touch_memory()
+        if self._host is not None:
+            self._host.touch()
+            self.host_is_pinned = self._device.register_host(self._host.tensor)
+
+    def store(self) -> DiskStore:
+        """The disk tier of a plan that has one."""
+        if self.disk is None:
+            raise AssertionError("bytes on disk without a disk tier")
+        return self.disk
+
+    def close(self) -> None:
+        """Give memory and files back. Idempotent."""
+        if self._host is not None:
+            if self.host_is_pinned:
+                self._device.unregister_host(self._host.tensor)
+            self._host.close()
+            self._host = None
+        if self.disk is not None:
+            self.disk.close()
+            self.disk = None
+        self._arenas = {}
+
+
+def _on_device(device: Device, nbytes: int) -> torch.Tensor:
+    try:
+        return device.allocate(nbytes, is_touched=False)
+    except torch.OutOfMemoryError as error:
+        raise MemoryBudgetError(
+            f"device memory: expected {format_bytes(nbytes)} in one piece on {device.torch_device}, as the plan takes, "
+            f"but {format_bytes(device.memory_bytes())} are free, or no piece is so large; the model is as it was. "
+            "Free what else is there, or prepare with a smaller outcore.Budget(device=...)"
+        ) from error

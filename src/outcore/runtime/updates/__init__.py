@@ -1,0 +1,1 @@
+"""Updates of parameters: after backward, inside it, on host and device."""

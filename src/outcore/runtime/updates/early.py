@@ -1,0 +1,240 @@
+"""Early updates: run inside backward, and kept if ``step()`` finds that nothing came between.
+
+[Note: early updates] When the last promised gradient of a unit is home, its update starts at once, with the settings
+that the param groups have now and no factor: behind the rest of backward instead of behind the next forward. It works
+*out of place*: from the homes of states and weights into a second pair of homes. ``step()`` compares what it was asked
+to do with what was done. If both are the same, the homes change places (weights that live on the device or on disk are
+sent there); if not, because gradients were clipped or scaled or dropped, a setting changed, or anybody wrote weights,
+states or gradients, the attempt is forgotten and the unit is updated as ever. So the result never depends on it.
+
+Nobody needs to wait for the second homes: what was there was last used before the gradients that the next attempt waits
+for were made.
+
+With ``clipping=False`` no attempt is lost to a factor (the backward window); with clipping those of steps that clip are
+(speculation).
+
+[Note: as many as there is time for] Backward may give gradients faster than updates take them. If all attempts were
+made in order, the units that forward needs first would be updated last, and forward would wait for everything. So an
+attempt whose turn comes when the gradients of a later one are home too is *overtaken*: it is not made. What remains is
+spread evenly over the model, as dense as backward has time for, whatever the rates are. ``step()`` waits for the end of
+backward, gives up the attempts whose turn has not come, and updates all these units in the order of their next use.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from outcore.core.errors import OutcoreError
+from outcore.device.device import Device
+from outcore.device.lanes import SKIPPED, Handle
+from outcore.memory.arena import Buffer
+from outcore.optim.rules import Hyper
+from outcore.order.ledger import Span
+from outcore.order.updates import UpdateOrder
+from outcore.runtime.gradients.of_unit import UnitGradients
+from outcore.runtime.unit.traffic import Traffic
+from outcore.runtime.unit.unit import Unit
+from outcore.runtime.updates.of_unit import Copies, copy_all, run_on
+from outcore.runtime.updates.pieces import Change, pieces_of
+from outcore.runtime.updates.workers import UpdateWorkers
+
+Hypers = Callable[[], Mapping[int, Hyper]]
+"""Settings by parameter id, as the param groups have them now."""
+
+
+class _Attempt:
+    """An update that may turn out to be the one that ``step()`` asks for. See ``order.updates.EarlyWork``."""
+
+    def __init__(self, gradients: UnitGradients, changes: Mapping[int, Change], workers: UpdateWorkers | None) -> None:
+        self.changes, self.gradients, self._workers = changes, gradients, workers
+        self._versions = _versions(gradients)
+        self._gradients_ready = gradients.unit.ledger.gradients.ready
+        self.next: _Attempt | None = None
+        """The one that was started after it."""
+        self.moved: Mapping[str, int] = {}
+        """Lane -> bytes that it moves if it is made."""
+        self._is_wanted = True
+        self._is_made: bool | None = None
+        """None until its turn comes, or ``step()`` does."""
+        self._deciding = threading.Lock()
+
+    def is_due(self) -> bool:
+        """Asked by its operations, of which the first one decides. See [Note: as many as there is time for]."""
+        with self._deciding:
+            if self._is_made is None:
+                self._is_made = self.next is None or not self.next.has_gradients()
+            return self._is_made
+
+    def is_wanted(self) -> bool:
+        """Not any more once ``step()`` asked for something else: what is under way ends, but does nothing."""
+        return self._is_wanted
+
+    def forget(self) -> bool:
+        """It is not wanted. Returns whether it was made, or is under way."""
+        is_made = self.settle()
+        self._is_wanted = False
+        return is_made
+
+    def settle(self) -> bool:
+        """Give it up if its turn has not come. Returns whether it was made, or is under way."""
+        with self._deciding:
+            self._is_made = bool(self._is_made)
+            return self._is_made
+
+    def has_gradients(self) -> bool:
+        """Whether its gradients are home."""
+        return self._gradients_ready is None or self._gradients_ready.is_over()
+
+    def is_what(self, changes: Mapping[int, Change]) -> bool:
+        """Whether it did what ``step()`` asks for, factors apart, with what is there now."""
+        if self._versions != _versions(self.gradients) or self.changes.keys() != changes.keys():
+            return False
+        return all(self.changes[i].hyper == c.hyper and self.changes[i].step == c.step for i, c in changes.items())
+
+    def out_of_place(
+        self, grads: Span, new: tuple[Span | None, Span], old: tuple[Span | None, Span | None]
+    ) -> Callable[[], object]:
+        """What the update lane does: old states and weights to new ones."""
+        unit, (new_states, old_states, old_weights) = self.gradients.unit, map(_memory, (new[0], *old))
+        new_weights: Buffer = new[1].memory
+        pieces = pieces_of(
+            self.gradients,
+            self.changes,
+            grads.memory,
+            new_states,
+            new_weights,
+            old_states=old_states,
+            old_weights=old_weights,
+        )
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for i in range(unit.num_trainable):
+            if i not in self.changes:
+                copies += _carried(unit, i, (new_states, new_weights), (old_states, old_weights))
+
+        def deed() -> object:
+            if not self._is_wanted:
+                return SKIPPED
+            run_on(self._workers, pieces)
+            copy_all(copies)
+            return None
+
+        return deed
+
+
+class EarlyUpdates:
+    """Attempts of the units that the plan updates early. See [Note: early updates]."""
+
+    def __init__(
+        self,
+        order: UpdateOrder[Handle],
+        device: Device,
+        traffic: Traffic,
+        workers: UpdateWorkers | None,
+        hypers: Hypers,
+    ) -> None:
+        """Args: hypers: Asked during backward."""
+        self._order, self._device, self._traffic = order, device, traffic
+        self._workers, self._hypers = workers, hypers
+        self._attempts: dict[str, _Attempt] = {}
+        self._last: _Attempt | None = None
+
+    # In backward.
+
+    def attempt(self, gradients: UnitGradients) -> None:
+        """Start the update of a unit whose last promised gradient is on its way home."""
+        unit = gradients.unit
+        self._drop(unit)
+        try:
+            handles, hypers = gradients.held_handles(), self._hypers()
+        except OutcoreError:  # step() will say it
+            return
+        if any(handle.is_zero or handle.factors for handle in handles.values()):
+            return
+        changes = {
+            i: Change(unit.steps[i] + 1, hypers[id(unit.params[i])], (), is_zero=False)
+            for i in handles
+            if id(unit.params[i]) in hypers
+        }
+        if changes:
+            attempt = self._attempts[unit.name] = _Attempt(gradients, changes, self._workers)
+            if self._last is not None:
+                self._last.next = attempt
+            self._last, before = attempt, self._traffic.totals()
+            self._order.attempt(unit.ledger, attempt)
+            attempt.moved = self._traffic.since(before)
+
+    # In step().
+
+    def settle(self) -> None:
+        """Backward is over: give up the attempts whose turn has not come. Waits for the end of backward."""
+        if not self._attempts:
+            return
+        self._device.mark("backward is over").wait()  # orders nothing: only so that attempts have their chance
+        for attempt in self._attempts.values():
+            attempt.settle()
+
+    def keep(self, unit: Unit, changes: Mapping[int, Change], copied: Sequence[Handle]) -> bool:
+        """Whether the unit's attempt is the update that is asked for; else it is forgotten.
+
+        Args:
+            unit: Its parameters are not bound.
+            changes: What ``step()`` asks for.
+            copied: Copies of clip factors to the host that may be under way.
+        """
+        attempt = self._attempts.get(unit.name)
+        if attempt is None:
+            return False
+        if not attempt.is_what(changes) or not self._are_ones(changes, copied) or not attempt.is_due():
+            self._drop(unit)
+            return False
+        del self._attempts[unit.name]
+        return True
+
+    def _are_ones(self, changes: Mapping[int, Change], copied: Sequence[Handle]) -> bool:
+        if any(change.is_zero for change in changes.values()):
+            return False
+        factors = {id(f): f for change in changes.values() for f in change.factors}
+        if factors:
+            self._device.wait("clip factor copied", copied)
+        return all(bool(factor == 1) for factor in factors.values())
+
+    def reset(self) -> None:
+        """Forget all attempts. See [Note: cut short]."""
+        while self._attempts:
+            self._attempts.popitem()[1].forget()
+        self._last = None
+
+    def _drop(self, unit: Unit) -> None:
+        attempt = self._attempts.pop(unit.name, None)
+        if attempt is not None:
+            if not attempt.forget():
+                self._traffic.take_back(attempt.moved)
+            self._order.forget_attempt(unit.ledger)
+
+
+def _versions(gradients: UnitGradients) -> tuple[int, int, int]:
+    return gradients.unit.weights_version, gradients.unit.states_version, gradients.version
+
+
+def _memory(span: Span | None) -> Buffer | None:
+    return None if span is None else span.memory
+
+
+def _carried(
+    unit: Unit, index: int, new: tuple[Buffer | None, Buffer], old: tuple[Buffer | None, Buffer | None]
+) -> Copies:
+    """What a parameter without gradient takes along to the second homes: states, and its weight."""
+    (new_states, new_weights), (old_states, old_weights) = new, old
+    copies = []
+    weight = unit.flat_views(new_weights)[index]
+    if new_states is not None and old_states is not None:
+        for name in unit.ledger.state_names:
+            copies.append((unit.state_views(new_states, name)[index], unit.state_views(old_states, name)[index]))
+    if old_weights is not None:
+        copies.append((weight, unit.flat_views(old_weights)[index]))
+    elif new_states is not None:
+        copies.append((weight, unit.state_views(new_states, "master")[index]))
+    return copies

@@ -1,0 +1,163 @@
+"""Updates: what ``step()`` does with each unit, wherever its bytes live.
+
+[Note: forward window] ``step()`` takes a snapshot of settings and clip factors, submits every update and returns.
+Units are submitted in the order in which forward will need them, and a unit's fetch waits for its own update only.
+Units whose states live on the device are updated on compute at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from outcore.device.device import Device
+from outcore.device.lanes import Handle
+from outcore.memory.arena import Buffer
+from outcore.optim.blocks import Piece, update_blocks
+from outcore.order.ledger import Span
+from outcore.runtime.gradients.handle import GradHandle
+from outcore.runtime.gradients.of_unit import UnitGradients
+from outcore.runtime.updates.pieces import Change, pieces_of
+from outcore.runtime.updates.workers import UpdateWorkers
+from outcore.spec.lanes import Lane
+
+Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Targets and sources."""
+
+
+class Factors:
+    """Factors of gradients on the host, in one step: one clip factor serves all parameters, and is copied once."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._copies: dict[int, tuple[torch.Tensor, Handle | None]] = {}
+
+    def of(self, handle: GradHandle) -> tuple[list[torch.Tensor], list[Handle]]:
+        """Bring a gradient's factors to the host without blocking it; and the copies that may be under way."""
+        found, ready = [], []
+        for factor in handle.factors:
+            if id(factor) not in self._copies:
+                self._copies[id(factor)] = self._copy(factor)
+            value, copied = self._copies[id(factor)]
+            found.append(value)
+            if copied is not None:
+                ready.append(copied)
+        return found, ready
+
+    def _copy(self, factor: torch.Tensor) -> tuple[torch.Tensor, Handle | None]:
+        if factor.device.type == "cpu":
+            return factor, None
+        target = torch.empty((), dtype=factor.dtype, pin_memory=True)
+        self._device.hand_over(factor, Lane.D2H)
+        made = self._device.mark("clip factor made")
+        copied = self._device.submit(
+            Lane.D2H, "clip factor", lambda: target.copy_(factor, non_blocking=True), after={"clip factor made": made}
+        )
+        return target, copied
+
+
+class UnitUpdate:
+    """What the update of a unit does in a step. See ``order.updates.UpdateWork``."""
+
+    def __init__(
+        self,
+        gradients: UnitGradients,
+        changes: Mapping[int, Change],
+        copied: list[Handle],
+        device: Device,
+        workers: UpdateWorkers | None,
+        *,
+        is_early: bool,
+    ) -> None:
+        """What is to be done.
+
+        Args:
+            gradients: Only read, also by the update: without zeroing, the next backward accumulates on them.
+            changes: By parameter index; others keep weights and states.
+            copied: Copies of clip factors to the host that may be under way.
+            device: Of the unit.
+            workers: None if every unit is updated on the device.
+            is_early: It was done inside backward.
+        """
+        self._gradients, self._changes, self._copied = gradients, changes, copied
+        self.unit, self._device, self._workers, self.is_early = gradients.unit, device, workers, is_early
+
+    @property
+    def factors(self) -> list[Handle]:
+        """What must be over before factors can be read."""
+        if self.unit.plan.update != "device":
+            return self._copied
+        made = [f for change in self._changes.values() for f in change.factors if f.device.type != "cpu"]
+        for factor in made:
+            self._device.hand_over(factor, Lane.DEVICE_UPDATE)
+        return [self._device.mark("clip factor made")] if made else []
+
+    def begin(self) -> None:
+        """Note that the weights of the unit are about to change, or did."""
+        unit = self.unit
+        if unit.num_bound:
+            raise AssertionError(f"unit '{unit.label}' is bound while its weights change")
+        unit.weights_version += 1
+        if unit.ledger.is_resident:  # as the plain step would: a graph that saved the old weights must not be walked
+            for i in self._changes:
+                torch.autograd.graph.increment_version(unit.params[i])
+            unit.note_versions()
+
+    def at_once(self, grads: Span, states: Span, weights: Span, scratch: Span) -> None:
+        """Update on compute."""
+        held = states.memory if states.nbytes else None
+        pieces = pieces_of(self._gradients, self._changes, grads.memory, held, weights.memory)
+        update_blocks(pieces, self._room(scratch))
+
+    def in_place(self, grads: Span, states: Span | None, weights: Span, *, is_slot: bool) -> Callable[[], None]:
+        """Update in host memory; the update lane runs it."""
+        held = None if states is None else states.memory
+        pieces = pieces_of(self._gradients, self._changes, grads.memory, held, weights.memory)
+        copies = self._unchanged(held, weights.memory) if is_slot and held is not None else []
+
+        def deed() -> None:
+            run_on(self._workers, pieces)
+            copy_all(copies)
+
+        return deed
+
+    def staged(self, grads: Span, states: Span, weights: Span, scratch: Span) -> Callable[[], None]:
+        """Update in a staging slot."""
+        held = states.memory if states.nbytes else None
+        pieces = pieces_of(self._gradients, self._changes, grads.memory, held, weights.memory)
+        copies = self._unchanged(held, weights.memory) if self.unit.ledger.has_master and held is not None else []
+        room = self._room(scratch)
+
+        def deed() -> None:
+            update_blocks(pieces, room)
+            copy_all(copies)
+
+        return deed
+
+    def weights_sent(self) -> None:
+        """Reading a weight before the copy is done must wait for it."""
+        self.unit.mark_absent()
+
+    def _room(self, scratch: Span) -> torch.Tensor:
+        memory: torch.Tensor = scratch.memory.bytes
+        return memory[: min(memory.numel(), self._device.update_block_bytes)]
+
+    def _unchanged(self, states: Buffer, weights: Buffer) -> Copies:
+        """Weights that a slot must carry home although they were not updated: the home is overwritten as a whole."""
+        unit = self.unit
+        masters, views = unit.state_views(states, "master"), unit.flat_views(weights)
+        return [(views[i], masters[i]) for i in range(unit.num_trainable) if i not in self._changes]
+
+
+def run_on(workers: UpdateWorkers | None, pieces: Sequence[Piece]) -> None:
+    """Update pieces in host memory."""
+    if workers is None:
+        raise AssertionError("an update on the host without workers")
+    workers.run(pieces)
+
+
+def copy_all(copies: Copies) -> None:
+    """Copy sources to targets."""
+    for to, origin in copies:
+        to.copy_(origin)

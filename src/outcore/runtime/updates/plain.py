@@ -1,0 +1,128 @@
+"""A step of a plain plan: autograd accumulates, and one kernel call updates all parameters of a group.
+
+See [Note: plain plans].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from outcore.core.errors import OutcoreError, UnsupportedError
+from outcore.device.device import Device
+from outcore.memory.arena import Buffer
+from outcore.optim.kernels import FusedStep, apply
+from outcore.optim.rules import Hyper, SgdHyper
+from outcore.runtime.module.structure import take_apart
+from outcore.runtime.unit.absent import unfreezing_refusal
+from outcore.runtime.unit.unit import Unit, shaped
+from outcore.runtime.values.edits import refuse_other_form, refuse_other_strides
+
+
+class PlainUpdates:
+    """Updates of parameters and gradients as autograd has them, whatever their units. It is a sink that takes none."""
+
+    takes_gradients = False
+
+    def __init__(self, units: Sequence[Unit], device: Device) -> None:
+        """Args: units: Filled."""
+        self._units, self._device = units, device
+        self._places = {id(p): (u, i) for u in units for i, p in enumerate(u.params[: u.num_trainable])}
+        self._forms = {id(p): (p.dtype, p.size(), p.stride()) for u in units for p in u.params}
+        self._frozen = [(p, s.name) for u in units for p, s in zip(u.params, u.spec.params, strict=True)]
+        self._frozen = [(p, name) for p, name in self._frozen if id(p) not in self._places]
+        self._states: dict[int, dict[str, torch.Tensor]] = {}
+        self._is_closed = False
+        homes = [home.memory for unit in units for home in (unit.ledger.weights, unit.ledger.states)]
+        self._regions = [memory.region for memory in homes if isinstance(memory, Buffer)]
+
+    def deposit(self, unit: Unit, grads: dict[int, torch.Tensor]) -> NoReturn:
+        """Never called."""
+        raise NotImplementedError
+
+    def begin(self, unit: Unit) -> None:
+        """Nothing is lost if it ends in an exception: what autograd has accumulated stays, as in a plain loop."""
+
+    def steps_of(self, hypers: Mapping[int, Hyper], on_missing: Callable[[], None]) -> list[FusedStep]:
+        """What is to be done, by kernel call: for every parameter that has a gradient.
+
+        Raises:
+            UnsupportedError: A parameter was unfrozen, or has another shape or dtype than at ``prepare``.
+        """
+        for param, name in self._frozen:
+            if param.requires_grad:
+                raise UnsupportedError(unfreezing_refusal(name))
+        steps: dict[Hashable, FusedStep] = {}
+        num_missing = 0
+        for key, (unit, i) in self._places.items():
+            grad, hyper = unit.params[i].grad, hypers.get(key)
+            if grad is None:
+                num_missing += 1
+            elif hyper is not None:
+                self._add(steps, unit, i, grad, hyper)
+        if num_missing:
+            on_missing()
+        return list(steps.values())
+
+    @torch.no_grad()
+    def take(self, steps: Sequence[FusedStep]) -> None:
+        """Do it."""
+        self._device.compute("update all units", writes=self._regions)
+        for step in steps:
+            apply(step)
+            torch.autograd.graph.increment_version(step.targets)  # a graph of the old weights must not be walked
+            for param in step.targets:
+                unit, i = self._places[id(param)]
+                unit.steps[i] += 1
+        for unit in self._units:
+            unit.note_versions()
+
+    def _add(self, steps: dict[Hashable, FusedStep], unit: Unit, i: int, grad: torch.Tensor, hyper: Hyper) -> None:
+        """To what one kernel call can take."""
+        param, number = unit.params[i], unit.steps[i] + 1
+        if (param.dtype, param.size(), param.stride()) != self._forms[id(param)]:
+            refuse_other_form(unit.spec.params[i], param)
+            refuse_other_strides(unit.spec.params[i], param)
+        kind = id(hyper), param.dtype, isinstance(hyper, SgdHyper) and number == 1
+        step = steps.get(kind)
+        if step is None:
+            step = steps[kind] = FusedStep(hyper=hyper, targets=[], grads=[], states=[], steps=[])
+        states = self._states_of(unit, i)
+        step.targets.append(param)
+        step.grads.append(grad)
+        step.states.append(tuple([states[name] for name in hyper.state_names]))
+        step.steps.append(number)
+
+    def after_forward(self, _: nn.Module, __: Any, result: Any) -> None:
+        """Hook of the model: once it is closed, its graphs must not be walked, since bytes that they saved are gone."""
+        with suppress(UnsupportedError):  # what cannot be taken apart is left to ``forget``
+            for tensor in take_apart(result, "the model")[0]:
+                if tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(self._refuse_closed)
+
+    def _refuse_closed(self, *_: object) -> None:
+        if self._is_closed:
+            raise OutcoreError(
+                "expected a prepared model in backward, but it was closed; call backward() before close()"
+            )
+
+    def _states_of(self, unit: Unit, index: int) -> dict[str, torch.Tensor]:
+        """By name, in the parameter's form."""
+        param = unit.params[index]
+        found = self._states.get(id(param))
+        if found is None:
+            spec, states = unit.spec.params[index], unit.ledger.states.memory
+            names = unit.ledger.state_names if isinstance(states, Buffer) else ()
+            views = {name: unit.state_views(states, name)[index] for name in names}
+            found = self._states[id(param)] = {name: shaped(spec, view) for name, view in views.items()}
+        return found
+
+    def forget(self) -> None:
+        """Let go of all memory, so that it can be given back: no graph that has saved weights may be walked."""
+        self._is_closed = True
+        self._states.clear()
+        torch.autograd.graph.increment_version([p for unit in self._units for p in unit.params])

@@ -1,0 +1,118 @@
+"""What a step does in a streamed plan: submit the updates of all units, in the order of their next use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from outcore.device.lanes import Handle
+from outcore.optim.rules import Hyper
+from outcore.order.updates import UpdateOrder
+from outcore.runtime.gradients.handle import GradHandle
+from outcore.runtime.gradients.passes import Gradients
+from outcore.runtime.unit.unit import Unit
+from outcore.runtime.updates.early import EarlyUpdates
+from outcore.runtime.updates.of_unit import Factors, UnitUpdate
+from outcore.runtime.updates.pieces import Change
+from outcore.runtime.updates.workers import UpdateWorkers
+from outcore.runtime.values.access import Access
+from outcore.runtime.values.edits import take_edits
+from outcore.runtime.weights.weights import Weights
+
+
+class Stepper(Protocol):
+    """How a step is made."""
+
+    def steps_of(self, hypers: Mapping[int, Hyper], on_missing: Callable[[], None]) -> Any:
+        """What is to be done, for ``take``.
+
+        Args:
+            hypers: Settings, by the id of the parameter. A parameter without keeps its gradient, as in a plain loop.
+            on_missing: Called if a trained parameter has no gradient. May raise.
+
+        Raises:
+            UnsupportedError: It cannot be. Nothing was done then.
+        """
+
+    def take(self, steps: Any) -> None:
+        """Do it, or submit it."""
+
+    def forget(self) -> None:
+        """Let go of all memory, so that it can be given back."""
+
+
+_Steps = tuple[Mapping[str, Mapping[int, GradHandle]], Mapping[int, Hyper]]
+"""Gradients that units hold, and settings."""
+
+
+class StreamedUpdates:
+    """Updates of units wherever they live. Submitted, not waited for."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        gradients: Gradients,
+        weights: Weights,
+        order: UpdateOrder[Handle],
+        early: EarlyUpdates,
+        access: Access,
+        workers: UpdateWorkers | None,
+    ) -> None:
+        """Args: units: All. workers: None if every unit is updated on the device."""
+        self._units, self._gradients, self._weights = units, gradients, weights
+        self._order, self._early, self._access, self._workers = order, early, access, workers
+
+    def steps_of(self, hypers: Mapping[int, Hyper], on_missing: Callable[[], None]) -> _Steps:
+        """What is to be done."""
+        held = {u.name: self._gradients.of[u.name].held_handles() for u in self._units}
+        if any(len(held[u.name]) < u.num_trainable for u in self._units):
+            on_missing()
+        for unit in self._units:
+            take_edits(unit, self._access)
+        return held, hypers
+
+    def take(self, steps: _Steps) -> None:
+        """Submit it. What each unit needs, and after what, is said in ``order.updates``."""
+        held, hypers = steps
+        factors = Factors(self._access.device)
+        self._early.settle()
+        by_next_use = (unit.ledger for unit in self._weights.units_by_next_use())
+        self._order.step(by_next_use, lambda ledger: self._update_of(self._units[ledger.index], held, hypers, factors))
+        self._gradients.after_step()
+        self._weights.prefetch_after_update()
+
+    def forget(self) -> None:
+        """Nothing is held."""
+
+    def _update_of(
+        self,
+        unit: Unit,
+        held: Mapping[str, Mapping[int, GradHandle]],
+        hypers: Mapping[int, Hyper],
+        factors: Factors,
+    ) -> UnitUpdate | None:
+        """What the step does with a unit, if anything."""
+        changes, copied = self._changes(unit, held[unit.name], hypers, factors)
+        is_early = self._early.keep(unit, changes, copied)
+        if not changes:
+            return None
+        gradients, device = self._gradients.of[unit.name], self._access.device
+        return UnitUpdate(gradients, changes, copied, device, self._workers, is_early=is_early)
+
+    def _changes(
+        self, unit: Unit, held: Mapping[int, GradHandle], hypers: Mapping[int, Hyper], factors: Factors
+    ) -> tuple[dict[int, Change], list[Handle]]:
+        changes, copied = {}, []
+        for i, handle in held.items():
+            hyper = hypers.get(id(unit.params[i]))
+            if hyper is None:  # trainable, but given to no optimizer: it keeps its gradient, as in a plain loop
+                continue
+            mine: list[torch.Tensor] = list(handle.factors)
+            if unit.is_updated_on_host:
+                mine, ready = factors.of(handle)
+                copied += ready
+            unit.steps[i] += 1
+            changes[i] = Change(unit.steps[i], hyper, tuple(mine), handle.is_zero)
+        return changes, copied

@@ -1,0 +1,155 @@
+"""Worker threads of the CPU update: k threads with one ATen thread and one scratch each."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from queue import SimpleQueue
+from typing import Self, final
+
+import torch
+
+from outcore.core.errors import UnsupportedError
+from outcore.device.threads import start_single_threaded
+from outcore.memory.topology import Topology, read_topology
+from outcore.optim.blocks import Piece, split, update_blocks
+from outcore.optim.sums import Work
+
+SCRATCH_BYTES = 2 * 2**20  # 512 Ki fp32 elements: a block stays in a core's share of the last-level cache
+LEAST_SHARE_NUMEL = 2**15  # updated in the time that it takes to wake a thread
+CLOSE_TIMEOUT_S = 2.0
+
+_Share = tuple[Work, "SimpleQueue[BaseException | None]"]  # what to do, and where to say how it ended
+
+
+@final
+class UpdateWorkers:
+    """Threads that together update pieces of parameters in host memory.
+
+    Kernels release the GIL, so plain threads suffice. Owns its threads and ``SCRATCH_BYTES`` of memory per worker until
+    ``close``. A forked child has no threads: there ``run`` raises and ``close`` does nothing.
+    """
+
+    def __init__(self, num_workers: int | None = None, *, spare_cores: int = 0) -> None:
+        """Start the threads.
+
+        Args:
+            num_workers: So many, anywhere. Default: one per core, see ``worker_cpus``.
+            spare_cores: Cores to leave to others.
+        """
+        cpus = [None] * num_workers if num_workers else worker_cpus(read_topology(), spare_cores=spare_cores)
+        self.num_workers = len(cpus)
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._queues: list[SimpleQueue[_Share | None]] = [SimpleQueue() for _ in cpus]
+        self._is_stopped = threading.Event()
+        bodies = [partial(_serve, queue, allowed) for queue, allowed in zip(self._queues, cpus, strict=True)]
+        self._threads = start_single_threaded({f"outcore-update-{i}": body for i, body in enumerate(bodies)})
+        self._end = weakref.finalize(self, _end, self._queues, self._is_stopped, self._pid)
+
+    def run(self, pieces: Sequence[Piece]) -> None:
+        """Update all pieces and wait for them. See ``update_blocks``.
+
+        Raises:
+            UnsupportedError: Called in a forked child or after ``close``.
+            StoppedError: ``stop`` came first.
+        """
+        numel = sum(piece.target.numel() for piece in pieces)
+        shares = split(pieces, max(1, min(self.num_workers, numel // LEAST_SHARE_NUMEL)))
+        stopped = self._is_stopped.is_set
+        self.run_all([partial(_update, share, stopped) for share in shares])
+
+    def run_all(self, works: Sequence[Work]) -> None:
+        """Deal works out to the workers and wait for them; each gets the scratch of its worker.
+
+        Raises:
+            UnsupportedError: Called in a forked child or after ``close``.
+        """
+        if os.getpid() != self._pid:
+            raise UnsupportedError("update: expected a call in the process that made the workers, but this is its fork")
+        with self._lock:
+            if not self._threads:
+                raise UnsupportedError("update: expected open workers, but they were closed; update before close()")
+            ends: SimpleQueue[BaseException | None] = SimpleQueue()
+            for queue, work in zip(itertools.cycle(self._queues), works, strict=False):
+                queue.put((work, ends))
+            errors = [error for error in [ends.get() for _ in works] if error is not None]
+        if errors:
+            raise errors[0]
+
+    def stop(self) -> None:
+        """Let an update that runs end with the blocks that it has begun, without waiting for it."""
+        self._is_stopped.set()
+
+    def close(self) -> None:
+        """``stop``, end the threads, and wait for them a moment; may be called again."""
+        if os.getpid() != self._pid:
+            return
+        self.stop()
+        is_idle = self._lock.acquire(timeout=CLOSE_TIMEOUT_S)  # else a worker hangs, and its update holds the lock
+        threads, self._threads = self._threads, ()
+        self._end()
+        for thread in threads if is_idle else ():
+            thread.join()
+        if is_idle:
+            self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def worker_cpus(topology: Topology, *, spare_cores: int) -> list[frozenset[int] | None]:
+    """Where update workers run: the CPUs that each of them is bound to, or None: any.
+
+    There is one worker per core that this process may keep busy. With several NUMA nodes each worker is bound to one of
+    them, in proportion to their cores: so all memory controllers work, and a worker's scratch stays near. Within a node
+    the system moves it as it likes. Workers do not look for the parts of an update that are near to them: the pages of
+    an arena are dealt out to the nodes in turn, so no part is.
+
+    Args:
+        topology: Of this machine.
+        spare_cores: Cores to leave to others.
+    """
+    num_workers = max(1, topology.num_cores - spare_cores)
+    if len(topology.nodes) == 1:
+        return [None] * num_workers
+    counts = dict.fromkeys(topology.nodes, 0)
+    for _ in range(num_workers):
+        counts[min(counts, key=lambda node: (counts[node] + 1) / node.num_cores)] += 1
+    return [node.cpus for node, count in counts.items() for _ in range(count)]
+
+
+def _end(queues: Sequence[SimpleQueue[_Share | None]], is_stopped: threading.Event, pid: int) -> None:
+    if os.getpid() == pid:
+        is_stopped.set()
+        for queue in queues:
+            queue.put(None)
+
+
+def _update(share: Sequence[Piece], is_stopped: Callable[[], bool], scratch: torch.Tensor) -> None:
+    update_blocks(share, scratch, is_stopped)
+
+
+def _serve(queue: SimpleQueue[_Share | None], cpus: frozenset[int] | None) -> None:
+    """Body of a worker."""
+    if cpus is not None:
+        with suppress(OSError):  # a container may forbid it, or take a core away: then anywhere
+            os.sched_setaffinity(0, cpus)  # of this thread alone
+    scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8)  # first touched here, so on this core's memory
+    while (item := queue.get()) is not None:
+        work, ends = item
+        try:
+            work(scratch)
+        except BaseException as error:  # the worker survives whatever a kernel raises; `run` re-raises it
+            ends.put(error)
+        else:
+            ends.put(None)
+        del item, work, ends  # an idle worker must not keep the last update's tensors alive

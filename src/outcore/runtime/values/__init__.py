@@ -1,0 +1,1 @@
+"""Single values, wherever they live: read, written, edited by the user."""

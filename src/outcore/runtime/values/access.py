@@ -1,0 +1,119 @@
+"""Reading and writing single parameters and states wherever they live: for saving, loading, looking and editing.
+
+Synchronous: the host waits for whatever writes the bytes; writers also wait for whatever still reads them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from outcore.device.device import Device
+from outcore.device.lanes import Handle
+from outcore.memory.arena import Buffer
+from outcore.order.ledger import Home
+from outcore.order.slots import Pools
+from outcore.runtime.unit.tiers import Tiers
+from outcore.runtime.unit.unit import Unit, flat, shaped, torch_dtype
+from outcore.runtime.weights.weights import Weights
+
+
+class Access:
+    """One parameter at a time."""
+
+    def __init__(self, tiers: Tiers, pools: Pools[Handle], device: Device, weights: Weights) -> None:
+        """Nothing is allocated."""
+        self.device = device
+        self._tiers, self._pools, self._weights = tiers, pools, weights
+
+    def read_weight(self, unit: Unit, index: int) -> torch.Tensor:
+        """The current weight as a fresh tensor in host memory."""
+        spec = unit.spec.params[index]
+        found = self._read(unit.ledger.weights, unit.spec.weight_offsets[index], spec.weight_bytes)
+        return shaped(spec, found.view(torch_dtype(spec.dtype)))
+
+    def read_state(self, unit: Unit, name: str, index: int) -> torch.Tensor:
+        """One optimizer state, master weights included, as a fresh tensor in host memory."""
+        spec = unit.spec.trainable[index]
+        found = self._read(unit.ledger.states, _state_offset(unit, name, index), spec.update_bytes)
+        return shaped(spec, found.view(torch_dtype(spec.update_dtype)))
+
+    @torch.no_grad()
+    def write_weight(self, unit: Unit, index: int, value: torch.Tensor) -> None:
+        """Replace a weight, and its master.
+
+        A value with more precision than the weight becomes the master. Else elements whose master already rounds to the
+        value keep it: loading a model after its optimizer, or writing one element, loses nothing.
+        """
+        spec = unit.spec.params[index]
+        weight = flat(spec, value.detach().to(torch_dtype(spec.dtype)))
+        self._weights.invalidate(unit)
+        unit.weights_version += 1
+        self._write(unit.ledger.weights, unit.spec.weight_offsets[index], weight)
+        if unit.ledger.is_resident:  # a graph that saved the old weights must not be walked any more
+            unit.note_change(index)
+        if unit.ledger.has_master and spec.requires_grad:
+            self.write_master(unit, index, value)
+
+    @torch.no_grad()
+    def write_master(self, unit: Unit, index: int, value: torch.Tensor) -> None:
+        """Let a master follow its weight; see ``write_weight``."""
+        if value.dtype == torch_dtype(unit.spec.params[index].dtype):
+            master, value = self.read_state(unit, "master", index), value.to("cpu")
+            is_edited = master.to(value.dtype) != value
+            if not bool(is_edited.any()):
+                return
+            value = torch.where(is_edited, value.to(master.dtype), master)
+        self.write_state(unit, "master", index, value)
+
+    @torch.no_grad()
+    def write_state(self, unit: Unit, name: str, index: int, value: torch.Tensor) -> None:
+        """Replace one optimizer state."""
+        unit.states_version += 1
+        spec = unit.spec.trainable[index]
+        state = flat(spec, value.detach().to(torch_dtype(spec.update_dtype)))
+        self._write(unit.ledger.states, _state_offset(unit, name, index), state)
+
+    def _read(self, home: Home[Handle], start: int, nbytes: int) -> torch.Tensor:
+        result = torch.empty(nbytes, dtype=torch.uint8)
+        if home.memory is None or not nbytes:
+            return result
+        part = home.span(start, start + nbytes).memory
+        if isinstance(part, Buffer):
+            self._order(home, part, is_write=False)
+            return result.copy_(part.bytes)
+        self._wait(home)
+        self.device.host_access("read from disk", reads=[part.region])
+        self._tiers.store().read(part, result)
+        return result
+
+    def _write(self, home: Home[Handle], start: int, value: torch.Tensor) -> None:
+        self.device.wait(f"{home.kind} read", home.readers)
+        if home.memory is None or not value.numel():
+            return
+        source = value.contiguous().view(torch.uint8)
+        part = home.span(start, start + source.numel()).memory
+        if isinstance(part, Buffer):
+            self._order(home, part, is_write=True)
+            part.bytes.copy_(source)
+            return
+        self._wait(home)
+        self.device.host_access("write to disk", writes=[part.region])
+        self._tiers.store().write(part, source.cpu().clone())
+        self._pools.forget(home)
+
+    def _wait(self, home: Home[Handle]) -> None:
+        for label, dependency in home.before_read().items():
+            self.device.wait(label, dependency)
+
+    def _order(self, home: Home[Handle], part: Buffer, *, is_write: bool) -> None:
+        regions = {"writes" if is_write else "reads": [part.region]}
+        if home.tier == "device":
+            self.device.compute("access to one parameter", after=home.before_read(), **regions)
+        else:
+            self._wait(home)
+            self.device.host_access("access to one parameter", **regions)
+
+
+def _state_offset(unit: Unit, name: str, index: int) -> int:
+    start, _ = unit.state_span(name)
+    return start + unit.spec.update_offsets[index]

@@ -1,0 +1,139 @@
+"""Edits of weights that live on the device: changed in place, they are where the next update starts.
+
+[Note: edits] A plain loop keeps an edit. Here the update of a unit may start from master weights elsewhere, so before
+each step the masters of edited weights follow them: elements that still are the rounded master keep it, the others
+become what the weight says. Edits are seen by version counter, by a changed address, and by ``p.data`` having been
+asked for (which has a version counter of its own).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from outcore.core.errors import UnsupportedError
+from outcore.runtime.unit.absent import unfreezing_refusal
+from outcore.runtime.unit.unit import Unit, torch_dtype
+from outcore.runtime.values.access import Access
+from outcore.spec.model import ParamSpec, row_major
+
+
+@torch.no_grad()
+def take_edits(unit: Unit, access: Access) -> None:
+    """Make what a user did to the weights of a resident unit count. Does nothing while they are absent or gathered.
+
+    Raises:
+        UnsupportedError: A frozen parameter was unfrozen, or the shape or dtype of one was changed.
+    """
+    buffer = unit.device_buffer()
+    if not unit.ledger.is_resident or not unit.is_present or unit.is_gathered or unit.num_lent or buffer is None:
+        return
+    is_moved = False
+    for i, (param, view) in enumerate(zip(unit.params, unit.weight_views(buffer), strict=True)):
+        if param.requires_grad and not unit.spec.params[i].requires_grad:
+            raise UnsupportedError(unfreezing_refusal(unit.spec.params[i].name))
+        if param.data_ptr() != view.data_ptr():
+            is_moved = True
+            access.device.compute(f"edit of {unit.label}", writes=[buffer.region])
+            refuse_other_form(unit.spec.params[i], param)
+            refuse_other_strides(unit.spec.params[i], param)
+            view.copy_(param)
+        elif param._version == unit.versions[i] and i not in unit.touched:
+            continue
+        unit.weights_version += 1
+        if unit.ledger.has_master and i < unit.num_trainable:
+            access.write_master(unit, i, access.read_weight(unit, i))
+    if is_moved:
+        unit.point_at(buffer)
+    unit.note_versions()
+
+
+class OwnEdits:
+    """What a unit does to its own parameters in forward: weight clipping, codebooks, projections onto a constraint.
+
+    On the device such an edit is where the next update starts. In a slot it would be lost, so it is written home as
+    soon as the unit is unbound. Seen as in [Note: edits].
+    """
+
+    def __init__(self, unit: Unit, access: Access) -> None:
+        """Nothing is edited yet."""
+        self._unit, self._access = unit, access
+        self._versions: list[int] = []
+        self.suspects: list[int] = []
+        """Parameters that the last forward may have changed."""
+
+    def begin(self) -> None:
+        """Forward is about to run, on present parameters."""
+        if not self._unit.ledger.is_resident:
+            self._unit.touched.clear()
+        self._versions = [p._version for p in self._unit.params]
+
+    @torch.no_grad()
+    def end(self) -> dict[int, torch.Tensor]:
+        """Forward ran. Returns what to write home.
+
+        Raises:
+            UnsupportedError: A parameter got another shape, dtype or order in memory.
+        """
+        unit = self._unit
+        moved = [i for i, p in enumerate(unit.params) if p._version != self._versions[i]]
+        self.suspects = sorted({*moved, *unit.touched}) if moved or unit.touched else []
+        return self._changed() if self.suspects and not (unit.ledger.is_resident or unit.is_gathered) else {}
+
+    def _changed(self) -> dict[int, torch.Tensor]:
+        unit, changed = self._unit, {}
+        for i in self.suspects:
+            value = unit.params[i].detach()
+            refuse_other_form(unit.spec.params[i], value)
+            refuse_other_strides(unit.spec.params[i], value)
+            if not same_bytes(self._access.read_weight(unit, i), value.cpu()):
+                changed[i] = value.clone()
+        return changed
+
+    def write_home(self, changed: dict[int, torch.Tensor]) -> None:
+        """Write what ``end`` returned. The unit is not bound any more."""
+        for i, value in changed.items():
+            self._access.write_weight(self._unit, i, value)
+
+    @contextmanager
+    def undone(self, suspects: Sequence[int]) -> Iterator[None]:
+        """Take back what a recompute does to parameters that its forward changed: they are edited already."""
+        if not suspects:
+            yield
+            return
+        tensors = [(self._unit.params[i], self._unit.params[i].data) for i in suspects]
+        values = [tensor.clone() for _, tensor in tensors]
+        try:
+            yield
+        finally:
+            for (param, tensor), value in zip(tensors, values, strict=True):
+                tensor.copy_(value)
+                param.data = tensor
+
+
+def refuse_other_form(spec: ParamSpec, tensor: torch.Tensor) -> None:
+    """Raise if a parameter's data was replaced by something of another shape or dtype, as resizing embeddings does."""
+    if tensor.shape != spec.shape or tensor.dtype != torch_dtype(spec.dtype):
+        raise UnsupportedError(
+            f"expected '{spec.name}' to keep shape {spec.shape} and dtype {spec.dtype}, but its data was replaced by "
+            f"{tuple(tensor.shape)} "
+            f"{tensor.dtype}; resize embeddings and change the model before outcore.prepare()"
+        )
+
+
+def refuse_other_strides(spec: ParamSpec, tensor: torch.Tensor) -> None:
+    """Raise if a parameter's data was replaced by something that lies in memory in another order."""
+    expected = spec.strides or row_major(spec.shape)
+    if any(n > 1 and a != b for n, a, b in zip(tensor.shape, tensor.stride(), expected, strict=True)):
+        raise UnsupportedError(
+            f"expected '{spec.name}' to keep strides {expected}, by which kernels are chosen, but its data was "
+            f"replaced by a tensor with {tensor.stride()}; copy the values in (param.data.copy_(value)), or "
+            "change its memory format before outcore.prepare()"
+        )
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one shape hold the same bits; a NaN equals itself."""
+    return not a.numel() or torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (a, b)))

@@ -1,0 +1,65 @@
+"""First values: weights, masters and states are written to their homes unit by unit, and parameters become absent.
+
+A model on the CPU shrinks as it is filled in; one on the meta device never stands whole in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from outcore.device.lanes import Handle
+from outcore.memory.arena import Buffer
+from outcore.order.ledger import Home
+from outcore.order.slots import Pools
+from outcore.runtime.unit.tiers import Tiers
+from outcore.runtime.unit.unit import Unit, flat, torch_dtype
+
+Values = Callable[[int], torch.Tensor]
+"""Parameter index -> its first value, in any dtype, on any device."""
+
+
+@torch.no_grad()
+def fill_unit(
+    unit: Unit, tiers: Tiers, pools: Pools[Handle], values: Values, initial_state: Callable[[str], float]
+) -> None:
+    """Write a unit's first bytes. Nothing else may be in flight for it.
+
+    Args:
+        unit: Its homes are uninitialised.
+        tiers: Writes what lives on disk.
+        pools: Slots serve as staging for that.
+        values: Each parameter is asked for once.
+        initial_state: What every element of a state begins with.
+    """
+    weights, states = (_staged(home, pools) for home in (unit.ledger.weights, unit.ledger.states))
+    if states is not None:
+        _begin_states(unit, states, initial_state)
+    for i, param in enumerate(unit.spec.params):
+        value = values(i).detach()
+        if tuple(value.shape) != param.shape:
+            raise AssertionError(f"'{param.name}': expected shape {param.shape}, but got {tuple(value.shape)}")
+        if weights is not None:
+            unit.weight_views(weights)[i].copy_(value)
+        if states is not None and unit.ledger.has_master and param.requires_grad:
+            master = unit.state_views(states, "master")[i]
+            master.copy_(flat(param, value.to(torch_dtype(param.update_dtype))))
+    for home, staged in ((unit.ledger.weights, weights), (unit.ledger.states, states)):
+        if staged is not None and staged is not home.memory:
+            tiers.store().write(home.memory, staged.bytes)
+
+
+def _begin_states(unit: Unit, states: Buffer, initial_state: Callable[[str], float]) -> None:
+    states.bytes.zero_()
+    for name in unit.ledger.state_names:
+        if name != "master" and initial_state(name):
+            for view in unit.state_views(states, name):
+                view.fill_(initial_state(name))
+
+
+def _staged(home: Home[Handle], pools: Pools[Handle]) -> Buffer | None:
+    if home.memory is None or isinstance(home.memory, Buffer):
+        return home.memory
+    pool = pools.pool("host", "weights" if home.kind == "weights" else "states", home.nbytes)
+    return pool.slots[0].span(home.nbytes).memory

@@ -1,0 +1,1 @@
+"""Weights: brought to compute in time, and taken away again."""

@@ -1,0 +1,247 @@
+"""Weights on the move: fetch, bind, unbind, prefetch, evict. See [Note: weight slots].
+
+What goes where, and when, is decided beforehand for the visits of a whole step (``planning.weight_cache``), taken to be
+those of the step before. Whatever else is needed is fetched on demand.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Sequence
+from functools import partial
+from types import FrameType
+
+import torch
+
+from outcore.core.errors import MemoryBudgetError, OutcoreError, UnsupportedError
+from outcore.core.quantities import format_bytes
+from outcore.device.lanes import Handle
+from outcore.order.weights import WeightOrder, WeightSlots
+from outcore.planning.schedule import update_order, usual_visits
+from outcore.planning.weight_cache import NEVER, Held, Move, slots_for, weight_moves
+from outcore.runtime.unit.recovery import Recovery
+from outcore.runtime.unit.unit import Unit
+from outcore.runtime.weights.cursor import Cursor, Round
+from outcore.spec.model import ModelSpec
+from outcore.spec.plan import Plan
+from outcore.spec.schedule import Phase, Visit
+
+
+class Weights:
+    """Brings the weights of units to compute and takes them away again."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        order: WeightOrder[Handle],
+        recovery: Recovery,
+        model: ModelSpec,
+        plan: Plan,
+        *,
+        has_steps: bool,
+    ) -> None:
+        """Args: units: All, the root first. has_steps: There is an optimizer, so that visits come in steps."""
+        self._recovery, self._device, self._order = recovery, recovery.device, order
+        recovery.signs.append(self._notice)
+        recovery.parts.append(self._reset)
+        self._units, self.has_steps = units, has_steps
+        self.refusal: OutcoreError | None = None
+        """Why no unit may run any more."""
+        decide = partial(weight_moves, model, plan)
+        self._step = Cursor(decide, usual_visits(model), self._held())
+        self._round = Round(decide, (), self._held())
+        self.calls: list[tuple[int, Phase, FrameType | None]] = []
+        """Units that are being called, the outermost first, and by which frame."""
+        self._thread = 0
+        self._cursor: Cursor = self._step
+        """The one of the two that follows the run now."""
+
+    @property
+    def visits(self) -> tuple[Visit, ...]:
+        """Those of the last step, which this one is expected to repeat."""
+        return self._step.expected
+
+    def begin_call(self, unit: Unit) -> int:
+        """How many calls are running already; one more may begin.
+
+        Raises:
+            UnsupportedError: They are another thread's.
+        """
+        if self.refusal is not None:
+            raise self.refusal
+        thread = threading.get_ident()
+        if self.calls and self._thread == thread:
+            self._notice()
+        if self._recovery.is_due:
+            self._recovery.run()
+        if self.calls and self._thread != thread:
+            raise UnsupportedError(
+                f"unit '{unit.label}': expected one thread at a time to call a prepared model, but another one is in "
+                "a call of a unit; let one thread run the model, or hold a lock around each forward and backward"
+            )
+        self._thread = thread
+        return len(self.calls)
+
+    def bind(self, index: int, phase: Phase, frame: FrameType | None) -> None:
+        """Make a unit's parameters present; compute that follows sees the current weights.
+
+        Whoever calls this must ``unbind``, or ``unwind`` if either was interrupted, while ``frame`` runs.
+
+        Order: compute waits for the fetch, and the fetch for the unit's last update.
+        """
+        unit = self._units[index]
+        self._follow(Visit(phase, index))
+        self.calls.append((index, phase, frame))
+        unit.num_bound += 1
+        if unit.is_gathered:
+            return
+        self._make_due()
+        ledger = unit.ledger
+        if not ledger.is_resident and ledger.slot is None and ledger.weights.nbytes:
+            self._fetch_on_demand(index)
+        if unit.num_bound == 1:
+            self.present(unit, phase)
+
+    def present(self, unit: Unit, phase: Phase = Phase.FORWARD) -> None:
+        """Order compute behind whatever writes the unit's weights on the device, and point the parameters at them."""
+        self._order.use(unit.ledger, phase)
+        if not unit.ledger.is_resident or not unit.is_present:  # else where they were, with a user's edits
+            unit.point_at(unit.device_buffer())
+
+    def present_on_demand(self, unit: Unit) -> None:
+        """Make a resident unit's parameters present because somebody reads them: the root has no call of its own."""
+        if torch.is_grad_enabled():
+            self._step.follow(Visit(Phase.FORWARD, unit.ledger.index), may_skip=False)
+        self.present(unit)
+
+    def units_by_next_use(self) -> list[Unit]:
+        """All units in the order in which they were first used since the last step, then those that were not."""
+        return [self._units[i] for i in update_order(self._step.seen, len(self._units))]
+
+    def unbind(self, index: int) -> None:
+        """Make a unit's parameters absent again; its slot may go to another unit once compute is done with it."""
+        unit = self._units[index]
+        self.calls.pop()
+        unit.num_bound -= 1
+        if unit.is_gathered or unit.num_bound or unit.ledger.is_resident:
+            return
+        self._order.used(unit.ledger)
+        unit.mark_absent(device=self._device.torch_device)
+
+    def unwind(self, num_calls: int) -> None:
+        """End all calls but the first ones, wherever an exception left them."""
+        self._recovery.is_due = True
+        del self.calls[num_calls:]
+
+    def _notice(self) -> None:
+        """End the calls whose frames run no more: an exception came before they could be ended."""
+        frame, running = inspect.currentframe() if self.calls else None, set()
+        while frame is not None:
+            running.add(id(frame))  # the frames themselves would hold one another
+            frame = frame.f_back
+        for number, (_, _, caller) in enumerate(self.calls):
+            if id(caller) not in running:
+                self.unwind(number)
+                break
+
+    def _reset(self) -> None:
+        """Take back what no running call has. See [Note: cut short]."""
+        called = [index for index, _, _ in self.calls]
+        self._order.on_device.reset(called)
+        self._order.on_host.reset(())
+        for i, unit in enumerate(self._units):
+            unit.num_bound = called.count(i)
+            if unit.num_bound or unit.is_gathered or unit.num_lent or unit.ledger.is_resident:
+                continue
+            unit.ledger.slot = unit.ledger.fetched = None
+            unit.mark_absent(device=self._device.torch_device)
+        self._step.reset(self._held())
+        self._round.reset(self._held())
+
+    def rest(self, unit: Unit) -> None:
+        """Put an unbound unit's parameters into the state that they have between calls."""
+        if unit.ledger.is_resident:
+            unit.is_present = False
+            self.present(unit)
+        else:
+            unit.mark_absent(device=self._device.torch_device)
+
+    def invalidate(self, unit: Unit) -> None:
+        """Forget cached weights: the home holds other ones now, or will."""
+        if unit.num_bound and unit.ledger.slot is not None:
+            raise AssertionError(f"unit '{unit.label}' is bound while its weights change")
+        self._order.invalidate(unit.ledger)
+
+    def prefetch_after_update(self) -> None:
+        """A step begins: fetch what its forward needs first; each unit waits for its own update."""
+        self._cursor = self._step
+        self._cursor.restart(self._held())
+        self._make_due()
+
+    def forget(self) -> None:
+        """Let go of all memory, so that it can be given back."""
+        self._order.let_go()
+
+    def _held(self) -> Held:
+        return Held(tuple(self._order.on_device.holders), tuple(self._order.on_host.holders))
+
+    def _follow(self, visit: Visit) -> None:
+        if self.has_steps and visit.phase is not Phase.INFERENCE:
+            self._cursor = self._step
+            self._step.follow(visit)
+        else:
+            self._cursor = self._round
+            self._round.follow_round(visit, self._held)
+
+    def _make_due(self) -> None:
+        for move in self._cursor.due():
+            cache = self._order.on_device if move.tier == "device" else self._order.on_host
+            if self._units[move.unit].is_gathered or cache.find(move.unit) is not None:
+                continue
+            place = self._choose(cache, move.unit, move)
+            if place is not None:  # else the slots hold what is needed sooner: not what was expected
+                bring = self._fetch if move.tier == "device" else self._order.read
+                bring(move.unit, place)
+
+    def _choose(self, cache: WeightSlots[Handle], index: int, move: Move | None = None) -> int | None:
+        """The slot to take for a unit's weights: an idle one, else the one whose content is used again last.
+
+        Args:
+            cache: Of a tier.
+            index: The unit.
+            move: Expected: its slot is taken if it is as good as any, and no unit is evicted that is needed sooner.
+        """
+        evicts, planned, beyond = (None, None, -1) if move is None else (move.evicts, move.slot, move.use)
+
+        def next_use(unit: int | None) -> int:
+            if unit is not None and cache is self._order.on_device and self._units[unit].num_bound:
+                return -1
+            return NEVER if unit is None or unit == evicts else self._cursor.next_use(unit)
+
+        units = {i: cache.holders[i] for i in slots_for(cache.sizes, self._units[index].spec.weight_bytes)}
+        uses = {i: next_use(unit) for i, unit in units.items()}
+        last = max(uses, key=lambda i: (uses[i], i == planned, units[i] is None), default=None)
+        return last if last is not None and uses[last] > beyond else None
+
+    def _fetch_on_demand(self, index: int) -> None:
+        place = self._choose(self._order.on_device, index)
+        if place is None:
+            unit, sizes = self._units[index], self._order.on_device.sizes
+            nbytes = unit.spec.weight_bytes
+            raise MemoryBudgetError(
+                f"unit '{unit.label}' needs a device slot of {format_bytes(nbytes)}, but all "
+                f"{len(slots_for(sizes, nbytes))} are bound by units that are being called right now; plan more weight "
+                "slots (a larger prefetch_depth) for units that call one another"
+            )
+        self._fetch(index, place)
+
+    def _fetch(self, index: int, place: int) -> None:
+        """Bring weights into a device slot; from disk through a host slot, if they are in none."""
+        on_host = self._order.on_host
+        if self._units[index].plan.weights == "disk" and on_host.find(index) is None:
+            staging = self._choose(on_host, index)
+            if staging is None:
+                raise AssertionError("no host slot for weights on disk")
+            self._order.read(index, staging)
+        self._order.fetch(index, place)
