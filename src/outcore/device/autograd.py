@@ -6,6 +6,7 @@ They are looked at on import, so that a torch that changed one says so at once, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import methodcaller
 from typing import Any, cast
 
 import torch
@@ -60,6 +61,9 @@ current_task: Callable[[], int] = _torch_c._current_graph_task_id
 keeps_graph: Callable[[], bool] = _torch_c._autograd._get_current_graph_task_keep_graph
 """Whether the backward that runs now may run again."""
 
+order_of: Callable[[Any], int] = methodcaller("_sequence_nr")
+"""Sequence number of a node: the later it was made on its thread, the larger."""
+
 
 def at_end_of_task(callback: Callable[[], object]) -> None:
     """Have something called when the backward that runs now is over. Not called if that ends in an exception."""
@@ -99,8 +103,3 @@ def is_packing() -> bool:
 def is_transformed() -> bool:
     """Whether transforms of torch.func, or forward-mode AD, are active."""
     return bool(_torch_c._are_functorch_transforms_active()) or torch.autograd.forward_ad._current_level >= 0
-
-
-def order_of(node: Any) -> int:
-    """Sequence number of a node: the later it was made on its thread, the larger."""
-    return int(node._sequence_nr())

@@ -129,7 +129,7 @@ class Device(abc.ABC):
         counts = self._checker is None or is_due is None or is_due()
         clock = self._declare(lane.value, name, *((reads, writes, dependencies) if counts else ((), (), ())))
         handle = Handle(name, lane.value, self._lanes, clock)
-        nbytes = sum(region.stop - region.start for region in writes)
+        nbytes = sum([stop - start for _, start, stop in writes])
         self._lanes.submit(Operation(handle, lane, work, dependencies, nbytes, is_due))
         if self.faults.serial:
             self._blocked_by(handle, self._finish)

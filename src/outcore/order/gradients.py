@@ -92,7 +92,7 @@ class GradientOrder(Generic[H]):
         )
         if unit.bucket is not None:
             pool, slot = unit.bucket
-            pool.give(slot, [copied, self._port.freed(slot.span(slot.nbytes), Lane.D2H)])
+            pool.give(slot, [copied, self._port.freed(slot, Lane.D2H)])
             unit.bucket = None
         return copied
 
@@ -106,7 +106,7 @@ class GradientOrder(Generic[H]):
             work.landed()
         else:
             added = self._add_on_host(unit, work, landing, landed)
-            taken.pool.give(taken.slot, [added, self._port.freed(landing, Lane.UPDATE)])
+            taken.pool.give(taken.slot, [added, self._port.freed(taken.slot, Lane.UPDATE)])
 
     def _add_on_host(self, unit: Ledger[H], work: GradientWork, landing: Span, landed: H) -> H:
         home, fetched = unit.gradients, None

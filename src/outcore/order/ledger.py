@@ -44,16 +44,10 @@ class Span(NamedTuple):
     of: Home[Any] | Slot[Any]
     start: int
     stop: int
-
-    @property
-    def nbytes(self) -> int:
-        """How many they are."""
-        return self.stop - self.start
-
-    @property
-    def memory(self) -> Any:
-        """In a run: the buffer or extent."""
-        return self.of.memory.part(self.start, self.stop)
+    nbytes: int
+    """How many they are."""
+    memory: Any
+    """In a run: the buffer or extent."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +67,9 @@ class Home(Generic[H]):
 
     def span(self, start: int = 0, stop: int | None = None) -> Span:
         """A part of it."""
-        return Span(self, start, self.nbytes if stop is None else stop)
+        stop, memory = self.nbytes if stop is None else stop, self.memory
+        is_part = memory is not None and stop - start != self.nbytes
+        return Span(self, start, stop, stop - start, memory.part(start, stop) if is_part else memory)
 
     def before_read(self) -> dict[str, Dependency[H]]:
         """What a reader waits for."""
@@ -109,9 +105,11 @@ class Slot(Generic[H]):
     kept_after: H | None = None
     """What made the copy."""
 
-    def span(self, nbytes: int) -> Span:
-        """Its first bytes."""
-        return Span(self, 0, nbytes)
+    def span(self, stop: int, start: int = 0) -> Span:
+        """Its first bytes, or those after ``start``."""
+        memory = self.memory
+        is_part = memory is not None and stop - start != self.nbytes
+        return Span(self, start, stop, stop - start, memory.part(start, stop) if is_part else memory)
 
 
 class Ledger(Generic[H]):
@@ -120,6 +118,8 @@ class Ledger(Generic[H]):
     def __init__(self, index: int, spec: UnitSpec, plan: UnitPlan, model: ModelSpec) -> None:
         """Args: index: In the plan's order."""
         self.index, self.spec, self.plan = index, spec, plan
+        self.name = spec.name or "root"  # for people
+        self.is_resident = plan.weights == "device"
         self.state_names = states_of(plan, model)
         self.has_master = has_master(plan, model.precision)
         states_bytes = spec.update_bytes * len(self.state_names)
@@ -136,16 +136,6 @@ class Ledger(Generic[H]):
         """Where the weights are on the device while they live elsewhere."""
         self.fetched: H | None = None
         """What brought them there."""
-
-    @property
-    def name(self) -> str:
-        """Of the unit, for people."""
-        return self.spec.name or "root"
-
-    @property
-    def is_resident(self) -> bool:
-        """Whether the weights live on the device."""
-        return self.plan.weights == "device"
 
     def let_go(self) -> None:
         """Forget where bytes are, so that their memory can be given back."""

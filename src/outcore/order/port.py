@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from outcore.order.ledger import After, Dependency, Ledger, OnLane, Span
+from outcore.order.ledger import After, Dependency, Home, Ledger, OnLane, Slot, Span
 from outcore.spec.lanes import Lane
 from outcore.spec.schedule import Kind
 
@@ -71,5 +71,5 @@ class Port(Protocol[H]):
     def wait(self, label: str, dependency: Dependency[H]) -> None:
         """The host blocks until these are over."""
 
-    def freed(self, span: Span, lane: Lane, after: After[H] = NOTHING) -> H | None:
-        """Nobody reads these bytes until they are written again. What must be over before that, if anything."""
+    def freed(self, of: Home[H] | Slot[H], lane: Lane, after: After[H] = NOTHING) -> H | None:
+        """Nobody reads its bytes until they are written again. What must be over before that, if anything."""

@@ -119,7 +119,7 @@ class Pools(Generic[H]):
             raise AssertionError(f"no idle {kind} slot on {tier}: one was not given back")
         if slot.kept is not None:
             slot.kept = slot.kept_after = None
-            free = self._port.freed(slot.span(slot.nbytes), Lane.UPDATE, {"slot free": slot.free_after})
+            free = self._port.freed(slot, Lane.UPDATE, {"slot free": slot.free_after})
             slot.free_after += [] if free is None else [free]
         return Taken(pool, slot)
 
@@ -136,7 +136,7 @@ class Pools(Generic[H]):
         pool, slot = taken
         free_after = newest([*slot.free_after, last_use])  # what it kept may still be on its way to disk
         slot.kept = slot.kept_after = None
-        free = self._port.freed(slot.span(slot.nbytes), lane, {"slot free": free_after})
+        free = self._port.freed(slot, lane, {"slot free": free_after})
         pool.give(slot, free_after if free is None else [free])
 
     def give_kept(self, taken: Taken[H], home: Home[H], made: H, written: H) -> None:

@@ -211,14 +211,14 @@ class UpdateOrder(Generic[H]):
             sent = self._send_weights(unit, unit.next_weights.span(), unit.next_weights.ready, work)
         for home in (unit.next_states, unit.next_weights):
             if home.tier == "host" and home.nbytes:
-                self._port.freed(home.span(), Lane.UPDATE, {"new weights sent": sent})
+                self._port.freed(home, Lane.UPDATE, {"new weights sent": sent})
 
     # On the device, of states in host memory. See [Note: staged updates].
 
     def _staged(self, unit: Ledger[H], work: UpdateWork[H]) -> None:
         layout = staging(unit.spec, unit.plan, self._model)
         taken = self._pools.take("device", "staging", layout.scratch[1])
-        states, grads, weights, scratch = (Span(taken.slot, *part) for part in layout)
+        states, grads, weights, scratch = (taken.slot.span(stop, start) for start, stop in layout)
         brought = self._bring(unit, taken.slot.free_after, states, grads, weights)
         reads = grads if grads.nbytes else unit.gradients.span()
         updated = self._port.submit(
@@ -233,7 +233,7 @@ class UpdateOrder(Generic[H]):
         if not grads.nbytes:
             unit.gradients.read_by(updated)
         left = self._take_home(unit, states, weights, updated, work)
-        free = self._port.freed(taken.slot.span(taken.slot.nbytes), Lane.DEVICE_UPDATE, {"staged bytes home": left})
+        free = self._port.freed(taken.slot, Lane.DEVICE_UPDATE, {"staged bytes home": left})
         taken.pool.give(taken.slot, [*left, free])
 
     def _bring(self, unit: Ledger[H], free_after: list[H], states: Span, grads: Span, weights: Span) -> H:

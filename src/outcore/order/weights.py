@@ -53,7 +53,7 @@ class WeightSlots(Generic[H]):
             return
         slot, written = self.slots[index], self.written[index]
         free_after = newest([*([] if written is None else [written]), *slot.free_after])
-        free = self._port.freed(slot.span(slot.nbytes), Lane.H2D, {self._label: free_after})
+        free = self._port.freed(slot, Lane.H2D, {self._label: free_after})
         slot.free_after = free_after if free is None else [*free_after, free]
         self.holders[index] = self.written[index] = None
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outcore.order.ledger import After, Dependency, Ledger, Span
+from outcore.order.ledger import After, Dependency, Home, Ledger, Slot, Span
 from outcore.order.port import COPY, NOTHING, Work
 from outcore.planning.weight_cache import Move
 from outcore.spec.lanes import Lane
@@ -70,7 +70,7 @@ class Paper:
         """Write down that the host blocks."""
         self._append(HOST, "wait", "", (), (), {label: dependency})
 
-    def freed(self, span: Span, lane: Lane, after: After[Entry] = NOTHING) -> None:
+    def freed(self, of: Home[Entry] | Slot[Entry], lane: Lane, after: After[Entry] = NOTHING) -> None:
         """Nothing happens."""
 
     def _append(

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from outcore.device.device import Device
 from outcore.device.lanes import SKIPPED, Handle
 from outcore.memory.arena import Buffer, Region
 from outcore.memory.disk import DiskStore, Extent
-from outcore.order.ledger import After, Dependency, Ledger, Span
+from outcore.order.ledger import After, Dependency, Home, Ledger, Slot, Span
 from outcore.order.port import COPY, NOTHING, Answer, Work
 from outcore.runtime.unit.traffic import Traffic
 from outcore.spec.lanes import Lane
 from outcore.spec.schedule import Kind, Phase
 
+_memory: Callable[[Span], Any] = attrgetter("memory")
+_nbytes: Callable[[Span], int] = attrgetter("nbytes")
+_region: Callable[[Any], Region] = attrgetter("region")
 _VISITS = frozenset(phase.value for phase in Phase)
 
 
@@ -37,19 +41,19 @@ class LivePort:
         work: Work = COPY,
     ) -> Handle:
         """Queue an operation at the end of a lane, and count the bytes that it moves."""
-        sources, targets = [span.memory for span in reads], [span.memory for span in writes]
+        sources, targets = list(map(_memory, reads)), list(map(_memory, writes))
         deed, moved = work.deed, work.moved
         if deed is None:
             deed = self._copy(sources, targets, work.is_wanted)
-            moved = sum([span.nbytes for span in writes])
+            moved = sum(map(_nbytes, writes))
         if moved is not None:
             self._traffic.add(lane, moved)
         return self._device.submit(
             lane,
             f"{kind} {unit.name}",
             deed,
-            reads=[memory.region for memory in sources],
-            writes=[memory.region for memory in targets],
+            reads=list(map(_region, sources)),
+            writes=list(map(_region, targets)),
             after=after,
             is_due=work.is_due,
         )
@@ -65,7 +69,12 @@ class LivePort:
     ) -> Handle:
         """Order compute; the caller then does the work."""
         name = f"use weights of {unit.name}" if kind in _VISITS else f"{kind} {unit.name}"
-        return self._device.compute(name, reads=_regions(reads), writes=_regions(writes), after=after)
+        return self._device.compute(
+            name,
+            reads=list(map(_region, map(_memory, reads))),
+            writes=list(map(_region, map(_memory, writes))),
+            after=after,
+        )
 
     def mark(self, what: str, unit: Ledger[Handle]) -> Handle:
         """Behind everything that compute was given so far."""
@@ -75,9 +84,9 @@ class LivePort:
         """Block the host."""
         self._device.wait(label, dependency)
 
-    def freed(self, span: Span, lane: Lane, after: After[Handle] = NOTHING) -> Handle | None:
+    def freed(self, of: Home[Handle] | Slot[Handle], lane: Lane, after: After[Handle] = NOTHING) -> Handle | None:
         """Poison the bytes, if faults say so."""
-        return self._device.poison(span.memory, lane, after)
+        return self._device.poison(of.memory, lane, after)
 
     def _copy(self, sources: Sequence[Any], targets: Sequence[Any], is_wanted: Answer | None) -> Callable[[], object]:
         if len(sources) == 1 and isinstance(sources[0], Extent):
@@ -106,7 +115,3 @@ class LivePort:
             return None
 
         return write
-
-
-def _regions(spans: Sequence[Span]) -> list[Region]:
-    return [span.memory.region for span in spans]

@@ -85,8 +85,9 @@ class Unit:
 
     def device_buffer(self) -> Buffer | None:
         """Where the weights are on the device now, if they are."""
-        span = self.ledger.weights_on_device()
-        return None if span is None else span.of.memory
+        ledger = self.ledger
+        place = ledger.weights if ledger.is_resident else ledger.slot
+        return None if place is None else place.memory
 
     def weight_views(self, buffer: Buffer) -> list[torch.Tensor]:
         """All parameters over a buffer in the weights layout."""
