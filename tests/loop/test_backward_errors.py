@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import outcore
-from outcore.runtime.gradients.passes import passes as gradients
+from outcore.runtime.gradients import passes as gradients
 
 from .rig import KINDS, Block, Tower, adamw, assert_same, batch, make, prepared, same, seen, train
 

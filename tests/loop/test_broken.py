@@ -15,7 +15,7 @@ import pytest
 import outcore
 from outcore.memory.disk import DiskStore
 from outcore.memory.disk_file import OsDiskIO
-from outcore.runtime.updates.of_unit import workers
+from outcore.runtime.updates import workers
 
 from .rig import adamw, batch, make, prepared, train
 
