@@ -6,6 +6,7 @@ the schedule are timed from its rows alone.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +36,8 @@ from outcore.spec.plan import TIERS, Plan, UnitPlan
 from outcore.spec.schedule import ROOT, Operation, Phase, Visit
 from outcore.spec.timeline import COMPUTE, HOST
 
-NUM_PLANS = 200
+NUM_PLANS = int(os.environ.get("OUTCORE_VIRTUAL_PLANS", "60"))
+"""Random plans. 1,000 take some ten minutes."""
 STEPS = 4
 WIDTH = 6
 LEGAL = [(w, g, s) for w in TIERS for g in TIERS for s in TIERS if s != "device" or w == g == "device"]
