@@ -51,6 +51,9 @@ def test_hooks(when, tmp_path):
         return old[-1]
 
     def drive(model, optimizer):
+        # Kernels are checked at first use, with optimizers that the hooks for all see too.
+        train(model, optimizer, 1)
+        model.state_dict()  # waits for the update
         seen.clear()
         handles = []
         if when != "before":
