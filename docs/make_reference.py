@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import outcore
+from outcore.device.recorder import Recorder
 from outcore.integrations.transformers import OutcoreMixin
 from outcore.runtime.optimizer import StreamedOptimizer
-from outcore.device.recorder import Recorder
 from outcore.spec.timeline import Timeline
 
 PAGE = Path(__file__).with_name("reference.md")
