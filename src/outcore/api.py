@@ -411,8 +411,7 @@ def _choose_plan(cut: Partition, options: _Options, device: Device) -> Plan:
     if given is not None and promised != given:
         raise ConfigError(
             f"prepare: expected the accumulation_steps that the plan was made for ({promised}), but got {given}; "
-            "leave it out, or make "
-            "the plan again"
+            "leave it out, or make the plan again"
         )
     check_plan(cut.spec, options.plan, limits)
     if options.plan.plain and not options.clipping:

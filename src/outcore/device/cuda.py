@@ -62,7 +62,7 @@ class Point:
 class _Anchor:
     """An event whose time on the host's clock is known, or follows from the anchor before it.
 
-    Events are apart in single precision, so far apart they are not exact; each step drops an anchor of its own.
+    ``elapsed_time`` is a float32. Over long spans it loses precision, so each step drops a fresh anchor.
     """
 
     def __init__(self, event: torch.cuda.Event, at_s: float | None, before: _Anchor | None) -> None:

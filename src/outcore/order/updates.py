@@ -76,7 +76,7 @@ class UpdateOrder(Generic[H]):
         """Submit all updates of a step.
 
         Units whose states are still in slots come first, so that they are not read again; else the order is kept. The
-        slot that is taken next is not spared: the first unit whose states must be read takes it at once.
+        slot next in line does not count: the first unit whose states must be read takes it.
 
         Args:
             units: In the order in which forward needs them. None is bound.

@@ -45,7 +45,7 @@ def _with_early(model: ModelSpec, plan: Plan, indices: Iterable[int]) -> Plan:
 
 
 def _with_more_slots(model: ModelSpec, plan: Plan, more: int) -> Plan:
-    """More slots for states from disk: skipped units have slots, too, and turn the order around in which they get free.
+    """More slots for states from disk: attempts that are skipped hold a slot too, and give it back out of order.
 
     In ``benchmarks/overlap.py`` a step bound by the disk came to 1.17 of its floor with three slots, 1.11 with four and
     1.09 with five.

@@ -177,9 +177,9 @@ def _refuse_parameter(name: str, param: nn.Parameter) -> None:
         )
     if param._post_accumulate_grad_hooks:
         raise UnsupportedError(
-            f"expected no post-accumulate-grad hooks, but '{name}' has one, and its gradient leaves the device as "
-            "soon as it is there; use "
-            "register_hook, or act on p.grad between backward() and step()"
+            f"expected no post-accumulate-grad hooks, but '{name}' has one, "
+            "and its gradient leaves the device as soon as it is there; use register_hook, "
+            "or act on p.grad between backward() and step()"
         )
     if isinstance(param, UninitializedParameter):
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Which slots a plan needs: a pure function of where everything lives.
 
-Need and number are apart: what must fit in a slot follows from the homes (``needs_of``); how many slots there are
-is comfort (``Comfort``), from double buffering down to the one slot that suffices.
+The size of a slot follows from the homes (``needs_of``). The number of slots is a preference (``Comfort``), from double
+buffering down to the one slot that suffices.
 """
 
 from __future__ import annotations

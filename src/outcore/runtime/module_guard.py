@@ -173,9 +173,9 @@ class _OwnParameters:
         """Give real values."""
         if keep_vars:
             raise UnsupportedError(
-                f"state_dict(keep_vars=True) at '{prefix}': expected keep_vars=False, since the parameters themselves "
-                "hold no values between "
-                "calls; use state_dict(), or outcore.gathered(model)"
+                f"state_dict(keep_vars=True) at '{prefix}': expected keep_vars=False, "
+                "since the parameters themselves hold no values between calls; use state_dict(), "
+                "or outcore.gathered(model)"
             )
         self._materialise(may_change=False)
 

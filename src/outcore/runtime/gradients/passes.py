@@ -73,10 +73,8 @@ class Gradients:
         """Raise if ``clipping=False`` was promised."""
         if not self._clipping:
             raise ConfigError(
-                "expected no gradient norm after outcore.prepare(..., clipping=False), but that of "
-                f"'{handle.owner.gradient_name(handle)}' was "
-                "asked for; prepare with "
-                "clipping=True"
+                "expected no gradient norm after outcore.prepare(..., clipping=False), "
+                f"but that of '{handle.owner.gradient_name(handle)}' was asked for; prepare with clipping=True"
             )
 
     def snapshot(self, factor: torch.Tensor) -> torch.Tensor:
@@ -169,8 +167,7 @@ class Gradients:
         if torch.is_grad_enabled():
             raise UnsupportedError(
                 f"expected a backward without create_graph=True, but the gradient of '{name}' was asked for with it; "
-                "double backward "
-                "through streamed weights is not supported"
+                "double backward through streamed weights is not supported"
             )
         raise UnsupportedError(
             f"expected no post-accumulate-grad hooks, but '{name}' has one, and its gradient leaves the device as soon "

@@ -199,9 +199,8 @@ class UnitCall:
         self._edits.write_home(edits)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             raise UnsupportedError(
-                f"{self._where} is frozen and no argument needs a gradient, but its result does: a tensor with "
-                "gradient reached it by "
-                "closure; pass it as an argument"
+                f"{self._where} is frozen and no argument needs a gradient, "
+                "but its result does: a tensor with gradient reached it by closure; pass it as an argument"
             )
         return result
 
@@ -294,9 +293,8 @@ class UnitCall:
         for tensor in outputs:
             if storage_of(tensor) == base:
                 raise UnsupportedError(
-                    f"{self._where} returns one of its weights (shape {tuple(tensor.shape)}), whose memory will hold "
-                    "another unit soon; "
-                    "return a clone"
+                    f"{self._where} returns one of its weights (shape {tuple(tensor.shape)}), "
+                    "whose memory will hold another unit soon; return a clone"
                 )
 
     def backward(
@@ -356,8 +354,7 @@ class UnitCall:
         if call.weights_version != self._weights_version():
             raise UnsupportedError(
                 f"{self._where}: expected the weights of its forward, but they have changed since (optimizer.step(), "
-                "load_state_dict, "
-                "gathered(write=True), an edit in place); run forward again"
+                "load_state_dict, gathered(write=True), an edit in place); run forward again"
             )
         if any(tensor._version != version for tensor, version in call.returned):
             raise UnsupportedError(

@@ -1,8 +1,8 @@
 """What a block's own graph may hold, and how gradients get in and out of it.
 
 [Note: ways in and out] Gradients leave a block through its inputs, its parameters and foreign leaves, and enter
-through its results. A tensor with gradient that comes in by closure, or goes out as an attribute that the block sets,
-is a way that nobody follows, so it is found and refused.
+through its results. Gradients through a tensor that comes in by closure, or goes out as an attribute that the block
+sets, would be lost. So such a tensor is refused.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ def find_leaves(
         elif order_of(node) < start:
             raise UnsupportedError(
                 f"{where} uses a tensor made outside of it ({node.name()}) by closure, so its gradient would be lost; "
-                "pass it to the "
-                "block as an argument"
+                "pass it to the block as an argument"
             )
         else:
             for edge, _ in edges:
@@ -119,9 +118,8 @@ def by_place(unit: Unit, where: str) -> tuple[Callable[[torch.Tensor], Any], Cal
             raise UnsupportedError(escaped(where))
         if now is None:
             raise UnsupportedError(
-                f"{where}: expected its backward outside of outcore.gathered(), or its forward inside too, but only "
-                "backward is; policy keep "
-                "saved its weights by their place on the device"
+                f"{where}: expected its backward outside of outcore.gathered(), or its forward inside too, "
+                "but only backward is; policy keep saved its weights by their place on the device"
             )
         return saved.at(now.bytes)
 
@@ -160,9 +158,9 @@ def _changed(tensor: torch.Tensor, where: str) -> str:
 def escaped(where: str) -> str:
     """The error where a gradient comes by a way that nobody follows. See [Note: ways in and out]."""
     return (
-        f"{where}: expected gradients to come through its results, but one came by a tensor that the block stored "
-        "elsewhere (an attribute, "
-        "a list, a hook); return it from the block's forward"
+        f"{where}: expected gradients to come through its results, "
+        "but one came by a tensor that the block stored elsewhere (an attribute, a list, a hook); "
+        "return it from the block's forward"
     )
 
 

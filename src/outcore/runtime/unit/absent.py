@@ -76,9 +76,9 @@ class AbsentParameter(Parameter):
             return args[0].data if func == _DATA else func(*args, **kwargs)
         if func is _TENSOR.register_post_accumulate_grad_hook:
             raise UnsupportedError(
-                f"expected no post-accumulate-grad hook on '{cls.owner.name_of(args[0])}', whose gradient leaves the "
-                "device as soon as it is "
-                "there; use register_hook, or act on p.grad between backward() and step()"
+                f"expected no post-accumulate-grad hook on '{cls.owner.name_of(args[0])}', "
+                "whose gradient leaves the device as soon as it is there; use register_hook, "
+                "or act on p.grad between backward() and step()"
             )
         return _refuse(cls.owner, getattr(func, "__name__", str(func)), (*args, *kwargs.values()))
 

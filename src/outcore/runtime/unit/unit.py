@@ -63,9 +63,8 @@ class Unit:
         self._views: dict[tuple[str, Region], list[torch.Tensor]] = {}
         self._native_dtypes = [torch_dtype(p.dtype) for p in spec.trainable]
         self.update_dtypes = [torch_dtype(p.update_dtype) for p in spec.trainable]
-        # What p.grad says: the accumulated gradient's dtype, so that clipping takes the norms of a mixed model
-        # together,
-        # as it does over fp32 accumulators. A torch without grad_dtype insists on the parameter's own.
+        # What p.grad says: the dtype of the accumulated gradient. So clipping takes the norms of a mixed model
+        # together, as it does over fp32 accumulators. A torch without grad_dtype insists on the parameter's own.
         self.grad_dtypes = [_grad_dtype(p, s) for p, s in zip(params, spec.trainable, strict=False)]
         self.grad_likes = [
             torch.empty_strided(s.shape, s.strides or row_major(s.shape), dtype=d, device="meta")

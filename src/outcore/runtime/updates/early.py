@@ -7,8 +7,7 @@ to do with what was done. If both are the same, the homes change places (weights
 sent there); if not, because gradients were clipped or scaled or dropped, a setting changed, or anybody wrote weights,
 states or gradients, the attempt is forgotten and the unit is updated as ever. So the result never depends on it.
 
-Nobody needs to wait for the second homes: what was there was last used before the gradients that the next attempt waits
-for were made.
+The second homes need no wait: their last reader finished before the gradients of the next attempt existed.
 
 With ``clipping=False`` no attempt is lost to a factor (the backward window); with clipping those of steps that clip are
 (speculation).

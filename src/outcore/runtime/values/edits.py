@@ -117,9 +117,9 @@ def refuse_other_form(spec: ParamSpec, tensor: torch.Tensor) -> None:
     """Raise if a parameter's data was replaced by something of another shape or dtype, as resizing embeddings does."""
     if tensor.shape != spec.shape or tensor.dtype != torch_dtype(spec.dtype):
         raise UnsupportedError(
-            f"expected '{spec.name}' to keep shape {spec.shape} and dtype {spec.dtype}, but its data was replaced by "
-            f"{tuple(tensor.shape)} "
-            f"{tensor.dtype}; resize embeddings and change the model before outcore.prepare()"
+            f"expected '{spec.name}' to keep shape {spec.shape} and dtype {spec.dtype}, "
+            f"but its data was replaced by {tuple(tensor.shape)} {tensor.dtype}; "
+            "resize embeddings and change the model before outcore.prepare()"
         )
 
 

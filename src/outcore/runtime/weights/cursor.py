@@ -17,8 +17,8 @@ Decide = Callable[[Sequence[Visit], Held], Moves]
 class Cursor:
     """Follows a step along the one before, and says which moves are due.
 
-    Where the run leaves the expected order it skips to the next place where it fits, or stays; moves whose use was
-    skipped are not made, and what is used unexpectedly is nobody's move. The next step is expected as this one was.
+    Where the run leaves the expected order, the cursor skips to the next place where it fits, or stays. Moves whose use
+    was skipped are not made. An unexpected visit is fetched on demand. The next step is expected as this one was.
     """
 
     def __init__(self, decide: Decide, expected: Sequence[Visit], held: Held) -> None:
