@@ -20,7 +20,7 @@ else
 fi
 python=${PYTHON:-python3}
 limit_s=${LIMIT_S:-540}
-export PYTHONPATH="$PWD/src:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+export PYTHONPATH="$PWD/src:$PWD/benchmarks:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # Of pytest's settings those of the project would refuse a machine that lacks a plugin, or whose libraries warn.
 pytest=("$python" -m pytest -c /dev/null --rootdir=. --import-mode=importlib -p no:cacheprovider -q -m gpu

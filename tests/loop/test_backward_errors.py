@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import outcore
-from outcore.runtime.gradients import passes as gradients
 
 from .rig import KINDS, Block, Tower, adamw, assert_same, batch, make, prepared, same, seen, train
 
@@ -137,7 +136,8 @@ def test_an_exception_that_is_kept_does_not_keep_the_pass(tmp_path):
 
 # Between any two statements of the runtime.
 
-FILES = {str(path) for path in Path(gradients.__file__).parent.glob("*.py")}
+PACKAGE = Path(outcore.__file__).parent
+FILES = {str(path) for room in ("runtime", "device", "order") for path in (PACKAGE / room).rglob("*.py")}
 SETTINGS = {"host": {}, "disk": {}, "device": {}, "promised": {"accumulation_steps": 2}, "keep": {"policy": "keep"}}
 POINTS = 9
 
@@ -198,7 +198,7 @@ def test_an_error_at_any_statement_costs_only_the_gradients(setting, error, tmp_
         with Injection() as counting:
             run()
         optimizer.zero_grad()
-        assert counting.reached >= {"call", "device", "gradients", "lanes", "structure", "unit", "weights"}
+        assert counting.reached >= {"call", "device", "passes", "lanes", "structure", "unit", "weights", "port"}
         assert counting.count > 3000
         stride = counting.count // POINTS
         offset = 0 if error is KeyboardInterrupt else stride // 2
