@@ -7,7 +7,7 @@ import torch
 
 import outcore
 
-from .rig import BLOCKS, WIDTH, Block, Tower, adamw, agrees, batch, make, prepared, same, train
+from .rig import BLOCKS, DEVICE, WIDTH, Block, Tower, adamw, agrees, batch, make, prepared, same, train
 
 KIND = pytest.mark.parametrize("kind", ["device", "host"])
 POLICY = pytest.mark.parametrize("policy", ["keep", "recompute"])
@@ -196,7 +196,7 @@ def test_an_argument_that_is_not_used_gets_no_gradient(kind, policy, tmp_path):
 
     def drive(model, optimizer):
         seen = []
-        other = Shown.apply(model.aside(torch.ones(1, WIDTH)), seen)
+        other = Shown.apply(model.aside(torch.ones(1, WIDTH, device=DEVICE)), seen)
         other.register_hook(lambda g: seen.append(g.clone()))
         x = model.embed(batch())
         for block in model.blocks:
@@ -234,7 +234,7 @@ def test_what_only_an_unused_result_needs_gets_no_gradient(kind, policy, tmp_pat
     def drive(model, optimizer):
         seen = []
         for step in range(3):
-            first = Shown.apply(model.aside(torch.ones(1, WIDTH)), seen)
+            first = Shown.apply(model.aside(torch.ones(1, WIDTH, device=DEVICE)), seen)
             other = Shown.apply(first * 2, seen)
             x = model.embed(batch())
             for block in model.blocks:

@@ -204,6 +204,9 @@ class _Steps:
         self.factors = [backward] if self._circumstances.clips else []
         changed = changed_units(self._model, visits)
         indices = [i for i in update_order(visits, len(self._units)) if i in changed]
+        for unit in self._units:
+            if self._progress[unit.index].is_attempted and not self.is_made_early(unit):
+                self._updates.forget_attempt(unit)
         self._updates.step((self._units[i] for i in indices), lambda unit: _Nothing(self, unit))
         for index in indices:
             self._progress[index] = _Progress()

@@ -328,7 +328,7 @@ class UnitCall:
             made = {i: g for i, w in enumerate(wanted) if w and (g := next(found)) is not None}
             grads_of = self.unit.in_own_dtype(made)
             spare_hooks(params, grads_of)
-            if None in given:
+            if any([g is None for g in given]):  # `in` would compare every tensor
                 ends = ctx.next_functions[1:]  # behind the anchor's
                 spare_functions(node for g, (node, _) in zip(given, ends, strict=False) if g is None)
             # Autograd itself takes those of chosen inputs, and of parameters with hooks, which see the sum of all
