@@ -192,7 +192,7 @@ def update_rates(device: Device, unit: UnitSpec) -> dict[str, float]:
     """
     numel = sum(p.numel for p in unit.trainable)
     nbytes = 3 * unit.update_bytes + 2 * unit.trainable_bytes
-    spare = 0 if device.kind == "cpu" else 1
+    spare = 0 if device.computes_on_host else 1
     with HostMemory.open(nbytes) as memory, UpdateWorkers(spare_cores=spare) as workers:
         pieces = _pieces(unit, memory.tensor)
         seconds = _repeat(lambda: workers.run(pieces), "cpu")
@@ -200,7 +200,7 @@ def update_rates(device: Device, unit: UnitSpec) -> dict[str, float]:
     found = {"update": numel / statistics.median(seconds)}
     pieces = _pieces(unit, device.allocate(nbytes))
     room = device.allocate(min(unit.update_bytes, device.update_block_bytes))  # so that launches are not what counts
-    seconds = _repeat(lambda: update_blocks(pieces, room), device.kind)
+    seconds = _repeat(lambda: update_blocks(pieces, room), device.torch_device.type)
     return found | {"device": numel / statistics.median(seconds)}
 
 

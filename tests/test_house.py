@@ -24,6 +24,7 @@ FORBIDDEN_MODULES = {"utils", "util", "common", "helpers", "helper", "misc", "ma
 ENTRIES = ("outcore", "outcore.__main__", "outcore.cli.main", "outcore.integrations.transformers")
 # What benchmarks and tests alone reach, until plans are chosen by them.
 UNREACHED = {"outcore.planning.floor", "outcore.planning.share"}
+KINDS = {"cpu", "cuda", "mps", "xpu"}
 OPENERS = {"open", "fdopen", "safe_open", "read_text", "write_text", "read_bytes", "write_bytes"}
 # memory/ opens files. A plan saves and loads itself; the command line reads what its user names.
 MAY_OPEN = ("memory/", "cli/", "spec/plan.py")
@@ -116,6 +117,17 @@ def test_names_an_accelerator_only_in_the_device():
             found += [f"{name}:{n.lineno}" for n in attributes if ast.unparse(n) == "torch.cuda"]
             found += [name] * ("torch.cuda" in imported(path))
     assert not found
+
+
+def test_asks_the_device_instead_of_its_name():
+    """What follows from a kind of device is a property of ``Device``; the command takes names from its user."""
+    asked = [
+        f"{name}:{node.lineno}: {ast.unparse(node)}"
+        for name, path in modules(but=("device/", "cli/"))
+        for node in nodes(path)
+        if isinstance(node, ast.Compare) and KINDS & {n.value for n in ast.walk(node) if isinstance(n, ast.Constant)}
+    ]
+    assert not asked
 
 
 def test_core_knows_no_torch():

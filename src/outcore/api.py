@@ -425,7 +425,7 @@ def _choose_plan(cut: Partition, options: _Options, device: Device) -> Plan:
 
 def _limits(budget: Budget, device: Device) -> Limits:
     free_host = host_free_bytes()
-    shared = 0.5 if device.kind == "cpu" else 1.0  # on the CPU both tiers are the same memory
+    shared = 0.5 if device.has_host_memory else 1.0  # what is free is free for both tiers
     device_bytes = budget.device if budget.device is not None else int(_DEVICE_SHARE * shared * device.memory_bytes())
     host_bytes = budget.host if budget.host is not None else int(_HOST_SHARE * shared * free_host)
     disk_bytes = budget.disk_bytes

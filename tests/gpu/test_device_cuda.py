@@ -38,7 +38,7 @@ def pinned(device):
 
 def test_it_is_the_default_device(device):
     with open_device() as default:
-        assert default.kind == "cuda"
+        assert default.torch_device.type == "cuda"
         assert default.torch_device == torch.device("cuda", torch.cuda.current_device())
 
 

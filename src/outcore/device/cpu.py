@@ -19,7 +19,8 @@ from outcore.spec.lanes import Lane
 class CpuDevice(Device):
     """Ordinary memory as device memory, the calling thread as compute."""
 
-    kind = "cpu"
+    has_host_memory = True
+    computes_on_host = True
     update_block_bytes = 2 * 2**20
     activation_share = 0.0  # they come from ordinary memory beside the arenas
 

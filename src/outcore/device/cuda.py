@@ -198,7 +198,8 @@ class AllocatorMeter:
 class CudaDevice(Device):
     """A CUDA or ROCm device; compute is the calling thread's current stream."""
 
-    kind = "cuda"
+    has_host_memory = False
+    computes_on_host = False
     update_block_bytes = 2**30
     activation_share = 0.3
 

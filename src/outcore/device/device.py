@@ -65,8 +65,10 @@ class Device(abc.ABC):
     Order: operations of a lane run in the order of submission; compute is ordered by ``compute``, the host by ``wait``.
     """
 
-    kind: str
-    """``cpu`` or ``cuda``."""
+    has_host_memory: bool
+    """Whether device memory is the host's own, so that the same bytes are free in both tiers."""
+    computes_on_host: bool
+    """Whether the host's cores compute: then updates on the host take them away, and results are there at once."""
     update_block_bytes: int
     """Gradients that an update on the device takes at a time: so few that they fit a cache, or enough to fill it."""
     activation_share: float
@@ -89,9 +91,8 @@ class Device(abc.ABC):
         self._first_failure: Failure | None = None
         self.recorder = Recorder(execution.stopwatch)
         """Adds up what compute waits for; keeps operations if asked to."""
-        service = Service(execution, self._delays.pace, self._failures, self.recorder)
-        permute = faults.permute
-        self._lanes: Lanes = ThreadedLanes(service) if permute is None else PermutedLanes(service, permute)
+        service, seed = Service(execution, self._delays.pace, self._failures, self.recorder), faults.permute
+        self._lanes: Lanes = ThreadedLanes(service) if seed is None else PermutedLanes(service, seed)
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _close_lanes, self._lanes, execution, self._pid)
 
@@ -205,7 +206,7 @@ class Device(abc.ABC):
         return self.mark(name)
 
     def _fill(self, buffer: Buffer) -> None:
-        if buffer.bytes.device.type == "cpu":  # this thread writes at once, unseen by copies on its stream
+        if buffer.bytes.is_cpu:  # this thread writes at once, unseen by copies on its stream
             self._finish_copies()
         buffer.bytes.fill_(POISON)
 

@@ -213,7 +213,7 @@ class DiskStore:
             )
         if self._stalled is not None:
             raise DiskError(f"the disk store is unusable since an earlier stall: {self._stalled}") from self._stalled
-        is_bytes = memory.dtype == torch.uint8 and memory.device.type == "cpu" and memory.dim() == 1
+        is_bytes = memory.dtype == torch.uint8 and memory.is_cpu and memory.dim() == 1
         if not is_bytes or not memory.is_contiguous() or memory.numel() != extent.nbytes:
             raise AssertionError(
                 f"expected {extent.nbytes} contiguous bytes for '{extent.owner}', "

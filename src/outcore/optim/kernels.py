@@ -52,8 +52,8 @@ class FusedStep:
 
     def count(self, step: int) -> Tensor:
         """A step number as torch keeps it; only read."""
-        device = self.targets[0].device
-        return _count_on_host(step) if device.type == "cpu" else _count(step, device)
+        target = self.targets[0]
+        return _count_on_host(step) if target.is_cpu else _count(step, target.device)
 
 
 def _count(step: int, device: torch.device) -> Tensor:

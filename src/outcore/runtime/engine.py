@@ -86,7 +86,7 @@ class Engine:
             self.tiers.hand_out(self.order)
             self.units = self._units_of(partition)
             on_host = any(u.is_updated_on_host and u.num_trainable for u in self.units)
-            spare = 0 if device.kind == "cpu" else 1  # on the CPU compute and updates share all cores
+            spare = 0 if device.computes_on_host else 1  # for whoever gives the device its work
             self._workers = UpdateWorkers(spare_cores=spare) if rule is not None and on_host else None
             if self._workers is not None:
                 self._closing.callback(self._workers.close)

@@ -248,7 +248,7 @@ class _RefuseMoves:
         for dtype, device, layout in dict.fromkeys((t.dtype, t.device, self._layout(t)) for t in tensors):
             probe = torch.empty_strided(*layout, dtype=dtype, device=device)
             result = function(probe)
-            if result is not probe or (probe.device.type == "cpu" and probe.is_shared()):
+            if result is not probe or (probe.is_cpu and probe.is_shared()):
                 raise UnsupportedError(
                     f"expected the prepared model to stay where and what it is ({probe.device}, {probe.dtype}), but "
                     f"{type(self._module).__name__} was "

@@ -100,7 +100,7 @@ class Doubts:
             for differs in _differs(one, two, is_exact=bool(why)):
                 found = f"gave another result than forward (result {i}, shape {tuple(one.form[0])})"
                 message = _refusal(where, found, why)
-                if differs.device.type != "cpu":
+                if not differs.is_cpu:
                     self._made.append((message, differs))
                 elif bool(differs):
                     raise UnsupportedError(message)
@@ -159,7 +159,7 @@ def _summary(tensor: torch.Tensor) -> _TensorSummary:
     if not storage_of(tensor) or tensor.is_quantized:
         return _TensorSummary(form, None, None)
     tensor = tensor.resolve_conj().resolve_neg()
-    is_sketched = tensor.device.type != "cpu" and tensor.is_floating_point()
+    is_sketched = not tensor.is_cpu and tensor.is_floating_point()
     return _TensorSummary(form, _bits(tensor), _sketch(tensor) if is_sketched else None)
 
 

@@ -26,7 +26,7 @@ class Surroundings:
         self.attributes = Attributes(modules)
         self.registered = [place for m in modules for place in (m._parameters, m._buffers)]
         self.draws_from_numpy = False
-        self.changes_silently = device.kind == "cpu"
+        self.changes_silently = device.computes_on_host
         """Buffers are compared by value after each forward: always where nobody waits for it, else once it was seen."""
 
 

@@ -46,7 +46,7 @@ class Factors:
         return found, ready
 
     def _copy(self, factor: torch.Tensor) -> tuple[torch.Tensor, Handle | None]:
-        if factor.device.type == "cpu":
+        if factor.is_cpu:
             return factor, None
         target = torch.empty((), dtype=factor.dtype, pin_memory=True)
         self._device.hand_over(factor, Lane.D2H)
@@ -88,7 +88,7 @@ class UnitUpdate:
         """What must be over before factors can be read."""
         if self.unit.plan.update != "device":
             return self._copied
-        made = [f for change in self._changes.values() for f in change.factors if f.device.type != "cpu"]
+        made = [f for change in self._changes.values() for f in change.factors if not f.is_cpu]
         for factor in made:
             self._device.hand_over(factor, Lane.DEVICE_UPDATE)
         return [self._device.mark("clip factor made")] if made else []
