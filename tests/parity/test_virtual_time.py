@@ -1,17 +1,18 @@
-"""The engine in virtual time does what the schedule says: every operation, in order, after the same, at the same time.
+"""The engine in virtual time does what is simulated: every operation, in order, after the same, at the same time.
 
-Operations last a given time and nothing sleeps: the engine's operations are timed when they are submitted, and those of
-the schedule are timed from its rows alone.
+Nothing sleeps: what the engine submits is noted, operation by operation, and played at random rates; so is the
+schedule, which is made without an engine.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -25,15 +26,17 @@ from outcore.memory.arena import Region
 from outcore.optim.rules import rule_for
 from outcore.planning.partition import partition
 from outcore.planning.pools import Comfort, pools_for
+from outcore.planning.rates import LINKS, Pace, Rates, Shared
 from outcore.planning.reservations import can_be_early
 from outcore.planning.schedule import Circumstances, consecutive
 from outcore.planning.share import share_updates
+from outcore.planning.simulate import play, tasks_of
 from outcore.planning.weight_cache import nothing_held
 from outcore.runtime.updates.early import EarlyUpdates, _Attempt
 from outcore.spec.lanes import Lane
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import TIERS, Plan, UnitPlan
-from outcore.spec.schedule import ROOT, Operation, Phase, Visit
+from outcore.spec.schedule import ROOT, Kind, Operation, Visit
 from outcore.spec.timeline import COMPUTE, HOST
 
 NUM_PLANS = int(os.environ.get("OUTCORE_VIRTUAL_PLANS", "60"))
@@ -41,48 +44,17 @@ NUM_PLANS = int(os.environ.get("OUTCORE_VIRTUAL_PLANS", "60"))
 STEPS = 4
 WIDTH = 6
 LEGAL = [(w, g, s) for w in TIERS for g in TIERS for s in TIERS if s != "device" or w == g == "device"]
-ON_COMPUTE = ("use weights of", "gradients of", "accumulate", "update")
+USE = "use weights of"
+KINDS = sorted([USE, *get_args(Kind)], key=len, reverse=True)  # "update early" begins with another one
+ON_COMPUTE = (USE, "gradients of", "accumulate", "update")
 """Operations of compute that a schedule has."""
-PHASES = {phase.value for phase in Phase}
-
-
-class Timed(NamedTuple):
-    """One operation."""
-
-    lane: str
-    name: str
-    nbytes: int
-    after: frozenset[int]
-    start: float
-    end: float
-
-
-class Clock:
-    """Times operations in the order in which they are submitted. The host goes on unless it waits."""
-
-    def __init__(self) -> None:
-        self.row: list[Timed] = []
-        self._free: dict[str, float] = {}
-        self._host = 0.0
-
-    def run(self, lane: str, name: str, nbytes: int, after: Iterable[int]) -> int:
-        """Returns the index of the operation."""
-        order = frozenset(after)
-        ready = max((self.row[i].end for i in order), default=0.0)
-        start = max(self._host, self._free.get(lane, 0.0), ready)
-        end = start + (0.0 if lane == HOST else 1.0 + nbytes / (100 + 10 * len(lane)))
-        self._free[lane] = end
-        if lane == HOST:
-            self._host = end
-        self.row.append(Timed(lane, name, nbytes, order, start, end))
-        return len(self.row) - 1
 
 
 class Watch:
-    """Gives everything that an engine submits to a clock."""
+    """Notes everything that an engine submits."""
 
     def __init__(self, device: Any) -> None:
-        self.clock = Clock()
+        self.row: list[Operation] = []
         self._index: dict[Any, int] = {}
         self._computed = -1
         self._device = device
@@ -94,13 +66,13 @@ class Watch:
         skipped = is_due is not None and not is_due()
         nbytes = 0 if skipped else _bytes(more.get("writes", ()))
         after = [] if skipped else self.indices(more.get("after", {}).values())
-        self._index[handle] = self.clock.run(lane.value, name, nbytes, after)
+        self._index[handle] = self._note(lane.value, name, nbytes, after)
         return handle
 
     def compute(self, name: str, *, writes: Sequence[Region] = (), after: Any = {}, **more: Any) -> Any:  # noqa: B006
         handle = self._compute(name, writes=writes, after=after, **more)
         if name.startswith(ON_COMPUTE):
-            self._computed = self.clock.run(COMPUTE, name, _bytes(writes), self.indices(after.values()))
+            self._computed = self._note(COMPUTE, name, _bytes(writes), self.indices(after.values()))
         self._index[handle] = self._computed
         return handle
 
@@ -110,7 +82,14 @@ class Watch:
         return handle
 
     def wait_for_backward(self) -> None:
-        self.clock.run(HOST, "wait root", 0, [self._computed])
+        self._note(HOST, "wait root", 0, [self._computed])
+
+    def _note(self, lane: str, name: str, nbytes: int, after: Iterable[int]) -> int:
+        kind, unit = next((kind, name[len(kind) + 1 :]) for kind in KINDS if name.startswith(f"{kind} "))
+        order = tuple(sorted(set(after)))
+        unit = "" if unit == "root" else unit
+        self.row.append(Operation(lane=lane, kind=kind, unit=unit, nbytes=nbytes, after=order))
+        return len(self.row) - 1
 
     def indices(self, dependencies: Iterable[Any]) -> list[int]:
         handles = [d for value in dependencies for d in (value if isinstance(value, list | tuple) else [value])]
@@ -203,7 +182,9 @@ def make(seed: int) -> Program:
     return Program(model, optimizer, spec, plan, micro_batches, overtaken)
 
 
-def submitted(program: Program, visits: Sequence[Visit] | None, folder: Path) -> tuple[list[Timed], tuple[Visit, ...]]:
+def submitted(
+    program: Program, visits: Sequence[Visit] | None, folder: Path
+) -> tuple[list[Operation], tuple[Visit, ...]]:
     """What the engine submits. Args: visits: Expected of the first step; None: as usual."""
     prepared = prepare_for_test(
         program.model,
@@ -240,23 +221,48 @@ def submitted(program: Program, visits: Sequence[Visit] | None, folder: Path) ->
                 program.step()
                 optimizer.step()
                 optimizer.zero_grad()
-            return watch.clock.row, engine.weights.visits
+            return watch.row, engine.weights.visits
 
 
-def planned(program: Program, visits: Sequence[Visit]) -> list[Timed]:
-    """What the schedule lists, timed from its rows."""
+def planned(program: Program, visits: Sequence[Visit]) -> list[Operation]:
+    """What the schedule lists."""
     circumstances = Circumstances(clips=False, overtaken=program.overtaken)
     steps = consecutive(program.spec, program.plan, visits, nothing_held(program.plan), circumstances)
-    clock = Clock()
-    for _, step in zip(range(STEPS), steps, strict=False):
-        begin = len(clock.row)
-        for op in step.operations:
-            clock.run(op.lane, _name(op), op.nbytes, (begin + i for i in op.after))
-    return clock.row
+    row: list[Operation] = []
+    for step in itertools.islice(steps, STEPS):
+        begin = len(row)
+        row += [replace(op, after=tuple(begin + i for i in op.after)) for op in step.operations]
+    return row
 
 
-def _name(op: Operation) -> str:
-    return f"use weights of {op.unit or 'root'}" if op.kind in PHASES else op.name
+def with_phases(row: Sequence[Operation], visits: Sequence[Visit]) -> list[Operation]:
+    """The engine says no more than that weights are used; why, the visits tell."""
+    phases = itertools.cycle(visit.phase.value for visit in visits)
+    return [replace(op, kind=next(phases)) if op.kind == USE else op for op in row]
+
+
+def random_rates(model: ModelSpec, chance: random.Random) -> Rates:
+    """Any machine."""
+
+    def speed() -> float:
+        return 10 ** chance.uniform(3, 6)
+
+    parts = {link: chance.uniform(0.1, 0.9) for link in LINKS[1:6]}
+    ways = {"h2d": chance.uniform(0.5, 1), "d2h": chance.uniform(0.5, 1)}
+    return Rates(
+        forward_s={unit.name: chance.random() for unit in model.units},
+        backward_s={unit.name: chance.random() for unit in model.units},
+        bytes_per_s={link: speed() for link in LINKS[:6]},
+        parameters_per_s={link: speed() for link in ("compute", "update", "device_update")},
+        latency_s={link: chance.choice([0.0, 0.01]) for link in LINKS},
+        shared=(Shared(name="memory", parts=parts), Shared(name="bus", parts=ways))[: chance.randint(0, 2)],
+        visit_s=chance.choice([0.0, 0.05]),
+        host_runs_ahead=chance.random() < 0.5,
+    )
+
+
+def facts(op: Operation) -> tuple[object, ...]:
+    return op.lane, op.name, op.nbytes, op.after
 
 
 @pytest.mark.parametrize("seed", range(NUM_PLANS))
@@ -265,9 +271,13 @@ def test_start_end_and_order_of_every_operation(seed: int, tmp_path: Path) -> No
     program = make(seed)
     found, again = submitted(program, visits, tmp_path)
     assert again == visits
-    expected = planned(program, visits)
+    expected, found = planned(program, visits), with_phases(found, visits)
     for i, (want, got) in enumerate(zip(expected, found, strict=False)):
-        assert want == got, f"operation {i}: {want} is {got}"
+        assert facts(want) == facts(got), f"operation {i}"
     # The last step's updates are followed by what is fetched ahead of a next one.
     assert all(op.name.startswith(("fetch", "read weights of")) for op in found[len(expected) :])
     assert len(found) >= len(expected)
+    rates = random_rates(program.spec, random.Random(seed))
+    pace = Pace(program.spec, program.plan, rates)
+    played = [play(tasks_of([row], pace, rates)[0], rates) for row in (expected, found[: len(expected)])]
+    assert played[0] == played[1]

@@ -1,0 +1,57 @@
+"""How fast operations run that run side by side: as much for each as a fair share of links and of what they share.
+
+Speeds are max-min fair. Those of all rise together, by equal bytes, until something is used up; who uses that keeps the
+speed that it has, and the others go on rising (D. Bertsekas, R. Gallager, "Data Networks", 2nd edition, 6.5.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from outcore.planning.rates import LINKS, Rates
+
+
+class _Room(NamedTuple):
+    """Something that is used up when what links take of it adds up to 1."""
+
+    parts: tuple[float, ...]
+    """By link: what an operation at full speed takes."""
+
+
+class Fair:
+    """Speeds of operations on links, for any number of them. Each answer is worked out once."""
+
+    def __init__(self, rates: Rates) -> None:
+        numbers = range(len(LINKS))
+        self._rooms = [_Room(tuple(float(i == j) for j in numbers)) for i in numbers]
+        self._rooms += [_Room(tuple(shared.parts.get(link, 0.0) for link in LINKS)) for shared in rates.shared]
+        firsts = [next((s.parts[link] for s in rates.shared if s.parts.get(link)), 1.0) for link in LINKS]
+        self._steps = [1.0 / first for first in firsts]  # rise so, and all take equally much of what they share first
+        self._known: dict[tuple[int, ...], Sequence[float]] = {}
+
+    def speeds(self, counts: tuple[int, ...]) -> Sequence[float]:
+        """The speed of an operation on each link; 1: as if it were alone.
+
+        Args:
+            counts: Operations on each link, in the order of ``LINKS``.
+        """
+        if counts not in self._known:
+            self._known[counts] = self._fill(counts)
+        return self._known[counts]
+
+    def _fill(self, counts: tuple[int, ...]) -> Sequence[float]:
+        speeds = [0.0] * len(counts)
+        rising = {i for i, count in enumerate(counts) if count}
+        while rising:
+            rise, full = min((self._left(room, counts, speeds, rising), i) for i, room in enumerate(self._rooms))
+            for i in rising:
+                speeds[i] += rise * self._steps[i]
+            rising -= {i for i in rising if self._rooms[full].parts[i]}
+        return [min(speed, 1.0) if count else 1.0 for speed, count in zip(speeds, counts, strict=True)]
+
+    def _left(self, room: _Room, counts: tuple[int, ...], speeds: Sequence[float], rising: set[int]) -> float:
+        """How far those that rise can rise until it is used up."""
+        used = sum(count * part * speed for count, part, speed in zip(counts, room.parts, speeds, strict=True))
+        taken = sum(counts[i] * room.parts[i] * self._steps[i] for i in rising)
+        return max(1.0 - used, 0.0) / taken if taken else float("inf")

@@ -1,0 +1,116 @@
+"""How long an operation takes on a machine that does nothing else, and what it shares with others.
+
+[Note: links] All that goes the same way shares a link, whatever its lane: ``h2d`` serves fetches, weights written back
+and states on their way to an update on the device; ``disk_read`` serves weights and states. Links in turn may share
+something (``Shared``): both directions of a bus, reading and writing of one drive, host memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from outcore.spec.lanes import Lane
+from outcore.spec.model import ModelSpec, UnitSpec
+from outcore.spec.plan import Plan
+from outcore.spec.schedule import Operation
+from outcore.spec.timeline import COMPUTE, HOST
+
+Link = Literal["compute", "h2d", "d2h", "disk_read", "disk_write", "update", "device_update"]
+LINKS: tuple[Link, ...] = get_args(Link)
+
+LINK_OF: Mapping[str, Link] = {
+    COMPUTE: "compute",
+    Lane.H2D.value: "h2d",
+    Lane.WRITE_BACK.value: "h2d",
+    Lane.STATES_H2D.value: "h2d",
+    Lane.D2H.value: "d2h",
+    Lane.STATES_D2H.value: "d2h",
+    Lane.WEIGHTS_READ.value: "disk_read",
+    Lane.STATES_READ.value: "disk_read",
+    Lane.DISK_WRITE.value: "disk_write",
+    Lane.UPDATE.value: "update",
+    Lane.DEVICE_UPDATE.value: "device_update",
+}
+"""Lane -> its link."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """Something that several links use, such as host memory. At full speed each takes a part of it."""
+
+    name: str
+    """Such as ``host memory``."""
+    parts: Mapping[Link, float]
+    """Link -> the part that it takes at full speed. They wait for each other only where the parts add up to over 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """How fast a machine is with a model. What is left out takes no time."""
+
+    forward_s: Mapping[str, float]
+    """Unit -> seconds of its forward over one micro-batch."""
+    backward_s: Mapping[str, float]
+    """Unit -> seconds of its backward over one micro-batch, without recompute."""
+    bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    """``h2d``, ``d2h``, ``disk_read``, ``disk_write`` -> bandwidth; ``compute``: of copies on the device; ``update``:
+    of gradients added up in host memory."""
+    parameters_per_s: Mapping[str, float] = field(default_factory=dict)
+    """``update`` (by the CPU), ``device_update`` (states from host memory, beside compute), ``compute`` (states that
+    live on the device, in ``step()``) -> parameters updated per second."""
+    latency_s: Mapping[str, float] = field(default_factory=dict)
+    """Link -> seconds that every operation takes besides."""
+    shared: tuple[Shared, ...] = ()
+    """What links share."""
+    visit_s: float = 0.0
+    """Seconds of the engine, on the thread that submits, for every visit of a unit."""
+    host_runs_ahead: bool = True
+    """Compute is given its work, as an accelerator is; False: the thread that submits computes."""
+
+    def move_s(self, link: Link, nbytes: int) -> float:
+        """Seconds to move bytes, alone."""
+        return nbytes / self.bytes_per_s.get(link, math.inf) + (self.latency_s.get(link, 0.0) if nbytes else 0.0)
+
+    def update_s(self, link: Link, spec: UnitSpec) -> float:
+        """Seconds to update a unit, alone."""
+        numel = sum(p.numel for p in spec.trainable)
+        return numel / self.parameters_per_s.get(link, math.inf) + (self.latency_s.get(link, 0.0) if numel else 0.0)
+
+
+class Pace:
+    """Seconds of the operations of a plan."""
+
+    def __init__(self, model: ModelSpec, plan: Plan, rates: Rates) -> None:
+        self._rates = rates
+        self._specs = {spec.name: spec for spec in model.units}
+        self._recomputed = {unit.name for unit in plan.units if unit.policy == "recompute"}
+
+    def seconds(self, op: Operation) -> float:
+        """How long an operation takes alone."""
+        if op.lane == HOST:
+            return 0.0
+        if op.kind in ("forward", "inference"):
+            return self.forward_s(op.unit)
+        if op.kind == "backward":
+            return self.backward_s(op.unit)
+        link = LINK_OF[op.lane]
+        if op.kind in ("update", "update early"):
+            return self._rates.update_s(link, self._specs[op.unit]) if op.nbytes else 0.0
+        # What the update on the device gives to weights there is a copy as compute makes it.
+        return self._rates.move_s("compute" if link == "device_update" else link, op.nbytes)
+
+    def forward_s(self, unit: str) -> float:
+        """Of one visit."""
+        return self._rates.forward_s.get(unit, 0.0) + self._visit_s
+
+    def backward_s(self, unit: str) -> float:
+        """Of one visit, with recompute where the plan wants it."""
+        again_s = self._rates.forward_s.get(unit, 0.0) if unit in self._recomputed else 0.0
+        return again_s + self._rates.backward_s.get(unit, 0.0) + self._visit_s
+
+    @property
+    def _visit_s(self) -> float:
+        return 0.0 if self._rates.host_runs_ahead else self._rates.visit_s

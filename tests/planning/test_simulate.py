@@ -1,0 +1,172 @@
+"""Steps played in time: against hand-made cases, and against a clock that knows no sharing."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from typing import Any
+
+import pytest
+
+from outcore.planning.placement import place
+from outcore.planning.pools import Comfort, pools_for
+from outcore.planning.rates import LINK_OF, LINKS, Rates, Shared
+from outcore.planning.schedule import usual_visits
+from outcore.planning.simulate import Task, play, simulate
+from outcore.spec.budget import Limits
+from outcore.spec.model import ModelSpec
+from outcore.spec.plan import Plan, UnitPlan
+from outcore.spec.timeline import LANES
+
+from .models import layered
+
+MIB = 2**20
+FREE = Rates(forward_s={}, backward_s={})
+
+
+def plan_of(model: ModelSpec, *, depth: int = 2, **changes: Any) -> Plan:
+    """Layers on the host, but for what ``changes`` say; the root on the device."""
+    root = UnitPlan(name="", weights="device", gradients="device", states="device", policy="keep")
+    homes = {"weights": "host", "gradients": "host", "states": "host", **changes}
+    units = [root, *(UnitPlan(name=u.name, **homes) for u in model.units[1:])]
+    comfort = Comfort(prefetch_depth=depth, num_buckets=2, max_slots_host=3)
+    return Plan(
+        precision=model.precision,
+        units=tuple(units),
+        pools=pools_for(model, units, comfort),
+        prefetch_depth=depth,
+        accumulation_steps=1,
+    )
+
+
+def rates_of(model: ModelSpec, **seconds: float) -> Rates:
+    """Forward of a layer 1 s, backward 2; each resource takes the given seconds for a layer of 1 Mi fp32 parameters."""
+    names = [u.name for u in model.units[1:]]
+    nbytes = {"h2d": 4 * MIB, "d2h": 4 * MIB, "disk_read": 12 * MIB, "disk_write": 12 * MIB}
+    return Rates(
+        forward_s=dict.fromkeys(names, 1.0),
+        backward_s=dict.fromkeys(names, 2.0),
+        bytes_per_s={link: nbytes[link] / s for link, s in seconds.items() if link in nbytes},
+        parameters_per_s={"update": MIB / seconds["update"]} if "update" in seconds else {},
+    )
+
+
+@pytest.fixture
+def model() -> ModelSpec:
+    return layered(8, root=0, layer=MIB, precision="fp32")
+
+
+def step_s(model: ModelSpec, plan: Plan, rates: Rates) -> float:
+    return simulate(model, plan, rates, usual_visits(model)).step_s
+
+
+def test_alone_compute_binds(model):
+    found = simulate(model, plan_of(model), rates_of(model), usual_visits(model))
+    assert found.step_s == pytest.approx(8 + 24)
+    assert found.binding == {"compute": pytest.approx(1.0)}
+    assert step_s(model, plan_of(model, policy="keep"), rates_of(model)) == pytest.approx(8 + 16)
+
+
+def test_updates_lie_behind_forward(model):
+    found = simulate(model, plan_of(model), rates_of(model, update=3.0), usual_visits(model))
+    assert found.step_s == pytest.approx(24 + 8 * 3 + 1)  # forward of the last unit comes after its update
+    assert found.binding["update"] == pytest.approx(24 / 49)
+    timeline = found.timeline
+    assert timeline.exposed_s()["h2d"] == 2 * (3 + 7 * 2)  # what is waited for is the fetch behind an update
+    assert timeline.busy_s()["update"] == pytest.approx(2 * 24)
+    assert timeline.wall_s == pytest.approx(2 * found.step_s)
+
+
+def test_slow_fetches_bind(model):
+    found = simulate(model, plan_of(model), rates_of(model, h2d=5.0), usual_visits(model))
+    assert max(found.binding, key=found.binding.__getitem__) == "h2d"
+    assert found.step_s >= (8 + 5) * 5  # three slots keep the last three of forward
+
+
+def tasks(*rows: tuple[str, float, tuple[int, ...]]) -> list[Task]:
+    return [Task(lane, f"{i}", seconds, 0, after) for i, (lane, seconds, after) in enumerate(rows)]
+
+
+def ends(rates: Rates, *rows: tuple[str, float, tuple[int, ...]]) -> list[float]:
+    return list(play(tasks(*rows), rates).end)
+
+
+def test_lanes_of_one_link_share_it():
+    found = ends(FREE, ("h2d", 1.0, ()), ("write_back", 1.0, ()), ("d2h", 1.0, ()))
+    assert found == [pytest.approx(2.0), pytest.approx(2.0), 1.0]
+    assert ends(FREE, ("h2d", 3.0, ()), ("write_back", 1.0, ())) == [pytest.approx(4.0), pytest.approx(2.0)]
+
+
+def test_host_memory_is_shared_by_equal_bytes():
+    memory = Shared(name="host memory", parts={"h2d": 0.25, "update": 1.0})
+    rates = dataclasses.replace(FREE, shared=(memory,))
+    # The link needs a quarter, which is less than half: it runs at full speed, the update gets three quarters.
+    assert ends(rates, ("h2d", 1.0, ()), ("update", 3.0, ())) == [pytest.approx(1.0), pytest.approx(3.25)]
+    large = Shared(name="host memory", parts={"h2d": 0.75, "update": 1.0})  # both get a half
+    found = ends(dataclasses.replace(FREE, shared=(large,)), ("h2d", 1.0, ()), ("update", 1.0, ()))
+    assert found == [pytest.approx(1.5), pytest.approx(1.75)]
+
+
+def test_a_bus_that_is_not_full_duplex():
+    rates = dataclasses.replace(FREE, shared=(Shared(name="bus", parts={"h2d": 1.0, "d2h": 1.0}),))
+    assert ends(rates, ("h2d", 1.0, ()), ("d2h", 1.0, ())) == [pytest.approx(2.0), pytest.approx(2.0)]
+
+
+def test_without_an_accelerator_nothing_is_submitted_while_compute_works(model):
+    rates = dataclasses.replace(rates_of(model, d2h=1.0), host_runs_ahead=False)
+    ahead, behind = (step_s(model, plan_of(model), r) for r in (rates_of(model, d2h=1.0), rates))
+    assert behind >= ahead
+    slow = dataclasses.replace(rates, visit_s=0.5)
+    assert step_s(model, plan_of(model), slow) == pytest.approx(behind + 16 * 0.5 + 2 * 0.5)  # and the root's visits
+
+
+def test_an_engine_that_is_slower_than_the_accelerator_binds(model):
+    rates = dataclasses.replace(rates_of(model), visit_s=10.0)
+    found = simulate(model, plan_of(model), rates, usual_visits(model))
+    assert found.step_s == pytest.approx(18 * 10)
+    assert found.binding["host"] > 0.99
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_where_nothing_is_shared_a_plain_clock_says_the_same(seed: int):
+    chance = random.Random(seed)
+    lanes = ["compute", "h2d", "d2h", "weights_read", "disk_write", "update", "device_update"]  # one of each link
+    row = [
+        Task(chance.choice(lanes), "x", chance.choice([0.0, 1.0, chance.random()]), 0, _some(chance, i))
+        for i in range(60)
+    ]
+    end: list[float] = []
+    free = dict.fromkeys(lanes, 0.0)
+    for task in row:
+        free[task.lane] = max([free[task.lane], *(end[i] for i in task.after)]) + task.seconds
+        end.append(free[task.lane])
+    assert play(row, FREE).end == pytest.approx(end)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_is_faster_than_alone_or_than_what_is_shared(seed: int):
+    chance = random.Random(seed)
+    parts = {link: chance.uniform(0.2, 1.0) for link in LINKS[1:6]}
+    rates = dataclasses.replace(FREE, shared=(Shared(name="memory", parts=parts),))
+    row = [Task(chance.choice(LANES), "x", chance.random(), 0, _some(chance, i)) for i in range(60)]
+    played = play(row, rates)
+    end = max(played.end)
+    assert all(e - s >= t.seconds * (1 - 1e-9) for t, s, e in zip(row, played.start, played.end, strict=True))
+    assert all(played.start[i] >= played.end[j] * (1 - 1e-12) for i, task in enumerate(row) for j in task.after)
+    work = {link: sum(t.seconds for t in row if LINK_OF[t.lane] == link) for link in LINKS}
+    assert end >= max(work.values()) * (1 - 1e-9)
+    assert end >= sum(parts.get(link, 0.0) * s for link, s in work.items()) * (1 - 1e-9)
+    assert sum(played.binding(played.end.index(end), 0.0).values()) == pytest.approx(1.0)
+
+
+def _some(chance: random.Random, i: int) -> tuple[int, ...]:
+    return tuple({chance.randrange(i) for _ in range(chance.choice([0, 1, 2]))}) if i else ()
+
+
+def test_a_hundred_units_take_a_fraction_of_a_second():
+    large = layered(100, root=0, layer=MIB)
+    plan = place(large, Limits(device_bytes=40 * MIB, host_bytes=2**40, disk_bytes=2**40))
+    start_s = time.process_time()
+    simulate(large, plan, rates_of(large, h2d=1.0, update=1.0), usual_visits(large))
+    assert time.process_time() - start_s < 2.0  # some 0.15 s on an idle core
