@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from outcore.core.errors import ConfigError, OutcoreError
-from outcore.device.at_exit import close_at_exit
 from outcore.device.device import Device
 from outcore.device.faults import Faults
 from outcore.device.opening import open_device
 from outcore.device.race import RaceChecker
+from outcore.device.threads import close_at_exit
 from outcore.memory.limits import disk_free_bytes, host_free_bytes
 from outcore.optim.rules import UpdateRule, rule_for
 from outcore.planning.check import check_plan

@@ -143,7 +143,7 @@ POINTS = 9
 
 
 class Injection:
-    """Raises before the n-th line that the calling thread runs in the runtime."""
+    """Raises before the n-th line that the calling thread, or autograd's in ``walk``, runs in the runtime."""
 
     def __init__(self, number=-1, error=None):
         self.number, self.error, self.count = number, error, 0
@@ -152,13 +152,19 @@ class Injection:
     def __enter__(self):
         self.before = sys.gettrace()  # of whoever measures what the tests reach
         sys.settrace(self.call)
+        self.is_on = True
         return self
 
     def __exit__(self, *_):
+        self.is_on = False
         sys.settrace(self.before)
 
+    def walk(self, loss):
+        loss.register_hook(lambda _: sys.settrace(self.call))
+        loss.backward()
+
     def call(self, frame, event, _):
-        return self.line if frame.f_code.co_filename in FILES else None
+        return self.line if self.is_on and frame.f_code.co_filename in FILES else None
 
     def line(self, frame, event, _):
         if event == "line":
@@ -189,14 +195,14 @@ def test_an_error_at_any_statement_costs_only_the_gradients(setting, error, tmp_
             optimizer.load_state_dict(first[1])
             torch.manual_seed(3)
 
-        def run():
+        def run(injection):
             for i in range(2):
-                model.loss(batch(i)).backward()
+                injection.walk(model.loss(batch(i)))
 
         begin_again()
         want = seen(train(model, optimizer, 2), model, optimizer)
         with Injection() as counting:
-            run()
+            run(counting)
         optimizer.zero_grad()
         assert counting.reached >= {"call", "device", "passes", "lanes", "structure", "unit", "weights", "port"}
         assert counting.count > 3000
@@ -204,8 +210,8 @@ def test_an_error_at_any_statement_costs_only_the_gradients(setting, error, tmp_
         offset = 0 if error is KeyboardInterrupt else stride // 2
         hits = 0
         for number in range(offset, counting.count, stride):
-            with suppress(error), Injection(number, error("injected")):
-                run()
+            with suppress(error), Injection(number, error("injected")) as injection:
+                run(injection)
                 hits -= 1  # it was raised where Python calls by itself, and was lost
             hits += 1
             optimizer.zero_grad()

@@ -23,7 +23,7 @@ RUNS = {
     "engine": ["-m", "gpu", GPU / "test_engine_cuda.py", "-k", ENGINE],
     "parity": ["-k", PARITY, TESTS / "parity"],  # the promise as on CPU lanes, but a device computes and streams wait
     "memory": ["-m", "gpu", FOLDER / "memory_tests.py"],
-    "faults": ["-m", "gpu", FOLDER / "fault_tests.py", GPU / "test_streams_cuda.py"],
+    "faults": ["-m", "gpu", FOLDER / "fault_tests.py", GPU / "test_streams_cuda.py", GPU / "test_interrupts_cuda.py"],
     "machine": ["-m", "gpu", FOLDER / "machine_tests.py", GPU / "test_device_cuda.py", GPU / "test_recorder_cuda.py"],
 }
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from outcore.device import at_exit
+from outcore.device import threads
 
 SCRIPT = """
 import signal, sys, time
@@ -125,7 +125,7 @@ def test_ctrl_c_while_something_is_slow(tmp_path):
 def test_an_exit_at_the_end_has_its_status(monkeypatch, code, status):
     statuses = []
     monkeypatch.setattr(os, "_exit", statuses.append)
-    at_exit._end_at_once(SystemExit(code))
+    threads._end_at_once(SystemExit(code))
     assert statuses == [status]
 
 

@@ -15,6 +15,7 @@ import torch
 
 from outcore.device.device import Device, aligned_bytes
 from outcore.device.faults import Faults
+from outcore.device.interrupts import IN_BACKWARD
 from outcore.device.lanes import Handle, Operation, Pace, run_on_host
 from outcore.device.race import RaceChecker
 from outcore.device.recorder import Recorder
@@ -202,6 +203,7 @@ class CudaDevice(Device):
     computes_on_host = False
     update_block_bytes = 2**30
     activation_share = 0.3
+    interrupts = IN_BACKWARD
 
     def __init__(self, torch_device: torch.device, faults: Faults, race_checker: RaceChecker | None) -> None:
         """Start the lanes. Use ``open_device``."""

@@ -18,6 +18,7 @@ import torch
 from outcore.core.errors import LaneError
 from outcore.core.quantities import PAGE_BYTES
 from outcore.device.faults import POISON, Delays, Faults, PermutedLanes
+from outcore.device.interrupts import Interrupts
 from outcore.device.lane_threads import ThreadedLanes
 from outcore.device.lanes import (
     After,
@@ -73,6 +74,9 @@ class Device(abc.ABC):
     """Gradients that an update on the device takes at a time: so few that they fit a cache, or enough to fill it."""
     activation_share: float
     """Of the device budget, what a plan leaves to activations and workspace, which are not planned yet."""
+
+    interrupts: Interrupts
+    """Finds a Ctrl-C during a backward."""
 
     def __init__(
         self, torch_device: torch.device, execution: Execution, faults: Faults, race_checker: RaceChecker | None
@@ -249,13 +253,11 @@ class Device(abc.ABC):
 
         Raises LaneError if an operation does not end.
         """
+        self.interrupts.leave(self)
         self._finalizer()
 
     def close(self) -> None:
-        """``stop``, and give back what ``allocate`` took. Idempotent.
-
-        ``synchronize`` first to have everything done. Waiting for a handle that was still queued raises ``LaneError``.
-        """
+        """``stop``, and give back what ``allocate`` took. Idempotent. ``synchronize`` first to have everything done."""
         try:
             self.stop()
         finally:

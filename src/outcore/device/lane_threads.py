@@ -18,6 +18,7 @@ from typing import final
 import torch
 
 from outcore.core.errors import LaneError
+from outcore.device.interrupts import IN_BACKWARD
 from outcore.device.lanes import (
     Failure,
     Handle,
@@ -76,6 +77,7 @@ class ThreadedLanes:
         while self._stall is None:
             if handle.block(min(_LOOK_S, STALL_TIMEOUT_S / 4)):
                 return
+            IN_BACKWARD.look()
             self._stall = self._stalled(handle)
         self._stall.throw()
 

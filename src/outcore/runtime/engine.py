@@ -293,6 +293,10 @@ class Engine:
             )
         self._recovery.look()
 
+    def notice_what_was_cut_short(self) -> None:
+        """Mark gradients that an exception has left not whole."""
+        self._recovery.notice()
+
     def close(self) -> None:
         """Let running work end, give memory, files and threads back, and the module its own forward. Idempotent.
 

@@ -114,6 +114,12 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._original._opt_called = True  # type: ignore[attr-defined]  # a scheduler built on it warns otherwise
         return loss
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  (torch's signature)
+        """As in torch. What a backward has lost that an exception ended is zeroed too."""
+        self.engine.notice_what_was_cut_short()
+        super().zero_grad(set_to_none)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters that were trainable at ``prepare`` and that no group has yet.
 

@@ -12,6 +12,7 @@ again.
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -61,6 +62,7 @@ class Gradients:
         recovery.parts.append(self._reset)
         self._tasks: dict[int, weakref.ref[object]] = {}
         """Of autograd, and what it calls at the end of each and nobody else holds: it lives as long as the task."""
+        self._breaking_off = threading.RLock()  # by autograd's thread, or by the one that notices first
         self._num_passes = 0
         self._last_factor: tuple[torch.Tensor, int, torch.Tensor] | None = None
         self._open: dict[str, UnitGradients] = {}
@@ -208,24 +210,29 @@ class Gradients:
             raise
 
     def _notice(self) -> None:
-        if any(end() is None for end in self._tasks.values()):
-            self.break_off()
+        """Outside of a backward none is left: autograd's thread may let go of one that an exception ended later."""
+        if self._tasks:
+            with self._breaking_off:
+                if self._tasks and (not self.is_in_backward() or any(end() is None for end in self._tasks.values())):
+                    self.break_off()
 
     def end_without_callback(self, task: int) -> None:
         """Autograd's task is gone. If its end was never called it ended in an exception."""
-        if task in self._tasks:
-            self.break_off()
+        with self._breaking_off:
+            if task in self._tasks:
+                self.break_off()
 
     def break_off(self) -> None:
         """End the pass after an exception: units that it was at have lost their gradients, and none of them is whole.
 
         A plain loop keeps those that were there. Which ones they were inside of a block nobody knows afterwards.
         """
-        self._recovery.is_due = True
-        for name, gradients in list(self._open.items()):
-            gradients.lose()
-            del self._open[name]
-        self._tasks.clear()
+        with self._breaking_off:
+            self._recovery.is_due = True
+            for name, gradients in list(self._open.items()):
+                gradients.lose()
+                del self._open[name]
+            self._tasks.clear()
 
     def _reset(self) -> None:
         """Forget what passes have given so far. See [Note: cut short]."""

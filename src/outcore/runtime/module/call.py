@@ -59,6 +59,9 @@ class GradientSink(Protocol):
     def begin(self, unit: Unit) -> None:
         """The backward of a unit begins."""
 
+    def break_off(self) -> None:
+        """It ends in an exception."""
+
 
 class Services(NamedTuple):
     """What calls of all units share."""
@@ -161,6 +164,7 @@ class UnitCall:
             self._refuse_changes()
             return self._run_plain(args, kwargs, Phase.FORWARD)
         refuse_transforms(self._where)
+        self._device.interrupts.listen(self._device)
         # Whoever packs what is saved expects the same of the call that it will repeat.
         is_counted = self._keeping.counts and not is_packing()
         kind = self._keeping.kind_of(args, kwargs) if is_counted else None
@@ -305,6 +309,7 @@ class UnitCall:
         In an ordinary backward those of parameters go to the sink instead.
         """
         self._refuse_stale(call)
+        self._device.interrupts.look()
         is_kept = keeps_graph()
         params = self._trainable
         is_ordinary = is_executed(self._anchor_node)
@@ -339,6 +344,10 @@ class UnitCall:
                 inside = {i: g for i, g in grads_of.items() if i not in outside and params[i].requires_grad}
                 self._sink.deposit(self.unit, inside)
         return [*given, *[outside.get(i) for i in range(len(params))]]
+
+    def break_off(self) -> None:
+        """A backward ends in an exception. Autograd may say so when the program has long gone on."""
+        self._sink.break_off()
 
     def _refuse_always(self) -> None:
         if self._is_closed:
@@ -413,9 +422,8 @@ class UnitFunction(torch.autograd.Function):
     ) -> Any:
         """Hand the results of the inner graph to the outer one."""
         ctx.unit_call, ctx.call = unit_call, call
-        ctx.set_materialize_grads(
-            False
-        )  # an undefined gradient stays None: a zero would make the optimizer step unused parameters
+        # An undefined gradient stays None: a zero would make the optimizer step unused parameters.
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
         # `.data`: no view relation, which would forbid later in-place changes of outputs of a multi-output function.
         results = tuple(t.data for t in call.outputs)
@@ -427,7 +435,11 @@ class UnitFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         """Run the inner backward."""
-        found = ctx.unit_call.backward(ctx, ctx.call, ctx.saved_tensors, grads)
+        try:
+            found = ctx.unit_call.backward(ctx, ctx.call, ctx.saved_tensors, grads)
+        except BaseException:
+            ctx.unit_call.break_off()
+            raise
         return (None, None, None, None, *found)
 
 

@@ -29,10 +29,14 @@ class Recovery:
         self.parts: list[Callable[[], None]] = []
         """Each puts its own bookkeeping into the state in which nothing runs, and nothing is in flight by then."""
 
-    def look(self) -> None:
-        """Run if anything was cut short."""
+    def notice(self) -> None:
+        """Find out whether anything was cut short."""
         for notice in self.signs:
             notice()
+
+    def look(self) -> None:
+        """Run if anything was cut short."""
+        self.notice()
         if self.is_due:
             self.run()
 

@@ -45,7 +45,10 @@ class PlainUpdates:
         raise NotImplementedError
 
     def begin(self, unit: Unit) -> None:
-        """Nothing is lost if it ends in an exception: what autograd has accumulated stays, as in a plain loop."""
+        """Nothing to prepare for: autograd accumulates."""
+
+    def break_off(self) -> None:
+        """Nothing is lost: what autograd has accumulated stays, as in a plain loop."""
 
     def steps_of(self, hypers: Mapping[int, Hyper], on_missing: Callable[[], None]) -> list[FusedStep]:
         """What is to be done, by kernel call: for every parameter that has a gradient.
