@@ -26,7 +26,7 @@ from outcore.device.lanes import (
     Completion,
     Dependency,
     Execution,
-    Failure,
+    Failures,
     Handle,
     Lanes,
     Operation,
@@ -91,8 +91,7 @@ class Device(abc.ABC):
         self._execution = execution
         self.stream_name = execution.stream_name
         """Tells the stream on which compute works now."""
-        self._failures: list[Failure] = []
-        self._first_failure: Failure | None = None
+        self._failures = Failures()
         self.recorder = Recorder(execution.stopwatch)
         """Adds up what compute waits for; keeps operations if asked to."""
         service, seed = Service(execution, self._delays.pace, self._failures, self.recorder), faults.permute
@@ -229,17 +228,11 @@ class Device(abc.ABC):
 
     def check(self) -> None:
         """Raise the first error that a lane hit and nobody has seen yet; the next call raises the next one."""
-        while self._failures:
-            failure = self._failures.pop(0)
-            self._first_failure = self._first_failure or failure
-            if not failure.is_seen:
-                failure.throw()
+        self._failures.raise_next()
 
     def refuse_after_failure(self) -> None:
         """Raise the first error that a lane ever hit: what it was to do is not done."""
-        for failure in (self._first_failure, *self._failures):
-            if failure is not None:
-                failure.throw()
+        self._failures.raise_first()
 
     def synchronize(self) -> None:
         """Block the host until all lanes are empty and the device is idle. Raises no errors of lanes; see ``check``."""

@@ -62,6 +62,32 @@ class Failure:
         ) from error
 
 
+class Failures:
+    """Of operations that failed by themselves, not of those that depended on them."""
+
+    def __init__(self) -> None:
+        self._first: Failure | None = None
+        self._waiting: list[Failure] = []
+
+    def add(self, failure: Failure) -> None:
+        """May be called from any thread."""
+        self._waiting.append(failure)
+
+    def raise_next(self) -> None:
+        """Raise the first that nobody has seen yet; the next call raises the next one."""
+        while self._waiting:
+            failure = self._waiting.pop(0)
+            self._first = self._first or failure
+            if not failure.is_seen:
+                failure.throw()
+
+    def raise_first(self) -> None:
+        """Raise the first that there ever was."""
+        for failure in (self._first, *self._waiting):
+            if failure is not None:
+                failure.throw()
+
+
 class Lanes(Protocol):
     """What runs the queues: threads, or an executor that permutes them."""
 
@@ -272,8 +298,7 @@ class Service:
 
     execution: Execution
     pace: Callable[[Operation], Pace]
-    failures: list[Failure]
-    """Every operation that failed by itself is appended, not those that depended on it."""
+    failures: Failures
     recorder: Recorder
 
 
@@ -292,7 +317,7 @@ def run_operation(operation: Operation, service: Service) -> None:
         handle.finish(service.execution.run(operation, service.pace(operation), service.recorder))
     except BaseException as error:  # a lane survives whatever its work raises; the handle carries it
         failure = Failure(error, handle.name, handle.lane)
-        service.failures.append(failure)
+        service.failures.add(failure)
         handle.fail(failure)
 
 

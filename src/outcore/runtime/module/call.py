@@ -382,10 +382,8 @@ class UnitCall:
         """Inner inputs and outputs: kept, or made again."""
         if call.state is None:
             if call.graph is None:
-                raise UnsupportedError(
-                    f"{self._where}: expected one backward through this graph, but it is the second; pass "
-                    "retain_graph=True to the first"
-                )
+                why = "expected one backward through this graph, but it is the second"
+                raise UnsupportedError(f"{self._where}: {why}; pass retain_graph=True to the first")
             return call.graph
         inner = [guarded_leaf(t, self._where) if w else t for t, w in zip(saved, call.wants_grad, strict=True)]
         count = None if call.kind is None else self._keeping.count(call.kind)
@@ -427,7 +425,7 @@ class UnitFunction(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         # `.data`: no view relation, which would forbid later in-place changes of outputs of a multi-output function.
         results = tuple(t.data for t in call.outputs)
-        # Detached: they share memory, which the inner graph holds anyway, and version counter, and no node.
+        # Detached: they share memory and version counter, and no node.
         call.returned = [(t.detach(), t._version) for t in (results[i] for i in call.watched)]
         call.outputs.clear()
         return results
