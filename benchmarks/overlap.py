@@ -37,7 +37,7 @@ from outcore.planning.partition import partition
 from outcore.planning.pools import Comfort, pools_for
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.spec.budget import Limits
-from outcore.spec.layout import states_of
+from outcore.spec.layout import states_bytes
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, Tier, UnitPlan
 from outcore.spec.timeline import COMPUTE, Span, Timeline
@@ -188,7 +188,7 @@ def plan_for(model: ModelSpec, setting: Setting, args: argparse.Namespace, *, is
 def paces(model: ModelSpec, plan: Plan, setting: Setting, unit_s: float) -> tuple[dict[str, float], Rates]:
     """What makes every lane as slow as the setting wants it: bytes per second of lanes, and the same as rates."""
     spec, unit = model.units[-1], plan.units[-1]
-    states = spec.update_bytes * len(states_of(unit, model))
+    states = states_bytes(spec, unit, model)
     written = {
         "h2d": (spec.weight_bytes, setting.h2d),
         "d2h": (spec.trainable_bytes, setting.d2h),

@@ -28,8 +28,10 @@ from outcore.optim.blocks import Piece, update_blocks
 from outcore.optim.rules import AdamHyper
 from outcore.runtime.updates.workers import UpdateWorkers
 from outcore.spec.lanes import Lane
-from outcore.spec.model import UnitSpec
+from outcore.spec.layout import lay_out_states
+from outcore.spec.model import Part, UnitSpec
 
+STATES = ("master", "exp_avg", "exp_avg_sq")
 HYPER = AdamHyper(
     lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, amsgrad=False, maximize=False, decoupled=True
 )
@@ -191,7 +193,7 @@ def update_rates(device: Device, unit: UnitSpec) -> dict[str, float]:
         unit: Of bf16 weights with fp32 masters.
     """
     numel = sum(p.numel for p in unit.trainable)
-    nbytes = 3 * unit.update_bytes + 2 * unit.trainable_bytes
+    nbytes = _states_bytes(unit) + 2 * unit.trainable_bytes
     spare = 0 if device.computes_on_host else 1
     with HostMemory.open(nbytes) as memory, UpdateWorkers(spare_cores=spare) as workers:
         pieces = _pieces(unit, memory.tensor)
@@ -213,19 +215,21 @@ def _repeat(run: Callable[[], None], device: str) -> list[float]:
     return marks.between()[1:]
 
 
+def _states_bytes(unit: UnitSpec) -> int:
+    return sum(state.nbytes for state in lay_out_states(unit, STATES).values())
+
+
 def _pieces(unit: UnitSpec, memory: torch.Tensor) -> list[Piece]:
     """All parameters of a unit over memory that holds three states, gradients and weights, one behind another."""
 
-    def views(start: int, dtype: torch.dtype, offsets: Sequence[int]) -> list[torch.Tensor]:
-        starts = [start + offset for offset in offsets]
-        return [
-            memory[s : s + p.numel * dtype.itemsize].view(dtype) for s, p in zip(starts, unit.trainable, strict=True)
-        ]
+    def views(start: int, parts: Sequence[Part]) -> list[torch.Tensor]:
+        places = [(start + part.offset, part) for part in parts]
+        return [memory[first : first + p.nbytes].view(getattr(torch, p.dtype)) for first, p in places]
 
-    master, exp_avg, exp_avg_sq = (views(i * unit.update_bytes, torch.float32, unit.update_offsets) for i in range(3))
-    after = 3 * unit.update_bytes
-    offsets = unit.weight_offsets[: len(unit.trainable)]
-    grads, weights = (views(after + i * unit.trainable_bytes, torch.bfloat16, offsets) for i in range(2))
+    states = list(lay_out_states(unit, STATES).values())
+    master, exp_avg, exp_avg_sq = (views(state.start, state.parts) for state in states)
+    parts = unit.weight_parts[: len(unit.trainable)]
+    grads, weights = (views(states[-1].stop + i * unit.trainable_bytes, parts) for i in range(2))
     for values, tensors in ((0.02, master), (1e-3, exp_avg), (1e-4, exp_avg_sq), (1e-3, grads)):
         for tensor in tensors:
             tensor.fill_(values)
@@ -276,4 +280,4 @@ def measure_machine(torch_device: str, unit: UnitSpec, disk: Path | None) -> Mac
         links = link_rates(device, unit.weight_bytes)
         parameters_per_s = update_rates(device, unit)
     free_cached(torch_device)
-    return Machine(links, parameters_per_s, {} if disk is None else disk_rates(disk, 3 * unit.update_bytes))
+    return Machine(links, parameters_per_s, {} if disk is None else disk_rates(disk, _states_bytes(unit)))

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, Union
 
-from outcore.spec.layout import has_master, states_of
+from outcore.spec.layout import has_master, states_bytes, states_of
 from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import Tier, UnitPlan
 
@@ -120,16 +120,16 @@ class Ledger(Generic[H]):
         self.index, self.spec, self.plan = index, spec, plan
         self.name = spec.name or "root"  # for people
         self.is_resident = plan.weights == "device"
-        self.state_names = states_of(plan, model)
+        self.state_specs = states_of(spec, plan, model)
         self.has_master = has_master(plan, model.precision)
-        states_bytes = spec.update_bytes * len(self.state_names)
+        nbytes = states_bytes(spec, plan, model)
         of = f"of {self.name}"
         self.weights: Home[H] = Home(f"weights {of}", "weights", plan.weights, spec.weight_bytes)
         self.gradients: Home[H] = Home(f"gradients {of}", "gradients", plan.gradients, spec.update_bytes)
-        self.states: Home[H] = Home(f"states {of}", "states", plan.states, states_bytes)
+        self.states: Home[H] = Home(f"states {of}", "states", plan.states, nbytes)
         # Second homes, see [Note: early updates].
         self.next_weights: Home[H] = Home(f"next weights {of}", "weights", "host", spec.trainable_bytes)
-        self.next_states: Home[H] = Home(f"next states {of}", "states", plan.states, states_bytes)
+        self.next_states: Home[H] = Home(f"next states {of}", "states", plan.states, nbytes)
         self.bucket: Taken[H] | None = None
         """Where gradients of the pass that is running are on the device."""
         self.slot: Slot[H] | None = None

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
-from outcore.spec.layout import has_master, staging, states_of
+from outcore.spec.layout import has_master, staging, states_bytes
 from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import Plan, PoolKind, Tier, UnitPlan
 
@@ -143,7 +143,7 @@ def _kept(pairs: _Pairs, plan: Plan, rates: Rates, model: ModelSpec, num_batches
     spared = sum(max(p.num_slots - 1, 1) * p.slot_bytes for p in plan.pools if (p.tier, p.kind) == ("host", "states"))
 
     def kept(units: _Pairs) -> int:
-        states = sum(spec.update_bytes * len(states_of(unit, model)) for spec, unit in units if unit.states == "disk")
+        states = sum(states_bytes(spec, unit, model) for spec, unit in units if unit.states == "disk")
         gradients = sorted((spec.update_bytes for spec, unit in units if unit.gradients == "disk"), reverse=True)
         return min(states, spared) + sum(gradients[:num_slots])
 
@@ -172,7 +172,7 @@ def _update(spec: UnitSpec, unit: UnitPlan, rates: Rates, model: ModelSpec) -> I
         yield from _staged_update(spec, unit, rates, model)
         return
     part: _Part = "anywhere" if unit.early else "window"
-    states = spec.update_bytes * len(states_of(unit, model)) if unit.states == "disk" else 0
+    states = states_bytes(spec, unit, model) if unit.states == "disk" else 0
     read = states + (spec.update_bytes if unit.gradients == "disk" else 0)
     write = states + (spec.trainable_bytes if unit.weights == "disk" else 0)
     yield _Job(part, "update", rates.update_s("update", spec))

@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from outcore.core.errors import PlanInfeasibleError
@@ -35,7 +35,8 @@ from outcore.planning.pools import (
 from outcore.planning.reservations import tier_bytes
 from outcore.planning.table import infeasible_table
 from outcore.spec.budget import Limits
-from outcore.spec.model import ModelSpec
+from outcore.spec.layout import lay_out_states
+from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import Plan, Policy, Tier, UnitPlan
 
 
@@ -136,7 +137,7 @@ class _Search:
         self.accumulation_steps = accumulation_steps
         self.num_units = len(model.units)
         # Equal units are counted, not listed: 100 equal layers cost as much as one.
-        shapes = [(u.weight_bytes, u.trainable_bytes, u.update_bytes, u.buffer_bytes, not u.name) for u in model.units]
+        shapes = [_shape(unit, model) for unit in model.units]
         first = {shape: i for i, shape in reversed(list(enumerate(shapes)))}
         self._alike = [first[shape] for shape in shapes]
         # Cached per object: functools.cache on the methods would keep every search alive.
@@ -309,6 +310,13 @@ class _Search:
         return UnitPlan(
             name=name, weights=weights, gradients=gradients, states=states, policy=policy if name else "keep"
         )
+
+
+def _shape(unit: UnitSpec, model: ModelSpec) -> Hashable:
+    """What the bytes of a unit depend on, wherever it lives."""
+    states = lay_out_states(unit, ("master", *model.state_names)).values()
+    nbytes = (unit.weight_bytes, unit.trainable_bytes, unit.update_bytes, unit.buffer_bytes)
+    return *nbytes, *(state.nbytes for state in states), not unit.name
 
 
 def _infeasible(search: _Search, policy: Policy) -> PlanInfeasibleError:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from outcore.core.quantities import PAGE_BYTES, align_up
-from outcore.spec.layout import SCRATCH_BYTES, staging, states_of
+from outcore.spec.layout import SCRATCH_BYTES, staging, states_bytes
 from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import Pool, PoolKind, Tier, UnitPlan
 
@@ -105,7 +105,7 @@ def _update_needs(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> Iterator[
     if unit.weights != "host":
         yield Need("host", "new_weights", spec.trainable_bytes)
     if unit.states == "disk":
-        yield Need("host", "states", spec.update_bytes * len(states_of(unit, model)))
+        yield Need("host", "states", states_bytes(spec, unit, model))
     if unit.gradients != "host":
         yield Need("host", "gradients", spec.update_bytes)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from outcore.spec.layout import states_of
+from outcore.spec.layout import states_bytes
 from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import Plan, Tier, UnitPlan
 
@@ -54,10 +54,10 @@ def _unit(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> Iterator[Reservat
 
     yield item(unit.weights, "weights", spec.weight_bytes)
     yield item(unit.gradients, "gradients", spec.update_bytes)
-    yield item(unit.states, "states", spec.update_bytes * len(states_of(unit, model)))
+    yield item(unit.states, "states", states_bytes(spec, unit, model))
     if unit.early:
         yield item("host", "next_weights", spec.trainable_bytes)
-        yield item(unit.states, "next_states", spec.update_bytes * len(states_of(unit, model)))
+        yield item(unit.states, "next_states", states_bytes(spec, unit, model))
     yield item("device", "buffers", spec.buffer_bytes)
 
 

@@ -32,7 +32,7 @@ from outcore.runtime.unit.port import LivePort
 from outcore.runtime.unit.recovery import Recovery
 from outcore.runtime.unit.tiers import Tiers
 from outcore.runtime.unit.traffic import Traffic
-from outcore.runtime.unit.unit import Unit
+from outcore.runtime.unit.unit import Unit, torch_dtype
 from outcore.runtime.updates.early import EarlyUpdates
 from outcore.runtime.updates.plain import PlainUpdates
 from outcore.runtime.updates.streamed import Stepper, StreamedUpdates
@@ -254,7 +254,7 @@ class Engine:
         if unit is None or i >= unit.num_trainable:
             return
         spec = unit.spec.params[i]
-        for name in unit.ledger.state_names:
+        for name in unit.ledger.state_specs:
             value = values.get(name)
             if value is not None and tuple(value.shape) != spec.shape:
                 raise ConfigError(
@@ -267,13 +267,14 @@ class Engine:
         unit, i = self.places.get(id(param), (None, 0))
         if unit is None or i >= unit.num_trainable or self._rule is None:
             return
-        has_states = any(values.get(name) is not None for name in unit.ledger.state_names if name != "master")
+        has_states = any(values.get(name) is not None for name in unit.ledger.state_specs if name != "master")
         unit.steps[i] = int(values["step"]) if "step" in values else int(has_states)  # SGD keeps no step
-        for name in unit.ledger.state_names:
+        for name in unit.ledger.state_specs:
             value = values.get(name)
             if value is None and name != "master":
                 spec = unit.spec.params[i]
-                value = torch.full(spec.shape, self._rule.initial_value(name), dtype=unit.update_dtypes[i])
+                dtype = torch_dtype(unit.ledger.state_specs[name].parts[i].dtype)
+                value = torch.full(spec.shape, self._rule.initial_value(name), dtype=dtype)
             if value is not None:
                 self.access.write_state(unit, name, i, value)
 

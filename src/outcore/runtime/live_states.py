@@ -10,7 +10,7 @@ import torch
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.runtime.engine import Engine
 from outcore.runtime.gradients.on_demand import DistantTensor
-from outcore.runtime.unit.unit import Unit
+from outcore.runtime.unit.unit import Unit, torch_dtype
 from outcore.runtime.values.edits import take_edits
 
 
@@ -74,7 +74,7 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
 
     def _all_names(self, unit: Unit, index: int) -> tuple[str, ...]:
         is_master = unit.spec.params[index].dtype == unit.spec.params[index].update_dtype
-        names = [name for name in unit.ledger.state_names if name != "master" or not is_master]
+        names = [name for name in unit.ledger.state_specs if name != "master" or not is_master]
         return (*(("step",) if self._has_step else ()), *names)
 
     def read(self, param: torch.Tensor, name: str) -> torch.Tensor:
@@ -92,9 +92,9 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
             unit.steps[index] = int(value)
             unit.states_version += 1
             return
-        if name not in unit.ledger.state_names:
+        if name not in unit.ledger.state_specs:
             raise ConfigError(
-                f"optimizer.state: expected one of step, {', '.join(unit.ledger.state_names)} for "
+                f"optimizer.state: expected one of step, {', '.join(unit.ledger.state_specs)} for "
                 f"'{unit.spec.params[index].name}', but got '{name}', for which outcore.prepare() took no memory; "
                 "keep values of your own elsewhere"
             )
@@ -106,7 +106,8 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
         unit, index = self._expect(param)
         like, device = torch.empty((), device="meta"), torch.device("cpu")
         if name != "step":
-            like = torch.empty_like(unit.grad_likes[index], dtype=unit.update_dtypes[index])
+            dtype = torch_dtype(unit.ledger.state_specs[name].parts[index].dtype)
+            like = torch.empty_like(unit.grad_likes[index], dtype=dtype)
             device = self._engine.device.torch_device
         return StateTensor(like, device, lambda: self.read(param, name), lambda value: self.write(param, name, value))
 

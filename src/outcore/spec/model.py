@@ -7,7 +7,8 @@
   trainable piece can be written to disk alone. ``weight_bytes`` is the whole. A *bucket* is the trainable piece
   again, holding the gradients of one backward pass in the dtype in which autograd makes them.
 * *update layout*: trainable parameters only, in the dtype in which they are updated (fp32 masters for bf16 weights).
-  Accumulated gradients, master weights and every optimizer state use it, ``update_bytes`` each.
+  Accumulated gradients use it, ``update_bytes`` of them. What a state takes is said by its ``StateSpec``
+  (``spec.layout``); master weights and all states that there are now use the update layout, too.
 
 Sizes are padded to 4 KiB, so any of them may rest on disk.
 
@@ -27,7 +28,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from outcore.core.quantities import PAGE_BYTES, PARAM_ALIGN_BYTES, align_up
 
@@ -57,6 +58,21 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 def _outermost_first(strides: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(range(len(strides)), key=lambda i: -strides[i]))
+
+
+class Part(NamedTuple):
+    """Elements of one parameter in a layout, as they lie in memory: a flat tensor."""
+
+    dtype: str
+    """A key of DTYPE_BYTES."""
+    numel: int
+    offset: int
+    """Of its first byte in the layout."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size, without padding."""
+        return self.numel * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,24 +137,24 @@ class UnitSpec:
         return tuple(p for p in self.params if p.requires_grad)
 
     @cached_property
-    def weight_offsets(self) -> tuple[int, ...]:
-        """Byte offset of every parameter in the weights layout."""
-        offsets, end = [], 0
+    def weight_parts(self) -> tuple[Part, ...]:
+        """Where every parameter lies in the weights layout."""
+        parts, end = [], 0
         for i, param in enumerate(self.params):
             if i == len(self.trainable):
                 end = align_up(end, PAGE_BYTES)
-            offsets.append(end)
+            parts.append(Part(param.dtype, param.numel, end))
             end += align_up(param.weight_bytes, PARAM_ALIGN_BYTES)
-        return tuple(offsets)
+        return tuple(parts)
 
     @cached_property
-    def update_offsets(self) -> tuple[int, ...]:
-        """Byte offset of every trainable parameter in the update layout."""
-        offsets, end = [], 0
+    def update_parts(self) -> tuple[Part, ...]:
+        """Where every trainable parameter lies in the update layout."""
+        parts, end = [], 0
         for param in self.trainable:
-            offsets.append(end)
+            parts.append(Part(param.update_dtype, param.numel, end))
             end += align_up(param.update_bytes, PARAM_ALIGN_BYTES)
-        return tuple(offsets)
+        return tuple(parts)
 
     @cached_property
     def trainable_bytes(self) -> int:

@@ -22,6 +22,7 @@ from outcore.memory.disk import DiskStore
 from outcore.planning.table import plan_table
 from outcore.runtime.module_guard import is_guarded
 from outcore.spec.budget import Budget
+from outcore.spec.layout import lay_out_states
 from outcore.spec.plan import TIERS, Plan, Tier
 
 
@@ -173,8 +174,9 @@ class Job:
         weights = sum(p.weight_bytes for p in (all_params if self.settings.lora is None else trained))
         if self.settings.training["save_strategy"] == "no":
             return weights
-        states = (1 + len(self.model.spec.state_names)) * sum(p.update_bytes for p in trained)
-        return 2 * weights + states
+        names = ("master", *self.model.spec.state_names)
+        states = [state for unit in self.model.spec.units for state in lay_out_states(unit, names).values()]
+        return 2 * weights + sum(part.nbytes for state in states for part in state.parts)
 
     def _planned_budget(self, planned: Planned) -> Budget:
         """What the plan takes: what was free when it was made may be less by now."""

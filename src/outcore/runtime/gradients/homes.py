@@ -151,18 +151,15 @@ class GradientHomes:
     def _read_one(self, gradients: UnitGradients, index: int) -> torch.Tensor:
         """One gradient as it is stored, straight from disk. Memory: host, that gradient."""
         unit, spec = gradients.unit, gradients.unit.spec
-        offsets, dtype = (spec.update_offsets, unit.update_dtypes[index])
-        if gradients.is_native:
-            offsets, dtype = spec.weight_offsets, torch_dtype(spec.params[index].dtype)
-        nbytes = spec.params[index].numel * dtype.itemsize
+        part = (spec.weight_parts if gradients.is_native else spec.update_parts)[index]
         home = unit.ledger.gradients
-        part = home.span(offsets[index], offsets[index] + nbytes).memory
+        extent = home.span(part.offset, part.offset + part.nbytes).memory
         self._wait(home.before_read())
-        self._device.host_access(f"look at a gradient of {unit.label}", reads=[part.region])
-        found = torch.empty(nbytes, dtype=torch.uint8)
-        if nbytes:
-            self._tiers.store().read(part, found)
-        return found.view(dtype)
+        self._device.host_access(f"look at a gradient of {unit.label}", reads=[extent.region])
+        found = torch.empty(part.nbytes, dtype=torch.uint8)
+        if part.nbytes:
+            self._tiers.store().read(extent, found)
+        return found.view(torch_dtype(part.dtype))
 
     @torch.no_grad()
     def change(self, gradients: UnitGradients, handle: GradHandle, change: Callable[[torch.Tensor], Any]) -> None:

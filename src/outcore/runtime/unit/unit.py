@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from outcore.device.lanes import Handle
 from outcore.memory.arena import TEMPORARY, Buffer, Region
 from outcore.order.ledger import Ledger
 from outcore.runtime.unit.absent import AbsentParameter, Owner, absent_class, watched_class
-from outcore.spec.model import ParamSpec, UnitSpec, row_major
+from outcore.spec.model import ParamSpec, Part, UnitSpec, row_major
 
 
 def _grad_dtype(param: Parameter, spec: ParamSpec) -> torch.dtype:
@@ -98,16 +98,16 @@ class Unit:
 
     def flat_views(self, buffer: Buffer) -> list[torch.Tensor]:
         """``native_views`` as flat tensors (1D), in the order in which elements lie in memory."""
-        return self._cached("flat", buffer, lambda: flat_views(self.spec, buffer))
+        return self._cached("flat", buffer, lambda: flat_views(self.spec.weight_parts[: self.num_trainable], buffer))
 
     def update_views(self, buffer: Buffer) -> list[torch.Tensor]:
         """Trainable parameters as flat tensors (1D) over a buffer in the update layout."""
-        return self._cached("update", buffer, lambda: update_views(self.spec, buffer))
+        return self._cached("update", buffer, lambda: flat_views(self.spec.update_parts, buffer))
 
     def state_views(self, buffer: Buffer, name: str) -> list[torch.Tensor]:
         """One state of the trainable parameters (1D each) over the states home or a copy of it."""
-        start, stop = self.state_span(name)
-        return self._cached(name, buffer, lambda: update_views(self.spec, buffer.part(start, stop)))
+        state = self.ledger.state_specs[name]
+        return self._cached(name, buffer, lambda: flat_views(state.parts, buffer.part(state.start, state.stop)))
 
     def _cached(self, kind: str, buffer: Buffer, make: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
         if buffer.region.arena == TEMPORARY:
@@ -168,11 +168,6 @@ class Unit:
         self._absent_views.clear()
         self.ledger.let_go()
 
-    def state_span(self, name: str) -> tuple[int, int]:
-        """Bytes [start, stop) of a state in the states home."""
-        start = self.ledger.state_names.index(name) * self.spec.update_bytes
-        return start, start + self.spec.update_bytes
-
 
 def absent_view(spec: ParamSpec, device: torch.device) -> torch.Tensor:
     """A view of one NaN with the parameter's shape and no strides: a few bytes whatever the shape."""
@@ -183,24 +178,13 @@ def absent_view(spec: ParamSpec, device: torch.device) -> torch.Tensor:
 
 def weight_views(spec: UnitSpec, buffer: Buffer, count: int) -> list[torch.Tensor]:
     """The first ``count`` parameters as tensors over a buffer in the weights layout."""
-    pairs = list(zip(spec.params, spec.weight_offsets, strict=True))[:count]
-    return [buffer.tensor(torch_dtype(p.dtype), p.shape, offset, p.strides) for p, offset in pairs]
+    pairs = list(zip(spec.params, spec.weight_parts, strict=True))[:count]
+    return [buffer.tensor(torch_dtype(part.dtype), p.shape, part.offset, p.strides) for p, part in pairs]
 
 
-def flat_views(spec: UnitSpec, buffer: Buffer) -> list[torch.Tensor]:
-    """Trainable parameters as flat tensors (1D) over a buffer in the weights layout."""
-    return [
-        buffer.tensor(torch_dtype(p.dtype), (p.numel,), offset)
-        for p, offset in zip(spec.trainable, spec.weight_offsets, strict=False)
-    ]
-
-
-def update_views(spec: UnitSpec, buffer: Buffer) -> list[torch.Tensor]:
-    """Trainable parameters as flat tensors (1D) over a buffer in the update layout."""
-    return [
-        buffer.tensor(torch_dtype(p.update_dtype), (p.numel,), offset)
-        for p, offset in zip(spec.trainable, spec.update_offsets, strict=True)
-    ]
+def flat_views(parts: Sequence[Part], buffer: Buffer) -> list[torch.Tensor]:
+    """The parts of a layout as flat tensors (1D) over a buffer."""
+    return [buffer.tensor(torch_dtype(part.dtype), (part.numel,), part.offset) for part in parts]
 
 
 def outermost_first(spec: ParamSpec, tensor: torch.Tensor) -> torch.Tensor:

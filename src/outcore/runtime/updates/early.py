@@ -230,7 +230,7 @@ def _carried(
     copies = []
     weight = unit.flat_views(new_weights)[index]
     if new_states is not None and old_states is not None:
-        for name in unit.ledger.state_names:
+        for name in unit.ledger.state_specs:
             copies.append((unit.state_views(new_states, name)[index], unit.state_views(old_states, name)[index]))
     if old_weights is not None:
         copies.append((weight, unit.flat_views(old_weights)[index]))

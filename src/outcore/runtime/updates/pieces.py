@@ -60,4 +60,4 @@ def pieces_of(
 
 
 def _views(unit: Unit, states: Buffer | None) -> dict[str, list[torch.Tensor]]:
-    return {name: unit.state_views(states, name) for name in unit.ledger.state_names} if states is not None else {}
+    return {name: unit.state_views(states, name) for name in unit.ledger.state_specs} if states is not None else {}

@@ -119,7 +119,7 @@ class PlainUpdates:
         found = self._states.get(id(param))
         if found is None:
             spec, states = unit.spec.params[index], unit.ledger.states.memory
-            names = unit.ledger.state_names if isinstance(states, Buffer) else ()
+            names = unit.ledger.state_specs if isinstance(states, Buffer) else ()
             views = {name: unit.state_views(states, name)[index] for name in names}
             found = self._states[id(param)] = {name: shaped(spec, view) for name, view in views.items()}
         return found

@@ -10,11 +10,13 @@ import torch
 from outcore.device.device import Device
 from outcore.device.lanes import Handle
 from outcore.memory.arena import Buffer
+from outcore.memory.disk import Extent
 from outcore.order.ledger import Home
 from outcore.order.slots import Pools
 from outcore.runtime.unit.tiers import Tiers
 from outcore.runtime.unit.unit import Unit, flat, shaped, torch_dtype
 from outcore.runtime.weights.weights import Weights
+from outcore.spec.model import Part
 
 
 class Access:
@@ -27,15 +29,12 @@ class Access:
 
     def read_weight(self, unit: Unit, index: int) -> torch.Tensor:
         """The current weight as a fresh tensor in host memory."""
-        spec = unit.spec.params[index]
-        found = self._read(unit.ledger.weights, unit.spec.weight_offsets[index], spec.weight_bytes)
-        return shaped(spec, found.view(torch_dtype(spec.dtype)))
+        return shaped(unit.spec.params[index], self._read(unit.ledger.weights, unit.spec.weight_parts[index]))
 
     def read_state(self, unit: Unit, name: str, index: int) -> torch.Tensor:
         """One optimizer state, master weights included, as a fresh tensor in host memory."""
-        spec = unit.spec.trainable[index]
-        found = self._read(unit.ledger.states, _state_offset(unit, name, index), spec.update_bytes)
-        return shaped(spec, found.view(torch_dtype(spec.update_dtype)))
+        state = unit.ledger.state_specs[name]
+        return shaped(unit.spec.params[index], self._read(unit.ledger.states, state.parts[index], state.start))
 
     @torch.no_grad()
     def write_weight(self, unit: Unit, index: int, value: torch.Tensor) -> None:
@@ -44,11 +43,11 @@ class Access:
         A value with more precision than the weight becomes the master. Else elements whose master already rounds to the
         value keep it: loading a model after its optimizer, or writing one element, loses nothing.
         """
-        spec = unit.spec.params[index]
-        weight = flat(spec, value.detach().to(torch_dtype(spec.dtype)))
+        spec, part = unit.spec.params[index], unit.spec.weight_parts[index]
+        weight = flat(spec, value.detach().to(torch_dtype(part.dtype)))
         self._weights.invalidate(unit)
         unit.weights_version += 1
-        self._write(unit.ledger.weights, unit.spec.weight_offsets[index], weight)
+        self._write(unit.ledger.weights, part.offset, weight)
         if unit.ledger.is_resident:  # a graph that saved the old weights must not be walked any more
             unit.note_change(index)
         if unit.ledger.has_master and spec.requires_grad:
@@ -69,22 +68,26 @@ class Access:
     def write_state(self, unit: Unit, name: str, index: int, value: torch.Tensor) -> None:
         """Replace one optimizer state."""
         unit.states_version += 1
-        spec = unit.spec.trainable[index]
-        state = flat(spec, value.detach().to(torch_dtype(spec.update_dtype)))
-        self._write(unit.ledger.states, _state_offset(unit, name, index), state)
+        state = unit.ledger.state_specs[name]
+        part = state.parts[index]
+        values = flat(unit.spec.params[index], value.detach().to(torch_dtype(part.dtype)))
+        self._write(unit.ledger.states, state.start + part.offset, values)
 
-    def _read(self, home: Home[Handle], start: int, nbytes: int) -> torch.Tensor:
-        result = torch.empty(nbytes, dtype=torch.uint8)
-        if home.memory is None or not nbytes:
-            return result
-        part = home.span(start, start + nbytes).memory
+    def _read(self, home: Home[Handle], part: Part, start: int = 0) -> torch.Tensor:
+        """A part of a layout that begins at ``start`` (1D)."""
+        result, first = torch.empty(part.nbytes, dtype=torch.uint8), start + part.offset
+        if home.memory is not None and part.nbytes:
+            self._copy_out(home, home.span(first, first + part.nbytes).memory, result)
+        return result.view(torch_dtype(part.dtype))
+
+    def _copy_out(self, home: Home[Handle], part: Buffer | Extent, result: torch.Tensor) -> None:
         if isinstance(part, Buffer):
             self._order(home, part, is_write=False)
-            return result.copy_(part.bytes)
+            result.copy_(part.bytes)
+            return
         self._wait(home)
         self.device.host_access("read from disk", reads=[part.region])
         self._tiers.store().read(part, result)
-        return result
 
     def _write(self, home: Home[Handle], start: int, value: torch.Tensor) -> None:
         self.device.wait(f"{home.kind} read", home.readers)
@@ -112,8 +115,3 @@ class Access:
         else:
             self._wait(home)
             self.device.host_access("access to one parameter", **regions)
-
-
-def _state_offset(unit: Unit, name: str, index: int) -> int:
-    start, _ = unit.state_span(name)
-    return start + unit.spec.update_offsets[index]

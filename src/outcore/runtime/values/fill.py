@@ -14,7 +14,7 @@ from outcore.memory.arena import Buffer
 from outcore.order.ledger import Home
 from outcore.order.slots import Pools
 from outcore.runtime.unit.tiers import Tiers
-from outcore.runtime.unit.unit import Unit, flat, torch_dtype
+from outcore.runtime.unit.unit import Unit, flat
 
 Values = Callable[[int], torch.Tensor]
 """Parameter index -> its first value, in any dtype, on any device."""
@@ -44,7 +44,7 @@ def fill_unit(
             unit.weight_views(weights)[i].copy_(value)
         if states is not None and unit.ledger.has_master and param.requires_grad:
             master = unit.state_views(states, "master")[i]
-            master.copy_(flat(param, value.to(torch_dtype(param.update_dtype))))
+            master.copy_(flat(param, value.to(master.dtype)))
     for home, staged in ((unit.ledger.weights, weights), (unit.ledger.states, states)):
         if staged is not None and staged is not home.memory:
             tiers.store().write(home.memory, staged.bytes)
@@ -52,7 +52,7 @@ def fill_unit(
 
 def _begin_states(unit: Unit, states: Buffer, initial_state: Callable[[str], float]) -> None:
     states.bytes.zero_()
-    for name in unit.ledger.state_names:
+    for name in unit.ledger.state_specs:
         if name != "master" and initial_state(name):
             for view in unit.state_views(states, name):
                 view.fill_(initial_state(name))
