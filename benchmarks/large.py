@@ -1,4 +1,4 @@
-"""Large models: a step over the floor of its plan, beside the same with overlap off, plain PyTorch and DeepSpeed.
+"""Large models: a step over the bound of its plan, beside the same with overlap off, plain PyTorch and DeepSpeed.
 
 Prints one JSON object at the end, or before it closes anything if it is stopped, and each case on standard error as
 soon as it is measured. A case is a number of tokens per step under a cap on device memory, which the allocator
@@ -6,9 +6,9 @@ enforces. The model is a Llama built in code (bf16 weights with fp32 masters, cl
 first values are made unit by unit. It is prepared once per cap; the plan leaves the device memory that the largest step
 was measured to need. What fails ends only its cap.
 
-The floor (docs/overlap.md) comes from rates that were measured alone, before the run and without the engine:
-benchmarks/rates.py. ``over_floor`` uses the rate of each direction of the bus alone, so no step can be below 1 but for
-noise; ``over_floor_together`` that of both at once. A step is from the end of one ``optimizer.step()`` on the device to
+The bound (docs/overlap.md) comes from rates that were measured alone, before the run and without the engine:
+benchmarks/rates.py. ``over_bound`` uses the rate of each direction of the bus alone, so no step can be below 1 but for
+noise; ``over_bound_together`` that of both at once. A step is from the end of one ``optimizer.step()`` on the device to
 that of the next. Steps are measured without the recorder, then some more are recorded: they tell what compute waited
 for, and are drawn with ``--svg``. ``serial`` is the same model and plan with every operation waited for at once.
 
@@ -42,10 +42,12 @@ import outcore
 from outcore.core.errors import OutcoreError, PlanInfeasibleError
 from outcore.core.quantities import format_bytes, parse_bytes
 from outcore.memory.limits import disk_free_bytes, host_free_bytes
+from outcore.planning.bound import Bound, bound_of
 from outcore.planning.early import with_early_updates
-from outcore.planning.floor import Floor, Rates, floor_of
 from outcore.planning.partition import partition
 from outcore.planning.placement import place
+from outcore.planning.rates import Rates
+from outcore.planning.schedule import usual_visits
 from outcore.planning.table import plan_table
 from outcore.spec.budget import Limits
 from outcore.spec.model import ModelSpec, UnitSpec
@@ -99,7 +101,7 @@ def _plan(args: argparse.Namespace, spec: ModelSpec, limits: Limits, layouts: li
 
 
 def rates_of(spec: ModelSpec, layout: Layout, machine: Machine, which: str) -> Rates:
-    """What the floor is worked out from. Embeddings, head and loss count as the root's."""
+    """What the bound is worked out from. Embeddings, head and loss count as the root's."""
     forward_s, backward_s = {"": layout.passes.rest_forward_s}, {"": layout.passes.rest_backward_s}
     for unit in blocks(spec):
         forward_s[unit.name], backward_s[unit.name] = layout.passes.block_forward_s, layout.passes.block_backward_s
@@ -126,14 +128,14 @@ def describe(
 ) -> tuple[dict[str, Any], Timeline]:
     """Measure one case."""
     spec, plan = streamed.optimizer.model_spec, streamed.optimizer.plan
-    floors = {
-        which: floor_of(spec, plan, rates_of(spec, layout, machine, which), accumulation_steps=layout.micro_batches)
-        for which in ("alone", "together")
+    visits = usual_visits(spec, layout.micro_batches)
+    bounds = {
+        which: bound_of(spec, plan, rates_of(spec, layout, machine, which), visits) for which in ("alone", "together")
     }
     seconds, timeline = streamed.measure(layout)
     memory = device_memory(args.device)
     serial_s = streamed.measure_serial(layout) if args.serial_steps else None
-    step_s, floor_s = spread(seconds), floors["alone"].seconds
+    step_s, bound_s = spread(seconds), bounds["alone"].seconds
     median_s = step_s["median"]
     recorded = args.recorded_steps
     busy_s, exposed_s, moved = timeline.busy_s(), timeline.exposed_s(), timeline.moved_bytes()
@@ -143,11 +145,11 @@ def describe(
         "sequences": layout.sequences,
         "step_s": step_s,
         "tokens_per_s": layout.tokens / median_s,
-        "floor_s": floor_s,
-        "binding": floors["alone"].binding,
-        "over_floor": round(median_s / floor_s, 3),
-        "over_floor_together": round(median_s / floors["together"].seconds, 3),
-        "floor_parts_s": parts_of(floors["alone"]),
+        "bound_s": bound_s,
+        "binding": bounds["alone"].binding,
+        "over_bound": round(median_s / bound_s, 3),
+        "over_bound_together": round(median_s / bounds["together"].seconds, 3),
+        "bound_parts_s": parts_of(bounds["alone"]),
         "serial_s": None if serial_s is None else spread(serial_s),
         "serial_over_step": None if serial_s is None else round(spread(serial_s)["median"] / median_s, 3),
         "exposed_s_per_step": {lane: round(s / recorded, 4) for lane, s in exposed_s.items() if s},
@@ -171,9 +173,9 @@ def rates_line(machine: Machine) -> str:
     return ", ".join([*found, *(f"{name} {rate / 1e9:.3g}e9" for name, rate in machine.parameters_per_s.items())])
 
 
-def parts_of(floor: Floor) -> dict[str, dict[str, float]]:
-    """Seconds of every resource, in each part and in all."""
-    parts = {"window": floor.window_s, "rest": floor.rest_s, "total": floor.total_s}
+def parts_of(bound: Bound) -> dict[str, dict[str, float]]:
+    """Seconds that the bound consists of, and of every resource in a step."""
+    parts = {"bound": bound.parts, "total": bound.total_s}
     return {name: {r: float(f"{s:.4g}") for r, s in seconds.items() if s} for name, seconds in parts.items()}
 
 
@@ -254,7 +256,7 @@ def draw(args: argparse.Namespace, cap_bytes: int, case: Mapping[str, Any], time
     cap = format_bytes(cap_bytes)
     shape = shape_name(args)
     about = f"Llama {shape}, {case['tokens']} tokens, device memory capped at {cap}"
-    about += f": {case['over_floor']:.2f} of the floor ({case['binding']} binds)"
+    about += f": {case['over_bound']:.2f} of the bound ({case['binding']} binds)"
     args.svg.mkdir(parents=True, exist_ok=True)
     about += ", updates inside backward" if args.early else ""
     name = f"step_{shape}_{cap.replace('.00 ', '').replace(' ', '')}_{case['tokens']}{'_early' * args.early}.svg"
@@ -265,8 +267,8 @@ def line_of(case: Mapping[str, Any]) -> str:
     """What matters most of a case."""
     waits = ", ".join(f"{lane} {s:.3f}" for lane, s in case["exposed_s_per_step"].items()) or "nothing"
     line = f"{case['tokens']:>7} tokens in {case['micro_batches']}: {case['step_s']['median']:.3f} s"
-    line += f", floor {case['floor_s']:.3f} s ({case['binding']}): {case['over_floor']:.3f}"
-    line += f" (links together: {case['over_floor_together']:.3f}); waits for {waits}"
+    line += f", bound {case['bound_s']:.3f} s ({case['binding']}): {case['over_bound']:.3f}"
+    line += f" (links together: {case['over_bound_together']:.3f}); waits for {waits}"
     line += f"; serial {case['serial_over_step']} times as long" if case["serial_s"] else ""
     line += "; host memory is not pinned" if case["host_is_pinned"] is False else ""
     memory = case["device_memory"]

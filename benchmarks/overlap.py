@@ -1,7 +1,7 @@
-"""How near a step comes to the floor of its plan, on the CPU with lanes that are as slow as they are told to be.
+"""How near a step comes to the bound of its plan, on the CPU with lanes that are as slow as they are told to be.
 
 Prints one JSON object. The model is a row of equal blocks whose forward and backward sleep: compute takes known time
-and none of the machine's cores. Every lane is throttled to a known bandwidth, so the floor is known (docs/overlap.md),
+and none of the machine's cores. Every lane is throttled to a known bandwidth, so the bound is known (docs/overlap.md),
 and each setting lets another resource bind. ``serial_s`` is the same step with overlap off: every operation is waited
 for at once. A step is from the return of one ``optimizer.step()`` to that of the next.
 
@@ -31,10 +31,13 @@ from torch.nn.utils import clip_grad_norm_
 import outcore
 from outcore.api import prepare_for_test
 from outcore.device.faults import Faults
+from outcore.planning.bound import bound_of
 from outcore.planning.early import with_early_updates
-from outcore.planning.floor import Floor, Rates, floor_of
 from outcore.planning.partition import partition
 from outcore.planning.pools import Comfort, pools_for
+from outcore.planning.rates import Rates
+from outcore.planning.schedule import Circumstances, usual_visits
+from outcore.planning.simulate import simulate
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.spec.budget import Limits
 from outcore.spec.layout import states_bytes
@@ -113,7 +116,7 @@ class Row(nn.Module):
 
 
 class Case:
-    """One setting in one window: its plan, throttle and floor."""
+    """One setting in one window: its plan, throttle and bound."""
 
     def __init__(self, setting: Setting, window: str, args: argparse.Namespace) -> None:
         """Args: args: Of the command line."""
@@ -122,7 +125,9 @@ class Case:
         spec = partition(self._model(), units=[Block], state_names=STATES).spec
         self.plan = plan_for(spec, setting, args, is_early=window != "forward")
         self.throttle, rates = paces(spec, self.plan, setting, unit_s)
-        self.floor: Floor = floor_of(spec, self.plan, rates)
+        step = (spec, self.plan, rates, usual_visits(spec), Circumstances(clips=self._clips))
+        self.bound = bound_of(*step)
+        self.simulated_s = simulate(*step).step_s
 
     def run(self, steps: int, *, serial: bool) -> tuple[list[float], Timeline]:
         """Seconds of each step, and their timeline."""
@@ -205,6 +210,7 @@ def paces(model: ModelSpec, plan: Plan, setting: Setting, unit_s: float) -> tupl
         backward_s=dict.fromkeys(names, BACKWARD * unit_s),
         bytes_per_s={link: rate for link, rate in links.items() if link != "update"},
         parameters_per_s={"update": numel / (setting.update * unit_s)},
+        host_runs_ahead=False,
     )
     return throttle, rates
 
@@ -213,15 +219,17 @@ def measure(case: Case, args: argparse.Namespace) -> tuple[dict[str, object], Ti
     """One line of the result."""
     seconds, timeline = case.run(args.steps, serial=False)
     serial_s, _ = case.run(args.serial_steps, serial=True)
-    floor_s, measured = case.floor.seconds, spread(seconds)
+    bound_s, measured = case.bound.seconds, spread(seconds)
     busy_s, exposed_s = timeline.busy_s(), timeline.exposed_s()
     found = {
-        "binding": case.floor.binding,
-        "floor_s": round(floor_s, 4),
+        "binding": case.bound.binding,
+        "bound_s": round(bound_s, 4),
+        "simulated_s": round(case.simulated_s, 4),
         "measured_s": measured,
-        "over_floor": round(measured["median"] / floor_s, 3),
+        "over_bound": round(measured["median"] / bound_s, 3),
+        "over_simulated": round(measured["median"] / case.simulated_s, 3),
         "serial_s": spread(serial_s),
-        "serial_over_floor": round(spread(serial_s)["median"] / floor_s, 3),
+        "serial_over_bound": round(spread(serial_s)["median"] / bound_s, 3),
         "exposed_s_per_step": {lane: round(s / args.steps, 4) for lane, s in exposed_s.items() if s},
         "busy_s_per_step": {lane: round(s / args.steps, 4) for lane, s in busy_s.items() if s},
         "explained": round((busy_s[COMPUTE] + sum(exposed_s.values())) / sum(seconds), 4),

@@ -1,4 +1,4 @@
-"""How fast a machine is, resource by resource, each measured alone: what the floor of a step is worked out from.
+"""How fast a machine is, resource by resource, each measured alone: what the bound of a step is worked out from.
 
 Nothing of a step runs here: links copy between buffers of a unit's size, the workers and the device update a unit's
 parameters, the disk store moves a unit's states, and a model without blocks and one with a single block are timed in

@@ -1,0 +1,177 @@
+"""When work of a unit can begin at the earliest, and how long it takes alone: what bounds are worked out from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from outcore.planning.rates import Pace, Rates
+from outcore.planning.schedule import Circumstances
+from outcore.planning.weight_cache import changed_units
+from outcore.spec.layout import has_master, staging
+from outcore.spec.model import ModelSpec, UnitSpec
+from outcore.spec.plan import Plan, UnitPlan
+from outcore.spec.schedule import ROOT, Phase, Visit
+
+
+class Moment(NamedTuple):
+    """So long after the start of a visit."""
+
+    visit: int
+    head_s: float
+
+    def plus(self, seconds: float) -> Moment:
+        """So much later."""
+        return Moment(self.visit, self.head_s + seconds)
+
+
+class Trained(NamedTuple):
+    """A unit that the step updates."""
+
+    spec: UnitSpec
+    plan: UnitPlan
+    made: list[Moment]
+    """Of each backward pass: its gradient is complete."""
+    first: int
+    """Its first visit in the next step."""
+    is_early: bool
+    after: Moment
+    """When the update's weights may leave, and a late one begin."""
+
+
+class Times:
+    """Of all units and visits of a step."""
+
+    def __init__(
+        self, model: ModelSpec, plan: Plan, rates: Rates, visits: Sequence[Visit], circumstances: Circumstances
+    ) -> None:
+        self.model, self.plan, self.rates, self.visits = model, plan, rates, visits
+        self.pairs = list(zip(model.units, plan.units, strict=True))
+        self._pace, self._circumstances = Pace(model, plan, rates), circumstances
+        self._ends = self._ends_of_passes()
+        self.used_s = [self._used_s(visit) for visit in visits]
+        """By visit: of forward or backward."""
+        self.compute_s = [self._visit_s(i) for i in range(len(visits))]
+        """By visit: the same, and what compute does with gradients then."""
+        attempts = any(plan.units[i].early for i in changed_units(model, visits))
+        self.waits = attempts or circumstances.clips or not rates.host_runs_ahead
+        """Whether what ``step()`` submits begins behind the last backward."""
+
+    def _ends_of_passes(self) -> dict[int, list[int]]:
+        """Unit -> of each backward pass: the visit after which its gradient is complete. The root's is the last."""
+        ends: dict[int, list[int]] = {}
+        reached: dict[int, int] = {}
+        for i, visit in enumerate(self.visits):
+            if visit.phase is Phase.BACKWARD:
+                reached[visit.unit] = i
+                is_last = i + 1 == len(self.visits) or self.visits[i + 1].phase is not Phase.BACKWARD
+                if is_last:
+                    for unit, end in {**reached, ROOT: i}.items():
+                        if self.model.units[unit].trainable:
+                            ends.setdefault(unit, []).append(end)
+                    reached = {}
+        return ends
+
+    def _used_s(self, visit: Visit) -> float:
+        name = self.model.units[visit.unit].name
+        return self._pace.backward_s(name) if visit.phase is Phase.BACKWARD else self._pace.forward_s(name)
+
+    def _visit_s(self, i: int) -> float:
+        """Of a visit, with what compute does with gradients then. The root's are the last in a pass."""
+        phase, index = self.visits[i]
+        seconds = self._made_s(index, i) if phase is Phase.BACKWARD else self._used_s(self.visits[i])
+        is_root_s = index != ROOT and i in self._ends.get(ROOT, ())
+        return seconds + (self._collected_s(ROOT, is_complete=True) if is_root_s else 0.0)
+
+    def _made_s(self, index: int, i: int) -> float:
+        """From the start of a backward visit until its gradient is ready to leave, or at home on the device."""
+        return self._used_s(self.visits[i]) + self._collected_s(index, is_complete=i in self._ends.get(index, ()))
+
+    def _collected_s(self, index: int, *, is_complete: bool) -> float:
+        """Of copying gradients into a bucket, or of adding up those that live on the device."""
+        spec, plan = self.pairs[index]
+        if plan.gradients == "device":
+            return self.rates.move_s("compute", spec.update_bytes) if is_complete else 0.0
+        return 0.0 if index == ROOT else self.rates.move_s("compute", spec.trainable_bytes)
+
+    def starts(self) -> list[int]:
+        """Visits that begin a sweep: from one to the next no unit comes twice."""
+        starts, seen = [0], set[int]()
+        for i, visit in enumerate(self.visits):
+            if visit.unit in seen:
+                starts.append(i)
+                seen = set()
+            seen.add(visit.unit)
+        return starts
+
+    def trained(self) -> dict[int, Trained]:
+        """The units that the step updates, by index."""
+        changed = changed_units(self.model, self.visits)
+        if not changed:
+            return {}
+        period, compute_s = len(self.visits), self.compute_s
+        last = max(i for i, visit in enumerate(self.visits) if visit.phase is Phase.BACKWARD)
+        firsts: dict[int, int] = {}
+        for i, visit in enumerate(self.visits):
+            firsts.setdefault(visit.unit, i + period)
+        found = {}
+        for index in changed:
+            spec, plan = self.pairs[index]
+            ends = self._ends[index]
+            made = [Moment(i, compute_s[i] if index == ROOT else self._made_s(index, i)) for i in ends]
+            is_early = plan.early and spec.name not in self._circumstances.overtaken
+            after = Moment(last, compute_s[last]) if self.waits else made[-1]
+            found[index] = Trained(spec, plan, made, firsts.get(index, last + period), is_early, after)
+        return found
+
+    def from_gradients_s(self, unit: Trained) -> float:
+        """From gradients at home to the unit's next visit."""
+        return self.brought_s(unit) + self.update_s(unit) + self.from_update_s(unit)
+
+    def brought_s(self, unit: Trained) -> float:
+        """Between gradients at home and an update: what an early one reads again, and one on the device must get."""
+        if unit.plan.update == "device":
+            return self.rates.move_s("h2d", self.staged_bytes(unit)) if unit.plan.gradients == "host" else 0.0
+        if unit.is_early and unit.plan.gradients == "disk":
+            nbytes = unit.spec.update_bytes if len(unit.made) > 1 else unit.spec.trainable_bytes
+            return self.rates.move_s("disk_write", nbytes) + self.rates.move_s("disk_read", unit.spec.update_bytes)
+        return 0.0
+
+    def home(self, unit: Trained) -> Moment:
+        """When the last gradient is where the update finds it."""
+        if unit.plan.gradients == "device":
+            return unit.made[-1]
+        added_s = self.rates.move_s("update", unit.spec.update_bytes) if len(unit.made) > 1 else 0.0
+        return unit.made[-1].plus(self.rates.move_s("d2h", unit.spec.trainable_bytes) + added_s)
+
+    def update_s(self, unit: Trained) -> float:
+        """Of the update alone."""
+        link = "compute" if unit.plan.states == "device" else self.updater(unit)
+        return self.rates.update_s(link, unit.spec)  # type: ignore[arg-type]
+
+    def updater(self, unit: Trained) -> str:
+        """Its link, if states do not live on the device."""
+        return "device_update" if unit.plan.update == "device" else "update"
+
+    def from_update_s(self, unit: Trained) -> float:
+        """From an update to the unit's next visit: new weights on their way."""
+        return self.sent_s(unit) + sum(self.bring_s(unit.spec, unit.plan))
+
+    def sent_s(self, unit: Trained) -> float:
+        """Of new weights on their way home, if the update does not write them there."""
+        spec, plan, rates = unit.spec, unit.plan, self.rates
+        if plan.states == "device" or (plan.weights == "host" and plan.update == "host"):
+            return 0.0
+        if plan.update == "device":
+            return rates.move_s("compute" if plan.weights == "device" else "d2h", spec.trainable_bytes)
+        return rates.move_s("disk_write" if plan.weights == "disk" else "h2d", spec.trainable_bytes)
+
+    def bring_s(self, spec: UnitSpec, plan: UnitPlan) -> tuple[float, float]:
+        """Of reading weights from disk, and of fetching them."""
+        read_s = self.rates.move_s("disk_read", spec.weight_bytes) if plan.weights == "disk" else 0.0
+        return read_s, 0.0 if plan.weights == "device" else self.rates.move_s("h2d", spec.weight_bytes)
+
+    def staged_bytes(self, unit: Trained) -> int:
+        """What goes to an update on the device."""
+        states, gradients, weights, _ = (stop - start for start, stop in staging(unit.spec, unit.plan, self.model))
+        return states + gradients + (0 if has_master(unit.plan, self.model.precision) else weights)

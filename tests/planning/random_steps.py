@@ -1,0 +1,213 @@
+"""Random models, plans and machines, and steps of theirs in random legal orders, against the bound.
+
+python -m planning.random_steps 10000        (with tests/ on the path)
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from unittest import mock
+
+from outcore.planning import schedule
+from outcore.planning.bound import bound_of
+from outcore.planning.pools import Comfort, pools_for
+from outcore.planning.rates import LINKS, Pace, Rates, Shared
+from outcore.planning.reservations import can_be_early
+from outcore.planning.schedule import Circumstances, consecutive, usual_visits
+from outcore.planning.share import share_updates
+from outcore.planning.simulate import Task, play, tasks_of
+from outcore.planning.weight_cache import nothing_held
+from outcore.spec.model import ModelSpec, UnitSpec
+from outcore.spec.plan import TIERS, Plan, UnitPlan
+from outcore.spec.schedule import Visit
+from outcore.spec.timeline import COMPUTE
+
+from .models import unit
+
+LEGAL = [(w, g, s) for w in TIERS for g in TIERS for s in TIERS if s != "device" or w == g == "device"]
+STEPS = 10
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step among equal ones."""
+
+    model: ModelSpec
+    plan: Plan
+    rates: Rates
+    visits: tuple[Visit, ...]
+    circumstances: Circumstances
+    is_roomy: bool
+
+
+def random_step(chance: random.Random) -> Step:
+    """Any model, plan and machine."""
+    model, is_roomy = random_model(chance), chance.random() < 0.4
+    micro_batches = chance.choice([1, 1, 2, 3])
+    plan = random_plan(model, chance, micro_batches, is_roomy=is_roomy)
+    early = [u.name for u in plan.units if u.early]
+    circumstances = Circumstances(
+        clips=chance.random() < 0.7, overtaken=frozenset(name for name in early if chance.random() < 0.3)
+    )
+    visits = usual_visits(model, micro_batches)
+    return Step(model, plan, random_rates(model, chance), visits, circumstances, is_roomy)
+
+
+def random_model(chance: random.Random) -> ModelSpec:
+    precision = chance.choice(["bf16", "bf16", "fp32"])
+    large, root = chance.choice([10**5, 10**6]), chance.choice([0, 10**4, 10**6])
+    sizes = [
+        large if chance.random() < 0.8 else chance.choice([large // 3, 2 * large]) for _ in range(chance.randint(1, 12))
+    ]
+    units: list[UnitSpec] = [unit("", root, precision=precision)]
+    for i, size in enumerate(sizes):
+        is_frozen = chance.random() < 0.1
+        units.append(unit(f"l.{i}", 0 if is_frozen else size, size if is_frozen else 0, precision=precision))
+    return ModelSpec(units=tuple(units), state_names=("exp_avg", "exp_avg_sq"), precision=precision)
+
+
+def random_plan(model: ModelSpec, chance: random.Random, micro_batches: int, *, is_roomy: bool) -> Plan:
+    """Homes that many units share, as in plans that are found; sometimes of each its own."""
+    kinds = [chance.choice(LEGAL) for _ in range(chance.randint(1, 3))]
+    cut = sorted(chance.randrange(len(model.units) + 1) for _ in kinds[1:])
+    is_wild, early_share, units = chance.random() < 0.15, chance.choice([0.0, 0.0, 0.5, 1.0]), []
+    for i, spec in enumerate(model.units):
+        weights, gradients, states = chance.choice(LEGAL) if is_wild else kinds[sum(i >= c for c in cut)]
+        if not spec.name:
+            weights = "device"
+            states = states if states != "device" or gradients == "device" else "host"
+        rest = (gradients, states) if spec.trainable else (weights, weights)
+        homes = UnitPlan(
+            name=spec.name,
+            weights=weights,
+            gradients=rest[0],
+            states=rest[1],
+            policy=chance.choice(["keep", "recompute"]) if spec.name else "keep",
+        )
+        units.append(replace(homes, early=can_be_early(spec, homes) and chance.random() < early_share))
+    units = share_updates(units, chance.choice([0.0, 0.0, 0.5, 1.0]))
+    depth, buckets, slots = (
+        (2, 2, 3) if is_roomy else (chance.randint(0, 3), chance.randint(1, 3), chance.randint(1, 4))
+    )
+    comfort = Comfort(prefetch_depth=depth, num_buckets=buckets, max_slots_host=slots)
+    return Plan(
+        precision=model.precision,
+        units=tuple(units),
+        pools=pools_for(model, units, comfort),
+        prefetch_depth=depth,
+        accumulation_steps=micro_batches,
+    )
+
+
+def random_rates(model: ModelSpec, chance: random.Random) -> Rates:
+    """Links that take about as long for a large unit as its forward does, or a few times so."""
+    largest = max(max(spec.weight_bytes for spec in model.units), 1)
+    numel = max(sum(p.numel for p in spec.params) for spec in model.units)
+
+    def pace(amount: float) -> float:
+        return amount / 10 ** chance.uniform(-1.0, 0.7)
+
+    parts = {link: chance.uniform(0.1, 0.7) for link in LINKS[1:6]}
+    ways = {"h2d": chance.uniform(0.5, 0.8), "d2h": chance.uniform(0.5, 0.8)}
+    shared = (Shared(name="host memory", parts=parts), Shared(name="bus", parts=ways))
+    numels = {spec.name: sum(p.numel for p in spec.params) / max(numel, 1) for spec in model.units}
+    backward = chance.choice([1.0, 2.0])
+    bytes_per_s = {link: pace(largest) for link in ("h2d", "d2h")}
+    bytes_per_s |= {link: pace(4 * largest) for link in ("disk_read", "disk_write")}
+    bytes_per_s |= {link: pace(30 * largest) for link in ("compute", "update")}
+    return Rates(
+        forward_s=numels,
+        backward_s={name: backward * s for name, s in numels.items()},
+        bytes_per_s=bytes_per_s,
+        parameters_per_s={"update": pace(numel), "device_update": pace(5 * numel), "compute": pace(20 * numel)},
+        shared=shared[: chance.choice([0, 0, 1, 2])],
+        host_runs_ahead=chance.random() < 0.8,
+    )
+
+
+def steps_s(step: Step, chance: random.Random, *, num_orders: int, steps: int = STEPS) -> Iterator[float]:
+    """Seconds of a step: as it is submitted, and in random orders of the lanes; updates in any order half the time.
+
+    A step lasts from the end of its compute to that of the next one. An order may leave work behind; so no step is
+    shorter than all work of all steps takes, divided by their number.
+    """
+    order = schedule.update_order
+    if chance.random() < 0.5:
+        shuffled = chance.sample(range(len(step.model.units)), len(step.model.units))
+        order = lambda visits, count: [i for i in shuffled if i < count]  # noqa: E731
+    with mock.patch.object(schedule, "update_order", order):
+        laid_out = consecutive(step.model, step.plan, step.visits, nothing_held(step.plan), step.circumstances)
+        rows = [found.operations for found in itertools.islice(laid_out, steps)]
+    plain = tasks_of(rows, Pace(step.model, step.plan, step.rates), step.rates)
+    others = num_orders if step.rates.host_runs_ahead else 0
+    for i in range(1 + others):
+        tasks, ends = reordered(*plain, chance) if i else plain
+        end = play(tasks, step.rates).end
+        settled_s = (end[ends[-1]] - end[ends[steps // 2 - 1]]) / (steps - steps // 2)
+        yield max(settled_s, max(end) / steps) if i else settled_s
+
+
+def reordered(tasks: Sequence[Task], ends: Sequence[int], chance: random.Random) -> tuple[list[Task], list[int]]:
+    """Another order of every lane but compute: of what is ready, each takes what pleases it."""
+    waiting = [len(set(task.after)) for task in tasks]
+    successors: list[set[int]] = [set() for _ in tasks]
+    computes = [i for i, task in enumerate(tasks) if task.lane == COMPUTE]
+    for earlier, later in itertools.pairwise(computes):
+        successors[earlier].add(later)
+        waiting[later] += earlier not in tasks[later].after
+    for i, task in enumerate(tasks):
+        for first in set(task.after):
+            successors[first].add(i)
+    wish = [
+        chance.choice([i, i + 200 * chance.random(), i - 200 * (task.lane == "h2d")]) for i, task in enumerate(tasks)
+    ]
+    ready = {i for i, number in enumerate(waiting) if not number}
+    free: Counter[str] = Counter()
+    end, order = [0.0] * len(tasks), []
+    earliest = [0.0] * len(tasks)
+    while ready:
+        begin = {i: max(earliest[i], free[tasks[i].lane]) for i in ready}
+        soonest = min(begin.values())
+        index = min((i for i in ready if begin[i] <= soonest), key=wish.__getitem__)
+        ready.remove(index)
+        order.append(index)
+        end[index] = begin[index] + tasks[index].seconds
+        free[tasks[index].lane] = end[index]
+        for other in successors[index]:
+            waiting[other] -= 1
+            earliest[other] = max(earliest[other], end[index])
+            if not waiting[other]:
+                ready.add(other)
+    place = {index: i for i, index in enumerate(order)}
+    found = [tasks[i]._replace(after=tuple(place[j] for j in tasks[i].after)) for i in order]
+    return found, [place[i] for i in ends]
+
+
+def main() -> None:
+    ratios: dict[str, list[float]] = {"roomy": [], "all": [], "reordered": []}
+    for seed in range(int(sys.argv[1])):
+        chance = random.Random(seed)
+        step = random_step(chance)
+        bound = bound_of(step.model, step.plan, step.rates, step.visits, step.circumstances)
+        if not bound.seconds:
+            continue
+        plain, *others = (seconds / bound.seconds for seconds in steps_s(step, chance, num_orders=1))
+        ratios["all"].append(plain)
+        ratios["reordered"] += others
+        if step.is_roomy:
+            ratios["roomy"].append(plain)
+        if min([plain, *others]) < 1 - 1e-9:
+            print(f"seed {seed}: {plain:.5f}, {others} of the bound, {dict(bound.parts)}", flush=True)
+    for name, found in ratios.items():
+        found.sort()
+        at = {q: found[min(int(q * len(found)), len(found) - 1)] for q in (0.0, 0.5, 0.9, 1.0)}
+        print(name, len(found), {q: round(x, 4) for q, x in at.items()})
+
+
+if __name__ == "__main__":
+    main()
