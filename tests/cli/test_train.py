@@ -27,6 +27,7 @@ from .conftest import CHECKPOINTING, CONFIG, TIERS, Run, read_jsonl
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHORT = ("--steps", 6, "--batch-size", 2, "--seq-len", 48, "--lr", 1e-2)
 # Windows of three batches, the last of an epoch short; a norm that is clipped; a schedule with a warmup.
 LOOP = {
@@ -73,7 +74,7 @@ def plain(
         logging_steps=1,
         report_to="none",
         disable_tqdm=True,
-        use_cpu=True,
+        use_cpu=DEVICE == "cpu",
         bf16=False,
         **{CHECKPOINTING: False},
         **{**LOOP, **changes},
@@ -98,7 +99,7 @@ def losses(folder: Path, key: str = "loss") -> list[float]:
 
 
 def tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()}
 
 
 def assert_equal(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
@@ -139,7 +140,7 @@ class TestEqualsThePlainTrainer:
     ) -> None:  # fmt: skip
         done = command(
             "train", "--model", weights, "--data", data, "--out", out, "--precision", "fp32", *tiers,
-            "--disk", out.parent, *options({**LOOP, **settings}), *more,
+            "--disk", out.parent, "--device", DEVICE, *options({**LOOP, **settings}), *more,
         )  # fmt: skip
         assert done.status == 0, done.err
         assert tiers_used(out) == {"device", "host", "disk"}

@@ -32,6 +32,7 @@ from outcore.integrations import transformers as integration
 from outcore.integrations.transformers import OutcoreMixin
 from outcore.runtime.module_guard import attachment_of
 
+ON_CPU = os.environ.get("OUTCORE_TEST_DEVICE", "cpu") == "cpu"
 ALL_TIERS = {"device", "host", "disk"}
 
 WARNINGS = [
@@ -133,7 +134,8 @@ def logs(trainer: Trainer) -> list[dict[str, Any]]:
 
 
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    """On the host, where those of a prepared model come to."""
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()}
 
 
 def tiers(model: torch.nn.Module) -> set[str]:
@@ -204,7 +206,7 @@ ARGUMENTS = {
     "save_strategy": "no",
     "report_to": "none",
     "disable_tqdm": True,
-    "use_cpu": os.environ.get("OUTCORE_TEST_DEVICE", "cpu") == "cpu",
+    "use_cpu": ON_CPU,
 }
 TEXTS = [f"line {i} " + "abc " * (i % 5 + 1) for i in range(8)]
 EVAL_TEXTS = [f"unseen {i} " + "ab " * i for i in range(4)]

@@ -15,7 +15,7 @@ from transformers import Trainer
 from outcore.integrations import refusals
 from outcore.integrations.transformers import _ACCELERATE_PREPARED, OutcoreMixin
 
-from .rig import WARNINGS, llama
+from .rig import ON_CPU, WARNINGS, llama
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in WARNINGS]
 
@@ -75,7 +75,7 @@ def test_prepared_optimizers_are_left_alone():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     setattr(optimizer, _ACCELERATE_PREPARED, True)
     optimizer.step_was_skipped = False
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=ON_CPU)
     assert accelerator.prepare(optimizer) is optimizer, f"accelerate wraps prepared optimizers; {VERSIONS}"
     assert accelerator.optimizer_step_was_skipped is False
     assert (accelerator.distributed_type, accelerator.mixed_precision) == ("NO", "no")

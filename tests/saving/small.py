@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import outcore
 from outcore.spec.plan import Plan
 
 VOCAB = 131
+DEVICE = os.environ.get("OUTCORE_TEST_DEVICE", "cpu")
 TIERS = ("device", "host", "disk")
 NAMES = ("gpt2", "llama", "tied", "mixtral", "t5")
 
@@ -98,13 +100,18 @@ def build(name: str, *, dtype: torch.dtype = torch.float32, meta: bool = False, 
     torch.manual_seed(seed)
     if name == "plain":
         with torch.device("meta" if meta else "cpu"):
-            return Plain(**more).to(dtype).train()
+            return _placed(Plain(**more), dtype)
     import transformers
 
     kind = {"gpt2": "GPT2LMHeadModel", "mixtral": "MixtralForCausalLM", "t5": "T5ForConditionalGeneration"}.get(name)
     kind = kind or {"tied": "Qwen3ForCausalLM"}.get(name, "LlamaForCausalLM")
     with torch.device("meta" if meta else "cpu"):
-        return getattr(transformers, kind)(config(name, **more)).to(dtype).train()
+        return _placed(getattr(transformers, kind)(config(name, **more)), dtype)
+
+
+def _placed(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    on_meta = next(model.parameters()).is_meta
+    return model.to("meta" if on_meta else DEVICE, dtype).train()
 
 
 def with_adapters(model: nn.Module, **more: Any) -> Any:
@@ -119,7 +126,7 @@ def with_adapters(model: nn.Module, **more: Any) -> Any:
 def batch(step: int = 0) -> dict[str, torch.Tensor]:
     """A batch; sizes differ from step to step."""
     generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(3, VOCAB, (2 + step % 2, 13), generator=generator)
+    ids = torch.randint(3, VOCAB, (2 + step % 2, 13), generator=generator).to(DEVICE)
     return {"input_ids": ids, "labels": ids}
 
 
@@ -138,7 +145,7 @@ def prepared(model: Any, folder: Path, tier: str = "host", **options: Any) -> It
     optimizer = options.pop("optimizer", None) or adamw(model)
     plan = plan_on(tier, model, optimizer, options.get("precision"))
     budget = outcore.Budget(disk=str(folder))
-    with outcore.prepare(model, optimizer, plan=plan, budget=budget, **options) as (model, streamed):
+    with outcore.prepare(model, optimizer, plan=plan, budget=budget, device=DEVICE, **options) as (model, streamed):
         yield model, streamed
 
 
@@ -160,4 +167,4 @@ def same(want: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> None:
     assert list(want) == list(got)
     for name, tensor in want.items():
         assert tensor.dtype == got[name].dtype, name
-        assert torch.equal(tensor, got[name]), name
+        assert torch.equal(tensor.cpu(), got[name].cpu()), name

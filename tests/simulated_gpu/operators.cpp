@@ -450,6 +450,13 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, doubl
   return {input.mul(mask).mul_(scale), mask};
 }
 
+// A product in half precision that is added up in fp32: only CUDA has it.
+at::Tensor& addmm_in(
+    const at::Tensor& self, const at::Tensor& a, const at::Tensor& b, at::ScalarType dtype, const at::Scalar& beta,
+    const at::Scalar& alpha, at::Tensor& out) {
+  return at::addmm_out(out, self, a.to(dtype), b.to(dtype), beta, alpha);
+}
+
 int64_t choose_attention(
     const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool,
     std::optional<double>, bool) {
@@ -474,6 +481,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("record_stream", simulated::record_stream);
   m.impl("resize_", simulated::resize_);
   m.impl("native_dropout", simulated::native_dropout);
+  m.impl("addmm.dtype_out", simulated::addmm_in);
   // Else torch composes it of others, whose statistics the CPU's backward refuses.
   m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&simulated::fallback>());
   m.impl("is_set_to", TORCH_FN(at::native::is_set_to));

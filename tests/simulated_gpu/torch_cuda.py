@@ -44,6 +44,8 @@ def install(library: ctypes.CDLL) -> None:
         for name, value in values.items():
             if module is torch.cuda or hasattr(module, name):
                 setattr(module, name, value)
+    torch.cuda._initialized = True  # torch's own checkpoint takes the device's random state only then
+    torch.UntypedStorage.clone = _clone  # what copy.deepcopy makes of a tensor
     torch.backends.cuda.is_built = _yes
     _C._cuda_getCurrentRawStream = lambda device: current_stream(device).stream_id
 
@@ -80,6 +82,10 @@ def _index(device: Any = None) -> int:
 
 def _yes(*_: object, **__: object) -> bool:
     return True
+
+
+def _clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
+    return torch.empty(self.nbytes(), dtype=torch.uint8, device=self.device).untyped_storage().copy_(self)
 
 
 class Stream(torch.Stream):
