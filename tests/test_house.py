@@ -23,13 +23,12 @@ FORBIDDEN_MODULES = {"utils", "util", "common", "helpers", "helper", "misc", "ma
 # What the package is entered by; the command and the integrations are imported when they are asked for.
 ENTRIES = ("outcore", "outcore.__main__", "outcore.cli.main", "outcore.integrations.transformers")
 # What benchmarks and tests alone reach, until plans are chosen by them.
-UNREACHED = {
-    f"outcore.planning.{name}" for name in ("share", "simulate", "fair", "rates", "bound", "bound_work", "bound_times")
-}
+PLANNER = ("share", "simulate", "fair", "rates", "bound", "bound_work", "bound_times", "profile", "known_hardware")
+UNREACHED = {f"outcore.planning.{name}" for name in PLANNER} | {"outcore.spec.hardware"}
 KINDS = {"cpu", "cuda", "mps", "xpu"}
 OPENERS = {"open", "fdopen", "safe_open", "read_text", "write_text", "read_bytes", "write_bytes"}
-# memory/ opens files. A plan saves and loads itself; the command line reads what its user names.
-MAY_OPEN = ("memory/", "cli/", "spec/plan.py")
+# memory/ opens files. A plan and a machine save and load themselves; the command line reads what its user names.
+MAY_OPEN = ("memory/", "cli/", "spec/plan.py", "spec/hardware.py")
 
 
 def relative(path: Path) -> str:

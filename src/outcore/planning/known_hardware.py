@@ -1,0 +1,210 @@
+"""Parts of machines that many people have, to plan for one that is not at hand. Every figure has its source.
+
+Figures are what vendors publish, times a factor where a published measurement says what remains of such a figure in
+practice. A measured machine (``outcore probe``) is better than any of them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from outcore.core.errors import ConfigError
+from outcore.spec.hardware import BusPart, DevicePart, DiskPart, Hardware, HostPart
+
+GB, GIB, TB = 1e9, 2.0**30, 1e12
+TERA = 1e12
+
+UPDATE_BYTES = 28
+"""What AdamW moves per parameter: master, two moments and a bf16 weight written, these and a gradient read."""
+_MFU = 0.72
+_MFU_SOURCE = (
+    "0.72 of the peak, what FlashAttention-2 reports for whole training steps on an A100 (arXiv 2307.08691, abstract: "
+    "225 TFLOP/s)"
+)
+_ATTENTION = 0.63
+_ATTENTION_SOURCE = (
+    "0.63 of the peak, what FlashAttention-2 reaches at most in backward on an A100 (arXiv 2307.08691, section 4.1)"
+)
+_DEVICE_UPDATE = 50 * GB * UPDATE_BYTES / (1555 * GB)
+_DEVICE_UPDATE_SOURCE = (
+    "memory bandwidth over 28 bytes per parameter, times 0.90: Elixir measured 50e9 parameters/s on an A100 with 1,555 "
+    "GB/s (arXiv 2212.05339, hpcaitech/Elixir, elixir/search/utils.py)"
+)
+_HOST_UPDATE = 4 * 0.95 * GB * UPDATE_BYTES / (204.8 * GB)
+_HOST_UPDATE_SOURCE = (
+    "memory bandwidth over 28 bytes per parameter, times 0.52: 4 ranks with 0.95e9 parameters/s each on 8 channels of "
+    "DDR4-3200 (Deep Optimizer States, arXiv 2410.21316, authors' logs on Polaris)"
+)
+_BUS = 55.2 / 63.0
+_BUS_SOURCE = (
+    "times 0.876: 55.2 GB/s measured of the 63.0 of PCIe 5.0 x16 (Deep Optimizer States, arXiv 2410.21316, authors' "
+    "logs on H100 nodes)"
+)
+
+
+def _device(memory_bytes: float, bf16: float, fp32: float, bytes_per_s: float, source: str) -> DevicePart:
+    return DevicePart(
+        memory_bytes=memory_bytes,
+        bf16_flops=_MFU * bf16 * TERA,
+        fp32_flops=_MFU * fp32 * TERA,
+        attention_flops=_ATTENTION * bf16 * TERA,
+        bytes_per_s=bytes_per_s,
+        update_parameters_per_s=_DEVICE_UPDATE * bytes_per_s / UPDATE_BYTES,
+        sources={
+            "memory_bytes": source,
+            "bf16_flops": f"{bf16} TFLOP/s dense, {source}; {_MFU_SOURCE}",
+            "fp32_flops": f"{fp32} TFLOP/s without TF32, {source}; {_MFU_SOURCE}",
+            "attention_flops": f"{bf16} TFLOP/s dense, {source}; {_ATTENTION_SOURCE}",
+            "bytes_per_s": source,
+            "update_parameters_per_s": _DEVICE_UPDATE_SOURCE,
+        },
+    )
+
+
+def _pcie(gigabytes: float, generation: str) -> BusPart:
+    source = (
+        f"PCIe {generation} x16 moves {gigabytes} GB/s per direction (PCI-SIG, https://pcisig.com/faq), {_BUS_SOURCE}"
+    )
+    rate = _BUS * gigabytes * GB
+    return BusPart(
+        h2d_bytes_per_s=rate,
+        d2h_bytes_per_s=rate,
+        sources={"h2d_bytes_per_s": source, "d2h_bytes_per_s": source, "both": "full duplex (PCI-SIG, as above)"},
+    )
+
+
+def _host(memory_bytes: float, bytes_per_s: float, what: str) -> HostPart:
+    return HostPart(
+        memory_bytes=memory_bytes,
+        bytes_per_s=bytes_per_s,
+        update_parameters_per_s=_HOST_UPDATE * bytes_per_s / UPDATE_BYTES,
+        sources={
+            "memory_bytes": "a common size; say your own with --host-memory",
+            "bytes_per_s": what,
+            "update_parameters_per_s": _HOST_UPDATE_SOURCE,
+        },
+    )
+
+
+def _disk(size: float, read: float, write: float, endurance: float, source: str) -> DiskPart:
+    return DiskPart(
+        size_bytes=size,
+        read_bytes_per_s=read * GB,
+        write_bytes_per_s=write * GB,
+        endurance_bytes=endurance,
+        sources={
+            "size_bytes": source,
+            "read_bytes_per_s": f"sequential, {source}",
+            "write_bytes_per_s": f"sequential, {source}",
+            "endurance_bytes": source,
+            "both": "no vendor says: taken as if the drive did one at a time",
+        },
+    )
+
+
+_NVIDIA = "https://www.nvidia.com/en-us/data-center"
+_SAMSUNG = "https://semiconductor.samsung.com/consumer-storage/internal-ssd"
+DEVICES: Mapping[str, DevicePart] = {
+    "rtx-4090": _device(
+        24 * GIB,
+        165.2,
+        82.6,
+        1008 * GB,
+        "NVIDIA Ada GPU architecture whitepaper, appendix A "
+        "(https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf)",
+    ),
+    "a100-40gb": _device(40 * GIB, 312, 19.5, 1555 * GB, f"NVIDIA A100 datasheet ({_NVIDIA}/a100/)"),
+    "a100-80gb": _device(80 * GIB, 312, 19.5, 2039 * GB, f"NVIDIA A100 datasheet, SXM ({_NVIDIA}/a100/)"),
+    "h100": _device(80 * GIB, 989.4, 66.9, 3350 * GB, f"NVIDIA H100 datasheet, SXM ({_NVIDIA}/h100/)"),
+    "h200": _device(141 * GB, 989.4, 66.9, 4800 * GB, f"NVIDIA H200 datasheet, SXM ({_NVIDIA}/h200/)"),
+    "gh200": _device(
+        96 * GB, 989.4, 66.9, 4000 * GB, f"NVIDIA GH200 datasheet, HBM3 ({_NVIDIA}/grace-hopper-superchip/)"
+    ),
+    "mi300x": _device(
+        192 * GB,
+        1307.4,
+        163.4,
+        5300 * GB,
+        "AMD Instinct MI300X data sheet (https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html)",
+    ),
+}
+BUSES: Mapping[str, BusPart] = {
+    "pcie3": _pcie(15.75, "3.0"),
+    "pcie4": _pcie(31.5, "4.0"),
+    "pcie5": _pcie(63.0, "5.0"),
+    "nvlink-c2c": BusPart(
+        h2d_bytes_per_s=450 * GB,
+        d2h_bytes_per_s=450 * GB,
+        sources=dict.fromkeys(
+            ("h2d_bytes_per_s", "d2h_bytes_per_s", "both"),
+            f"900 GB/s both ways together, NVIDIA GH200 datasheet ({_NVIDIA}/grace-hopper-superchip/)",
+        ),
+    ),
+}
+_JEDEC = "8 bytes per transfer and channel (JEDEC JESD79-4, JESD79-5)"
+HOSTS: Mapping[str, HostPart] = {
+    "desktop-ddr4": _host(64 * GIB, 51.2 * GB, f"2 channels of DDR4-3200, {_JEDEC}"),
+    "desktop-ddr5": _host(96 * GIB, 89.6 * GB, f"2 channels of DDR5-5600, {_JEDEC}"),
+    "server-ddr4": _host(512 * GIB, 204.8 * GB, f"8 channels of DDR4-3200, {_JEDEC}"),
+    "server-ddr4-2s": _host(768 * GIB, 409.6 * GB, f"16 channels of DDR4-3200 in two sockets, {_JEDEC}"),
+    "server-ddr5": _host(1024 * GIB, 460.8 * GB, f"12 channels of DDR5-4800, {_JEDEC}"),
+    "grace": _host(480 * GB, 512 * GB, f"LPDDR5X, NVIDIA GH200 datasheet ({_NVIDIA}/grace-hopper-superchip/)"),
+}
+DISKS: Mapping[str, DiskPart] = {
+    "laptop-nvme": _disk(1 * TB, 3.5, 3.3, 600 * TB, f"Samsung 970 EVO Plus 1 TB ({_SAMSUNG}/970evoplus/)"),
+    "desktop-nvme": _disk(2 * TB, 7.45, 6.9, 1200 * TB, f"Samsung 990 PRO 2 TB ({_SAMSUNG}/990-pro/)"),
+    "server-nvme": _disk(
+        3.84 * TB,
+        6.5,
+        3.4,
+        3.84 * TB * 365 * 5,
+        "Intel (Solidigm) D7-P5510 3.84 TB, one drive write per day for five years "
+        "(https://www.solidigm.com/products/data-center/d7/p5510.html)",
+    ),
+}
+_USUAL = {
+    "rtx-4090": ("pcie4", "desktop-ddr5", "desktop-nvme"),
+    "a100-40gb": ("pcie4", "server-ddr4", "server-nvme"),
+    "a100-80gb": ("pcie4", "server-ddr4", "server-nvme"),
+    "h100": ("pcie5", "server-ddr5", "server-nvme"),
+    "h200": ("pcie5", "server-ddr5", "server-nvme"),
+    "gh200": ("nvlink-c2c", "grace", "server-nvme"),
+    "mi300x": ("pcie5", "server-ddr5", "server-nvme"),
+}
+
+
+def known_hardware(name: str) -> Hardware:
+    """A machine by the names of its parts: ``rtx-4090``, ``rtx-4090+pcie3+desktop-ddr4+laptop-nvme``.
+
+    Args:
+        name: A device, and what is not usual beside it, joined by ``+``. ``no-disk`` leaves the disk out.
+
+    Raises:
+        ConfigError: An unknown part, two of a kind, or no device.
+    """
+    kinds: Mapping[str, Mapping[str, Any]] = {
+        "device": DEVICES,
+        "bus": BUSES,
+        "host": HOSTS,
+        "disk": {**DISKS, "no-disk": None},
+    }
+    found: dict[str, str] = {}
+    for part in name.lower().split("+"):
+        kind = next((kind for kind, parts in kinds.items() if part in parts), None)
+        if kind is None:
+            known = [part for parts in kinds.values() for part in parts]
+            near = difflib.get_close_matches(part, known, n=1)
+            hint = f"; the nearest is '{near[0]}'" if near else ""
+            raise ConfigError(
+                f"--hardware: expected a JSON file, or parts of {', '.join(known)}, but got '{part}'{hint}"
+            )
+        if kind in found:
+            raise ConfigError(f"--hardware '{name}': expected one {kind}, but got '{found[kind]}' and '{part}'")
+        found[kind] = part
+    if "device" not in found:
+        raise ConfigError(f"--hardware '{name}': expected a device among the parts, one of {', '.join(DEVICES)}")
+    usual = dict(zip(("bus", "host", "disk"), _USUAL[found["device"]], strict=True))
+    chosen = {kind: parts[found.get(kind) or usual[kind]] for kind, parts in kinds.items()}
+    return Hardware(name=name, **chosen)

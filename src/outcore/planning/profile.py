@@ -1,0 +1,122 @@
+"""How much a model computes, from shapes alone: no weights, no forward.
+
+A unit's matrix products take two operations per parameter and token; of experts, only those that a token is sent to
+count. Attention takes four per pair of tokens and channel, half of them where a token sees only earlier ones. Its
+backward makes the scores again (T. Dao, arXiv 2307.08691, section 3.1: 2.5 times its forward); that of a product takes
+two products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from outcore.planning.blocks import output_embeddings
+from outcore.planning.rates import Rates, Shared
+from outcore.spec.hardware import Hardware
+from outcore.spec.model import ModelSpec
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_UPDATE_BYTES = 28.0
+"""What an update on the host moves per parameter: fp32 master and moments, bf16 weight and gradient."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitWork:
+    """What the forward of a unit computes over one micro-batch."""
+
+    product_flops: float
+    """Of matrix products."""
+    attention_flops: float
+
+
+def unit_work(model: nn.Module, spec: ModelSpec, *, batch_size: int, seq_len: int) -> dict[str, UnitWork]:
+    """Work of every unit, by name.
+
+    Args:
+        model: May be on the meta device. Without a Transformers configuration, attention and experts are not known.
+        spec: What it was cut into.
+        batch_size: Sequences of a micro-batch.
+        seq_len: Tokens of each.
+    """
+    heads = {id(p) for head in output_embeddings(model) for p in head.parameters()}
+    owners = {name: (p, owner) for name, p, owner in _parameters(model)}
+    config, tokens = getattr(model, "config", None), batch_size * seq_len
+    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+    modules, found = dict(model.named_modules()), {}
+    for unit in spec.units:
+        numel = 0.0
+        for param in unit.params:
+            parameter, owner = owners[param.name]
+            is_table = isinstance(owner, nn.Embedding) and id(parameter) not in heads
+            if parameter.ndim > 1 and not is_table:
+                numel += param.numel * _active(param.name, text)
+        pairs = batch_size * seq_len * seq_len / 2 * (_attentions(modules[unit.name]) if unit.name else 0)
+        found[unit.name] = UnitWork(product_flops=2 * numel * tokens, attention_flops=4 * pairs * _channels(text))
+    return found
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            yield f"{prefix}.{name}" if prefix else name, parameter, module
+
+
+def _active(name: str, config: Any) -> float:
+    """The part of a parameter that a token meets."""
+    if "experts" not in name.split(".") or "shared" in name:
+        return 1.0
+    experts = next((getattr(config, key) for key in _EXPERTS if getattr(config, key, None)), None)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    return chosen / experts if experts and chosen else 1.0
+
+
+def _attentions(unit: nn.Module) -> int:
+    return sum(type(module).__name__.endswith("Attention") for module in unit.modules())
+
+
+def _channels(config: Any) -> int:
+    hidden, heads = getattr(config, "hidden_size", 0), getattr(config, "num_attention_heads", 1)
+    size = getattr(config, "head_dim", None) or hidden // heads
+    return int(heads * size)
+
+
+def rates_for(hardware: Hardware, spec: ModelSpec, work: Mapping[str, UnitWork]) -> Rates:
+    """The rates of a machine with a model.
+
+    Args:
+        hardware: The machine.
+        spec: The model's units.
+        work: What each of them computes.
+    """
+    device, bus, host, disk = hardware.device, hardware.bus, hardware.host, hardware.disk
+    flops = device.fp32_flops if spec.precision == "fp32" else device.bf16_flops
+    attention = min(device.attention_flops, flops)
+    forward = {name: w.product_flops / flops + w.attention_flops / attention for name, w in work.items()}
+    backward = {name: 2 * w.product_flops / flops + 2.5 * w.attention_flops / attention for name, w in work.items()}
+    bytes_per_s = {"h2d": bus.h2d_bytes_per_s, "d2h": bus.d2h_bytes_per_s}
+    if disk is not None:
+        bytes_per_s |= {"disk_read": disk.read_bytes_per_s, "disk_write": disk.write_bytes_per_s}
+    updates = device.update_parameters_per_s
+    parts = {link: rate / host.bytes_per_s for link, rate in bytes_per_s.items()}
+    parts["update"] = host.update_parameters_per_s * _UPDATE_BYTES / host.bytes_per_s
+    shared = [Shared(name="host memory", parts={link: min(part, 1.0) for link, part in parts.items()})]  # type: ignore[misc]
+    shared.append(Shared(name="bus", parts=dict.fromkeys(("h2d", "d2h"), 1 / bus.both)))
+    latency = dict.fromkeys(("h2d", "d2h"), bus.latency_s)
+    if disk is not None:
+        shared.append(Shared(name="disk", parts=dict.fromkeys(("disk_read", "disk_write"), 1 / disk.both)))
+        latency |= dict.fromkeys(("disk_read", "disk_write"), disk.latency_s)
+    return Rates(
+        forward_s=forward,
+        backward_s=backward,
+        # A copy on the device reads and writes; adding up in host memory moves 10 bytes for 4 that it writes.
+        bytes_per_s={**bytes_per_s, "compute": device.bytes_per_s / 2, "update": host.bytes_per_s / 2.5},
+        parameters_per_s={"update": host.update_parameters_per_s, "device_update": updates, "compute": updates},
+        latency_s=latency,
+        shared=tuple(shared),
+        visit_s=host.visit_s,
+        host_runs_ahead=bool(device.runs_ahead),
+    )

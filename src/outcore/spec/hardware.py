@@ -1,0 +1,193 @@
+"""A machine as plans see it: memory and speed of its parts. Plain data with a JSON form.
+
+Each figure may name its source.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from outcore.core.errors import ConfigError
+
+HARDWARE_VERSION = 1
+_MOST = 1e19
+"""No rate and no size is larger."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicePart:
+    """What computes."""
+
+    memory_bytes: float
+    bf16_flops: float
+    """Of matrix products in bf16, per second."""
+    fp32_flops: float
+    attention_flops: float
+    """Of the attention kernel in bf16, per second."""
+    bytes_per_s: float
+    """Of its memory."""
+    update_parameters_per_s: float
+    """AdamW over states in its memory."""
+    runs_ahead: float = 1
+    """1: it is given its work, as an accelerator is; 0: the thread that submits computes."""
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Field -> where its figure is from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BusPart:
+    """What connects the device with host memory."""
+
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+    both: float = 2
+    """What both directions at once come to, counted in directions: 2 if neither slows the other down."""
+    latency_s: float = 0
+    """Of every copy besides."""
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostPart:
+    """Processor and memory."""
+
+    memory_bytes: float
+    bytes_per_s: float
+    """Of its memory, reading and writing together."""
+    update_parameters_per_s: float
+    """AdamW by all its cores, of fp32 masters with bf16 weights and gradients."""
+    visit_s: float = 0
+    """Of the engine, for every visit of a unit."""
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskPart:
+    """One drive, or several that are striped."""
+
+    size_bytes: float
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    both: float = 1
+    """What reading and writing at once come to, counted in drives that do one of them."""
+    latency_s: float = 0
+    """Of every read or write besides."""
+    endurance_bytes: float = 0
+    """What may be written in the drive's life; 0: not known."""
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+_ZERO_IS_FINE = {"latency_s", "visit_s", "endurance_bytes", "runs_ahead"}
+_AT_MOST = {"both": 2.0, "runs_ahead": 1.0, "latency_s": 10.0, "visit_s": 10.0}
+_AT_LEAST = {"both": 0.5}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """A machine."""
+
+    name: str
+    device: DevicePart
+    bus: BusPart
+    host: HostPart
+    disk: DiskPart | None = None
+    """None: there is no disk tier."""
+    version: int = HARDWARE_VERSION
+
+    def to_json(self) -> str:
+        """As JSON text."""
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, where: str = "hardware") -> Self:
+        """Read a machine from JSON text.
+
+        Raises:
+            ConfigError: Not JSON, a missing or unknown key, a rate that no machine has.
+        """
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{where}: expected a machine as JSON, but it cannot be parsed: {error}") from error
+        _refuse_keys(cls, data, where)
+        if data.get("version", HARDWARE_VERSION) != HARDWARE_VERSION:
+            raise ConfigError(
+                f"{where}: expected version {HARDWARE_VERSION}, but got {data['version']!r}; measure the machine again "
+                "with this version of outcore"
+            )
+        if not isinstance(data["name"], str):
+            raise ConfigError(f"{where}: name: expected a string, but got {data['name']!r}")
+        kinds = {"device": DevicePart, "bus": BusPart, "host": HostPart, "disk": DiskPart}
+        parts = {name: _part(kind, data.get(name), f"{where}: {name}") for name, kind in kinds.items()}
+        return cls(name=data["name"], **parts)  # type: ignore[arg-type]
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON, replacing the file at once.
+
+        Raises:
+            ConfigError: The file cannot be written.
+        """
+        target = Path(path)
+        try:
+            partial = target.with_name(target.name + ".partial")
+            partial.write_text(self.to_json())
+            partial.replace(target)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"hardware: expected a path to write to, but '{path}' cannot be written: {error}"
+            ) from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a machine that ``save`` wrote or a person described.
+
+        Raises:
+            ConfigError: The file cannot be read or describes no machine.
+        """
+        try:
+            text = Path(path).read_text()
+        except (OSError, UnicodeDecodeError, ValueError) as error:
+            raise ConfigError(f"hardware: expected a readable JSON file at '{path}', but got: {error}") from error
+        return cls.from_json(text, where=f"hardware '{path}'")
+
+
+def _refuse_keys(kind: type, data: object, where: str) -> None:
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where}: expected a JSON object, but got {type(data).__name__}")
+    fields: Mapping[str, dataclasses.Field[Any]] = {field.name: field for field in dataclasses.fields(kind)}
+    unknown = sorted(set(data) - set(fields))
+    if unknown:
+        raise ConfigError(f"{where}: unknown key '{unknown[0]}'; known keys are {', '.join(fields)}")
+    for name, field in fields.items():
+        is_needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if is_needed and name not in data:
+            raise ConfigError(f"{where}: key '{name}' is missing")
+
+
+def _part(kind: type, data: object, where: str) -> object:
+    if kind is DiskPart and data is None:
+        return None
+    _refuse_keys(kind, data, where)
+    _refuse_numbers(data, where)  # type: ignore[arg-type]
+    return kind(**data)  # type: ignore[arg-type]
+
+
+def _refuse_numbers(data: Mapping[str, Any], where: str) -> None:
+    """Refuse figures that no machine has."""
+    for name, value in data.items():
+        if name == "sources":
+            if not isinstance(value, Mapping) or not all(isinstance(s, str) for pair in value.items() for s in pair):
+                raise ConfigError(f"{where}: sources: expected names of fields with sentences, but got {value!r}")
+            continue
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        most, least = _AT_MOST.get(name, _MOST), _AT_LEAST.get(name, 0.0)
+        if not is_number or not math.isfinite(value) or value > most or value < least:
+            raise ConfigError(f"{where}: {name}: expected a number from {least:g} to {most:g}, but got {value!r}")
+        if not value and name not in _ZERO_IS_FINE:
+            raise ConfigError(f"{where}: {name}: expected a number above 0, but got {value!r}")

@@ -1,0 +1,100 @@
+"""Machines as data: known ones are whole and say where figures are from; damaged and absurd ones are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outcore.core.errors import ConfigError
+from outcore.planning.known_hardware import BUSES, DEVICES, DISKS, HOSTS, known_hardware
+from outcore.spec.hardware import Hardware
+
+NUMBERS = [0, -1, 1e30, float("inf"), float("nan"), "fast", None, True, [1], {}]
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_known_machines_are_whole_and_come_back_from_json(name: str, tmp_path: Path):
+    machine = known_hardware(name)
+    assert machine.disk is not None
+    machine.save(tmp_path / "hardware.json")
+    assert Hardware.load(tmp_path / "hardware.json") == machine
+
+
+def test_every_figure_has_a_source():
+    for part in itertools.chain(DEVICES.values(), BUSES.values(), HOSTS.values(), DISKS.values()):
+        fields = {f.name: f.default for f in dataclasses.fields(part) if f.name != "sources"}
+        said = {name for name, default in fields.items() if getattr(part, name) != default}
+        assert said <= set(part.sources), part
+        assert all(len(source) > 10 for source in part.sources.values())
+
+
+def test_parts_are_composed():
+    machine = known_hardware("RTX-4090+pcie3+desktop-ddr4+laptop-nvme")
+    assert (machine.bus, machine.host, machine.disk) == (BUSES["pcie3"], HOSTS["desktop-ddr4"], DISKS["laptop-nvme"])
+    assert known_hardware("h100").bus == BUSES["pcie5"]
+    assert known_hardware("h100+no-disk").disk is None
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("rtx4090", "the nearest is 'rtx-4090'"),
+        ("pcie4", "expected a device among the parts"),
+        ("h100+h200", "expected one device, but got 'h100' and 'h200'"),
+        ("", "expected a JSON file, or parts of"),
+    ],
+)
+def test_unknown_parts(name: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        known_hardware(name)
+
+
+@pytest.mark.parametrize("value", NUMBERS, ids=repr)
+@pytest.mark.parametrize("field", ["device.bf16_flops", "bus.h2d_bytes_per_s", "host.bytes_per_s", "disk.both"])
+def test_absurd_numbers_are_refused(field: str, value: Any):
+    data = json.loads(known_hardware("h100").to_json())
+    part, name = field.split(".")
+    data[part][name] = value
+    with pytest.raises(ConfigError, match=f"hardware: {part}: {name}: expected a number"):
+        Hardware.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data.pop("bus"), "key 'bus' is missing"),
+        (lambda data: data.update(gpu={}), "unknown key 'gpu'"),
+        (lambda data: data["host"].pop("memory_bytes"), "host: key 'memory_bytes' is missing"),
+        (lambda data: data["host"].update(memory=1), "host: unknown key 'memory'"),
+        (lambda data: data.update(disk=[]), "disk: expected a JSON object, but got list"),
+        (lambda data: data.update(name=3), "name: expected a string"),
+        (lambda data: data.update(version=9), "expected version 1, but got 9"),
+        (lambda data: data["device"].update(sources={"bytes_per_s": 3}), "sources: expected names of fields"),
+    ],
+)
+def test_damaged_descriptions_are_refused(change: Any, message: str):
+    data = json.loads(known_hardware("h100").to_json())
+    change(data)
+    with pytest.raises(ConfigError, match=message):
+        Hardware.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 10**5, "3", "null", '"x"'])
+def test_no_json(text: str):
+    with pytest.raises(ConfigError, match="hardware: expected a"):
+        Hardware.from_json(text)
+
+
+def test_files_that_cannot_be_read_or_written(tmp_path: Path):
+    with pytest.raises(ConfigError, match="expected a readable JSON file"):
+        Hardware.load(tmp_path / "none.json")
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="expected a readable JSON file"):
+        Hardware.load(tmp_path / "bytes.json")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        known_hardware("h100").save(tmp_path / "none" / "hardware.json")
