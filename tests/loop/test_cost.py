@@ -99,17 +99,19 @@ def test_views_are_made_once_and_go_with_the_model(kind, tmp_path):
             train(model, optimizer, 2)
 
         drive()
-        known = [dict(unit._views) for unit in engine.units]
+        known = [dict(unit.views._made) for unit in engine.units]
         drive()
         for unit, before in zip(engine.units, known, strict=True):
-            assert all(a is b for key, views in before.items() for a, b in zip(views, unit._views[key], strict=True))
+            assert all(
+                a is b for key, views in before.items() for a, b in zip(views, unit.views._made[key], strict=True)
+            )
             slots = len(engine.order.pools.slots("device", "weights")) + 12  # and homes, states by name, buckets
-            assert len(unit._views) <= 4 * slots
+            assert len(unit.views._made) <= 4 * slots
         engine.device.synchronize()  # else what is dropped at close may be held by the lane that was to do it
-        views = [weakref.ref(v) for unit in engine.units for views in unit._views.values() for v in views]
+        views = [weakref.ref(v) for unit in engine.units for views in unit.views._made.values() for v in views]
         known.clear()
         del before
-    assert all(not unit._views and not unit._absent_views for unit in engine.units)
+    assert all(not unit.views._made and not unit.presence._nothing for unit in engine.units)
     gc.collect()
     assert all(view() is None for view in views)
 

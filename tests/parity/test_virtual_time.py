@@ -204,7 +204,7 @@ def submitted(
         engine.weights._step.expected = tuple(visits)
         engine.weights._step.reset(nothing_held(program.plan))
         if any(visit.unit == ROOT for visit in visits):
-            engine.units[ROOT].mark_absent()  # as after a step that updates it elsewhere than at once
+            engine.units[ROOT].presence.hide()  # as after a step that updates it elsewhere than at once
     watch, settle = Watch(engine.device), EarlyUpdates.settle
 
     def settled(early: EarlyUpdates) -> None:

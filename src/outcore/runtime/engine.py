@@ -29,10 +29,12 @@ from outcore.runtime.module.room import Room
 from outcore.runtime.module_guard import ModuleGuard
 from outcore.runtime.unit.one_process import refuse_process_group
 from outcore.runtime.unit.port import LivePort
+from outcore.runtime.unit.presence import Beneath
 from outcore.runtime.unit.recovery import Recovery
 from outcore.runtime.unit.tiers import Tiers
 from outcore.runtime.unit.traffic import Traffic
-from outcore.runtime.unit.unit import Unit, torch_dtype
+from outcore.runtime.unit.unit import Unit
+from outcore.runtime.unit.views import torch_dtype
 from outcore.runtime.updates.early import EarlyUpdates
 from outcore.runtime.updates.plain import PlainUpdates
 from outcore.runtime.updates.streamed import Stepper, StreamedUpdates
@@ -144,9 +146,9 @@ class Engine:
                 self.device.synchronize()
                 self._moved.append(unit)
                 if unit.ledger.is_resident:
-                    unit.point_at(unit.device_buffer())
+                    unit.show()
                 else:
-                    unit.mark_absent(device=self.device.torch_device)
+                    unit.presence.hide(device=self.device.torch_device)
                 freed_bytes += unit.spec.weight_bytes
                 if freed_bytes >= WORTH_BYTES:
                     freed_bytes = 0
@@ -197,6 +199,7 @@ class Engine:
         hypers = self._hypers(groups)
         self._refuse_while_gathered()
         self.refuse_if_replaced()
+        self.weights.end_lending()
         steps = self._stepper.steps_of(hypers, self._guard.refuse_if_adapted)  # refuses before anything is done
         with self._refusing_what_follows():
             self._stepper.take(steps)
@@ -235,7 +238,7 @@ class Engine:
                 )
 
     def _refuse_while_gathered(self) -> None:
-        unit = next((u for u in self.units if u.is_gathered), None)
+        unit = next((u for u in self.units if u.presence.now is Beneath.GATHERED), None)
         if unit is not None:
             raise UnsupportedError(
                 f"expected optimizer.step() outside of outcore.gathered(), but unit '{unit.label}' is gathered; leave "
@@ -315,7 +318,7 @@ class Engine:
                     undoing.callback(undo)
             self._undo.clear()
             for unit in self._moved:
-                unit.mark_absent(device=self.device.torch_device)
+                unit.presence.hide(device=self.device.torch_device)
                 for param in unit.params:
                     if param.grad is not None:
                         param.grad = None

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn import Parameter
 
-from outcore.runtime.unit.unit import Unit, torch_dtype
+from outcore.runtime.unit.presence import Beneath
+from outcore.runtime.unit.unit import Unit
+from outcore.runtime.unit.views import torch_dtype
 from outcore.runtime.values.edits import refuse_other_form, refuse_other_strides, same_bytes, take_edits
 
 if TYPE_CHECKING:
@@ -28,26 +29,23 @@ def gathered_units(engine: Engine, units: Sequence[Unit], *, write: bool) -> Ite
     Memory: device, all weights of the units, outside of the arena, until the end.
     """
     engine.refuse_if_closed()
-    mine = [u for u in units if not u.is_gathered]
+    mine = [u for u in units if u.presence.now is not Beneath.GATHERED]
     try:
         for unit in mine:
             take_edits(unit, engine.access)
-            for i, param in enumerate(unit.params):
-                value = engine.access.read_weight(unit, i).to(engine.device.torch_device)
-                param.__class__ = Parameter
-                param.data = value
-            unit.is_gathered = True
+            device = engine.device.torch_device
+            unit.presence.gather([engine.access.current_weight(unit, i).to(device) for i in range(len(unit.params))])
         yield
         if write:
             for unit in units:
                 _write_changed(engine, unit)
     finally:
         for unit in mine:
-            edited = unit.edited_since_noted()
-            unit.is_gathered = False
-            engine.weights.rest(unit)
-            for index in edited:  # a graph made inside must not be walked with the weights that come back
-                unit.note_change(index)
+            if unit.presence.now is Beneath.GATHERED:  # else it was cut short, or closed
+                edited = unit.presence.watch.edited()
+                engine.weights.rest(unit)
+                for index in edited:  # a graph made inside must not be walked with the weights that come back
+                    unit.presence.watch.note_change(index)
 
 
 @torch.no_grad()

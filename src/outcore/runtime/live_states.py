@@ -10,7 +10,8 @@ import torch
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.runtime.engine import Engine
 from outcore.runtime.gradients.on_demand import DistantTensor
-from outcore.runtime.unit.unit import Unit, torch_dtype
+from outcore.runtime.unit.unit import Unit
+from outcore.runtime.unit.views import torch_dtype
 from outcore.runtime.values.edits import take_edits
 
 
@@ -107,7 +108,7 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
         like, device = torch.empty((), device="meta"), torch.device("cpu")
         if name != "step":
             dtype = torch_dtype(unit.ledger.state_specs[name].parts[index].dtype)
-            like = torch.empty_like(unit.grad_likes[index], dtype=dtype)
+            like = torch.empty_like(unit.gradient_form.likes[index], dtype=dtype)
             device = self._engine.device.torch_device
         return StateTensor(like, device, lambda: self.read(param, name), lambda value: self.write(param, name, value))
 

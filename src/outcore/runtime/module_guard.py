@@ -20,6 +20,7 @@ from torch.nn import Parameter
 
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.runtime.unit.one_process import RefuseReplicas, refuse_process_group, refuse_wrapped
+from outcore.runtime.unit.presence import Beneath
 from outcore.runtime.values.edits import same_bytes, take_edits
 from outcore.spec.model import row_major
 
@@ -78,7 +79,7 @@ class ModuleGuard:
         self._known: list[tuple[dict[str, Parameter | None], str, str, Parameter]] = []
         engine.model.__dict__[ATTACHMENT] = Attachment(engine)
         self._undo.append(lambda: engine.model.__dict__.pop(ATTACHMENT, None))
-        self._undo.append(engine.model.register_forward_pre_hook(_refuse_processes).remove)
+        self._undo.append(engine.model.register_forward_pre_hook(self._before_forward).remove)
         for prefix, module in engine.model.named_modules():
             self._guard_module(module)
             owned = {
@@ -129,6 +130,11 @@ class ModuleGuard:
             undo()
         self._undo.clear()
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _before_forward(self, *_: object) -> None:
+        refuse_process_group("forward")
+        self._engine.weights.end_lending()
+
     def _guard_module(self, module: nn.Module) -> None:
         if not any(id(p) in self._engine.places for p in module.parameters()):
             return
@@ -156,10 +162,6 @@ class ModuleGuard:
             module.register_load_state_dict_post_hook(own.after_load),
         ]
         self._undo.extend(handle.remove for handle in handles)
-
-
-def _refuse_processes(*_: object) -> None:
-    refuse_process_group("forward")
 
 
 class _OwnParameters:
@@ -217,21 +219,17 @@ class _OwnParameters:
         self._dematerialise()  # what an interrupted call left
         for param in self._owned.values():
             unit, index = self._engine.places[id(param)]
-            if unit.is_gathered or id(param) in self._before:
+            if unit.presence.now is Beneath.GATHERED or id(param) in self._before:
                 continue
-            if not unit.num_lent:
-                take_edits(unit, self._engine.access)
-            value = self._engine.access.read_weight(unit, index)
-            unit.num_lent += 1
+            take_edits(unit, self._engine.access)
+            value = self._engine.access.current_weight(unit, index)
             self._before[id(param)] = value
-            param.__class__ = Parameter
-            param.data = value.clone() if may_change else value
+            unit.presence.lend(index, value.clone() if may_change else value)
 
     def _dematerialise(self) -> None:
         for key in self._before:
             unit, _ = self._engine.places[key]
-            unit.num_lent -= 1
-            if not unit.num_lent:  # else a module further up has parameters of the same unit out
+            if unit.presence.take_back():  # else a module further up has parameters of the same unit out
                 self._engine.weights.rest(unit)
         self._before.clear()
 

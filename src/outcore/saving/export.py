@@ -18,6 +18,7 @@ from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.memory.staged_files import staged_files
 from outcore.memory.weights_file import write_safetensors
 from outcore.runtime.engine import Engine
+from outcore.runtime.unit.presence import Beneath
 from outcore.runtime.values.edits import take_edits
 from outcore.saving.conversions import (
     Group,
@@ -34,9 +35,9 @@ def read_tensor(engine: Engine, tensor: torch.Tensor) -> torch.Tensor:
     found = engine.places.get(id(tensor))
     if found is not None:
         take_edits(found[0], engine.access)
-    if found is None or found[0].is_gathered:
+    if found is None or found[0].presence.now is Beneath.GATHERED:
         return tensor.detach().to("cpu", copy=True)
-    return engine.access.read_weight(*found)
+    return engine.access.current_weight(*found)
 
 
 def stream_tensors(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:

@@ -16,6 +16,7 @@ from outcore.core.errors import MemoryBudgetError, UnsupportedError
 from outcore.core.quantities import format_bytes
 from outcore.memory.limits import host_free_bytes
 from outcore.runtime.engine import Engine
+from outcore.runtime.unit.presence import Beneath
 from outcore.runtime.unit.unit import Unit
 from outcore.saving.state_names import places
 
@@ -47,7 +48,7 @@ def take_weights(engine: Engine) -> dict[int, torch.Tensor]:
     """
     engine.refuse_if_closed()
     engine.device.check()
-    gathered = next((u.label for u in engine.units if u.is_gathered), None)
+    gathered = next((u.label for u in engine.units if u.presence.now is Beneath.GATHERED), None)
     if gathered is not None:
         raise UnsupportedError(f"unit '{gathered}' is inside outcore.gathered(); leave the block first")
     need, free = sum(u.spec.weight_bytes for u in engine.units), host_free_bytes()
@@ -59,7 +60,7 @@ def take_weights(engine: Engine) -> dict[int, torch.Tensor]:
 
 
 def _value(engine: Engine, unit: Unit, index: int) -> torch.Tensor:
-    if unit.ledger.is_resident and unit.is_present:  # where it may have been edited
+    if unit.presence.now is Beneath.AT_HOME:  # where it may have been edited
         return unit.params[index].detach().to("cpu", copy=True)
     return engine.access.read_weight(unit, index)
 

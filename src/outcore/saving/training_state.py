@@ -21,7 +21,8 @@ from outcore.memory.weights_file import TensorSpec, WeightsDirectory, write_safe
 from outcore.runtime.engine import Engine
 from outcore.runtime.module_guard import engine_of
 from outcore.runtime.optimizer import StreamedOptimizer
-from outcore.runtime.unit.unit import Unit, torch_dtype
+from outcore.runtime.unit.unit import Unit
+from outcore.runtime.unit.views import torch_dtype
 from outcore.runtime.values.edits import take_edits
 from outcore.saving.conversions import is_adapter_model
 from outcore.saving.load_plan import plan_loading

@@ -20,7 +20,8 @@ from outcore.order.slots import Pools
 from outcore.runtime.gradients.handle import GradHandle
 from outcore.runtime.gradients.of_unit import Pass, UnitGradients
 from outcore.runtime.unit.tiers import Tiers
-from outcore.runtime.unit.unit import Unit, flat, torch_dtype
+from outcore.runtime.unit.unit import Unit
+from outcore.runtime.unit.views import flat, torch_dtype
 from outcore.spec.lanes import Lane
 
 
@@ -60,7 +61,7 @@ class PassWork:
         if bucket is not None:
             copies = [(buffer.bytes, bucket.slot.span(target.nbytes).memory.bytes)]
         else:
-            views = unit.native_views(buffer)
+            views = unit.views.native(buffer)
             copies = [(views[i], grad) for i, grad in self._current.loose.items()]
             for grad in self._current.loose.values():
                 self._device.hand_over(grad, Lane.D2H)
@@ -78,7 +79,7 @@ class PassWork:
     def add_on_device(self) -> None:
         """Add them to what lives on the device."""
         unit, current, held = self._unit, self._current, self._held
-        views, specs = unit.update_views(unit.ledger.gradients.memory), unit.spec.params
+        views, specs = unit.views.update(unit.ledger.gradients.memory), unit.spec.params
         first = [i for i in current.loose if i not in held]
         if first:
             torch._foreach_copy_([views[i] for i in first], [flat(specs[i], current.loose[i]) for i in first])
@@ -99,7 +100,7 @@ class PassWork:
         def deed() -> None:
             if was_native:
                 promote(unit, home, list(held), self._run_all)
-            sources, targets = unit.flat_views(landed), unit.update_views(home)
+            sources, targets = unit.views.flat(landed), unit.views.update(home)
             sums = [
                 Sum(targets[i], sources[i], tuple(factors.get(i, ())), is_first=handle is None)
                 for i, handle in indices.items()
@@ -129,7 +130,7 @@ class GradientHomes:
     def value(self, gradients: UnitGradients, handle: GradHandle) -> torch.Tensor:
         """A gradient times its factors, on the device (1D, update dtype). Slow where it is not there: it is fetched."""
         unit, i = gradients.unit, handle.index
-        dtype = unit.update_dtypes[i]
+        dtype = unit.gradient_form.update_dtypes[i]
         if handle.is_zero:
             value = torch.zeros(unit.spec.params[i].numel, dtype=dtype, device=self._device.torch_device)
         else:
@@ -191,7 +192,7 @@ class GradientHomes:
             if gradients.is_native:
                 promote(unit, home, [i for i, h in gradients.held_handles().items() if not h.is_zero])
                 gradients.is_native = False
-            yield unit.update_views(home)
+            yield unit.views.update(home)
 
     @contextmanager
     def _at_hand(self, unit: Unit, *, is_write: bool) -> Iterator[Buffer]:
@@ -236,9 +237,9 @@ def promote(unit: Unit, buffer: Buffer, indices: Sequence[int], run_all: RunAll 
     Backwards, so that nothing is overwritten before it is read: a parameter's place in the update layout never begins
     before its place in the weights layout.
     """
-    if unit.has_one_layout:
+    if unit.gradient_form.is_one:
         return
-    sources, targets = unit.flat_views(buffer), unit.update_views(buffer)
+    sources, targets = unit.views.flat(buffer), unit.views.update(buffer)
     for i in sorted(indices, reverse=True):
         for works in widen_rounds(targets[i], sources[i]):
             run_all(works)

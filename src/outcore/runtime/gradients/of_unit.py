@@ -13,7 +13,8 @@ from outcore.device.lanes import Handle
 from outcore.memory.arena import Buffer
 from outcore.optim import kernels
 from outcore.runtime.gradients.handle import GradHandle
-from outcore.runtime.unit.unit import Unit, flat
+from outcore.runtime.unit.unit import Unit
+from outcore.runtime.unit.views import flat
 
 
 class GradientStore(Protocol):
@@ -109,7 +110,7 @@ class UnitGradients:
 
     def stored_views(self, buffer: Buffer) -> list[torch.Tensor]:
         """All gradients as they are stored now (1D), in ``buffer``: the home or a copy of it."""
-        return self.unit.flat_views(buffer) if self.is_native else self.unit.update_views(buffer)
+        return self.unit.views.flat(buffer) if self.is_native else self.unit.views.update(buffer)
 
     def gradient_name(self, handle: GradHandle) -> str:
         """Name of the parameter."""
@@ -157,7 +158,7 @@ class UnitGradients:
         for i, param in enumerate(self.unit.params[: self.unit.num_trainable]):
             if param.shape != self.unit.spec.params[i].shape:  # resized, which the step will refuse
                 continue
-            handle = self.handles[i] = GradHandle(self.unit.grad_likes[i], param.device, self, i)
+            handle = self.handles[i] = GradHandle(self.unit.gradient_form.likes[i], param.device, self, i)
             handle.is_lost = True
             param.grad = handle
 
@@ -185,7 +186,7 @@ class UnitGradients:
         """Autograd accumulates by itself: a parameter used outside of its unit's forward."""
         if not self._store.is_in_backward():
             return False
-        self._store.deposit(self.unit, self.unit.in_own_dtype({handle.index: more}))
+        self._store.deposit(self.unit, self.unit.gradient_form.native({handle.index: more}))
         return True
 
     def change_gradient(self, handle: GradHandle, change: Callable[[torch.Tensor], Any]) -> None:

@@ -30,7 +30,8 @@ from outcore.runtime.gradients.handle import GradHandle
 from outcore.runtime.gradients.homes import GradientHomes
 from outcore.runtime.gradients.of_unit import Pass, UnitGradients
 from outcore.runtime.unit.recovery import Recovery
-from outcore.runtime.unit.unit import Unit, outermost_first, torch_dtype
+from outcore.runtime.unit.unit import Unit
+from outcore.runtime.unit.views import outermost_first, torch_dtype
 from outcore.runtime.values.edits import refuse_other_form
 
 
@@ -147,7 +148,7 @@ class Gradients:
         def reached(param: torch.Tensor) -> None:
             if torch.is_grad_enabled() or len(param._post_accumulate_grad_hooks or ()) > 1:
                 self._refuse_other_hooks(spec.name)
-            if type(param) is not unit.absent_class and (param.dtype != dtype or param.shape != spec.shape):
+            if type(param) is not unit.presence.absent_class and (param.dtype != dtype or param.shape != spec.shape):
                 refuse_other_form(spec, param)
             grad = param.grad
             if grad is not None and not isinstance(grad, GradHandle):
@@ -251,7 +252,7 @@ class Gradients:
         unit = gradients.unit
         bucket, current.made = self._order.collect(unit.ledger, current.made, self._make_room)
         current.stream = self._device.stream_name()
-        views = unit.native_views(bucket.of.memory)
+        views = unit.views.native(bucket.of.memory)
         first = [i for i in grads if i not in current.present]
         if first:
             torch._foreach_copy_([views[i] for i in first], [grads[i] for i in first])
@@ -279,7 +280,7 @@ class Gradients:
         self._order.send(unit.ledger, self._resting.work(gradients, current, held), is_first=not held)
         device = self._device.torch_device
         for i in current.present - added:
-            handle = GradHandle(unit.grad_likes[i], device, gradients, i)
+            handle = GradHandle(unit.gradient_form.likes[i], device, gradients, i)
             unit.params[i].grad = gradients.handles[i] = handle
         gradients.open = None  # last, so that whatever is interrupted before is known to be lost
         if unit.plan.early and gradients.num_passes == self._accumulation_steps:
@@ -320,13 +321,14 @@ class Gradients:
             return  # on the device a norm is taken when it is asked for, as in the plain loop
         unit = gradients.unit
         bucket, specs = unit.ledger.bucket, unit.spec.params
-        views = [] if bucket is None else unit.flat_views(bucket.slot.memory)
+        views = [] if bucket is None else unit.views.flat(bucket.slot.memory)
         natives = {
             i: outermost_first(specs[i], current.loose[i]) if i in current.loose else views[i]
             for i in current.present - added
         }
-        for batch in _batches(natives, unit.update_dtypes):
-            values = [native.to(unit.update_dtypes[i]).reshape(-1) for i, native in batch.items()]
+        dtypes = unit.gradient_form.update_dtypes
+        for batch in _batches(natives, dtypes):
+            values = [native.to(dtypes[i]).reshape(-1) for i, native in batch.items()]
             gradients.norms.update(zip(batch, kernels.norms(values), strict=True))
 
 

@@ -331,7 +331,7 @@ class UnitCall:
                 found = iter(without_hooks(leaves, lambda: gradients(pairs, sources, keeps_graph=is_kept)))
             given = [next(found) for _ in outer]
             made = {i: g for i, w in enumerate(wanted) if w and (g := next(found)) is not None}
-            grads_of = self.unit.in_own_dtype(made)
+            grads_of = self.unit.gradient_form.native(made)
             spare_hooks(params, grads_of)
             if any([g is None for g in given]):  # `in` would compare every tensor
                 ends = ctx.next_functions[1:]  # behind the anchor's

@@ -114,7 +114,7 @@ def by_place(unit: Unit, where: str) -> tuple[Callable[[torch.Tensor], Any], Cal
                 raise UnsupportedError(_changed(saved.tensor, where))
             return saved.tensor
         now = unit.device_buffer()
-        if not unit.num_bound:
+        if not unit.presence.num_calls:
             raise UnsupportedError(escaped(where))
         if now is None:
             raise UnsupportedError(

@@ -96,13 +96,13 @@ class UnitUpdate:
     def begin(self) -> None:
         """Note that the weights of the unit are about to change, or did."""
         unit = self.unit
-        if unit.num_bound:
+        if unit.presence.num_calls:
             raise AssertionError(f"unit '{unit.label}' is bound while its weights change")
         unit.weights_version += 1
         if unit.ledger.is_resident:  # as the plain step would: a graph that saved the old weights must not be walked
             for i in self._changes:
                 torch.autograd.graph.increment_version(unit.params[i])
-            unit.note_versions()
+            unit.presence.watch.note_versions()
 
     def at_once(self, grads: Span, states: Span, weights: Span, scratch: Span) -> None:
         """Update on compute."""
@@ -137,7 +137,7 @@ class UnitUpdate:
 
     def weights_sent(self) -> None:
         """Reading a weight before the copy is done must wait for it."""
-        self.unit.mark_absent()
+        self.unit.presence.hide()
 
     def _room(self, scratch: Span) -> torch.Tensor:
         memory: torch.Tensor = scratch.memory.bytes
@@ -146,7 +146,7 @@ class UnitUpdate:
     def _unchanged(self, states: Buffer, weights: Buffer) -> Copies:
         """Weights that a slot must carry home although they were not updated: the home is overwritten as a whole."""
         unit = self.unit
-        masters, views = unit.state_views(states, "master"), unit.flat_views(weights)
+        masters, views = unit.views.state(states, "master"), unit.views.flat(weights)
         return [(views[i], masters[i]) for i in range(unit.num_trainable) if i not in self._changes]
 
 

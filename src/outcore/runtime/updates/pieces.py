@@ -37,27 +37,28 @@ def pieces_of(
 ) -> list[Piece]:
     """The update of a unit, by parameter; out of place where old buffers are given."""
     unit = gradients.unit
-    views, weight_views = _views(unit, states), unit.flat_views(weights)
+    views, weight_views = _views(unit, states), unit.views.flat(weights)
     old_views, stored = _views(unit, old_states), gradients.stored_views(grads)
-    old_targets = old_views.get("master") if old_weights is None else unit.flat_views(old_weights)
+    moments, old_moments = ([(n, v) for n, v in every.items() if n != "master"] for every in (views, old_views))
+    old_targets = old_views.get("master") if old_weights is None else unit.views.flat(old_weights)
     pieces = []
     for i, change in changes.items():
         pieces.append(
             Piece(
                 target=views["master"][i] if unit.ledger.has_master else weight_views[i],
                 grad=None if change.is_zero else stored[i],
-                states={name: view[i] for name, view in views.items() if name != "master"},
+                states={name: view[i] for name, view in moments},
                 weights=weight_views[i] if unit.ledger.has_master else None,
                 step=change.step,
                 hyper=change.hyper,
                 factors=change.factors,
                 zero=change.is_zero,
                 old_target=None if old_targets is None else old_targets[i],
-                old_states={name: view[i] for name, view in old_views.items() if name != "master"},
+                old_states={name: view[i] for name, view in old_moments} if old_moments else {},
             )
         )
     return pieces
 
 
 def _views(unit: Unit, states: Buffer | None) -> dict[str, list[torch.Tensor]]:
-    return {name: unit.state_views(states, name) for name in unit.ledger.state_specs} if states is not None else {}
+    return {name: unit.views.state(states, name) for name in unit.ledger.state_specs} if states is not None else {}

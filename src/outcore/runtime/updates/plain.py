@@ -19,7 +19,8 @@ from outcore.optim.kernels import FusedStep, apply
 from outcore.optim.rules import Hyper, SgdHyper
 from outcore.runtime.module.structure import take_apart
 from outcore.runtime.unit.absent import unfreezing_refusal
-from outcore.runtime.unit.unit import Unit, shaped
+from outcore.runtime.unit.unit import Unit
+from outcore.runtime.unit.views import shaped
 from outcore.runtime.values.edits import refuse_other_form, refuse_other_strides
 
 
@@ -82,7 +83,7 @@ class PlainUpdates:
                 unit, i = self._places[id(param)]
                 unit.steps[i] += 1
         for unit in self._units:
-            unit.note_versions()
+            unit.presence.watch.note_versions()
 
     def _add(self, steps: dict[Hashable, FusedStep], unit: Unit, i: int, grad: torch.Tensor, hyper: Hyper) -> None:
         """To what one kernel call can take."""
@@ -120,7 +121,7 @@ class PlainUpdates:
         if found is None:
             spec, states = unit.spec.params[index], unit.ledger.states.memory
             names = unit.ledger.state_specs if isinstance(states, Buffer) else ()
-            views = {name: unit.state_views(states, name)[index] for name in names}
+            views = {name: unit.views.state(states, name)[index] for name in names}
             found = self._states[id(param)] = {name: shaped(spec, view) for name, view in views.items()}
         return found
 

@@ -13,8 +13,10 @@ from outcore.memory.arena import Buffer
 from outcore.memory.disk import Extent
 from outcore.order.ledger import Home
 from outcore.order.slots import Pools
+from outcore.runtime.unit.presence import Beneath
 from outcore.runtime.unit.tiers import Tiers
-from outcore.runtime.unit.unit import Unit, flat, shaped, torch_dtype
+from outcore.runtime.unit.unit import Unit
+from outcore.runtime.unit.views import flat, shaped, torch_dtype
 from outcore.runtime.weights.weights import Weights
 from outcore.spec.model import Part
 
@@ -30,6 +32,12 @@ class Access:
     def read_weight(self, unit: Unit, index: int) -> torch.Tensor:
         """The current weight as a fresh tensor in host memory."""
         return shaped(unit.spec.params[index], self._read(unit.ledger.weights, unit.spec.weight_parts[index]))
+
+    def current_weight(self, unit: Unit, index: int) -> torch.Tensor:
+        """The same, but inside of a call of the unit as the parameter has it there: it may have been edited."""
+        if unit.presence.now is Beneath.BOUND or unit.presence.bound is not None:
+            return unit.params[index].detach().to("cpu", copy=True)
+        return self.read_weight(unit, index)
 
     def read_state(self, unit: Unit, name: str, index: int) -> torch.Tensor:
         """One optimizer state, master weights included, as a fresh tensor in host memory."""
@@ -49,7 +57,7 @@ class Access:
         unit.weights_version += 1
         self._write(unit.ledger.weights, part.offset, weight)
         if unit.ledger.is_resident:  # a graph that saved the old weights must not be walked any more
-            unit.note_change(index)
+            unit.presence.watch.note_change(index)
         if unit.ledger.has_master and spec.requires_grad:
             self.write_master(unit, index, value)
 

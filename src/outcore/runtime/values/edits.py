@@ -15,23 +15,25 @@ import torch
 
 from outcore.core.errors import UnsupportedError
 from outcore.runtime.unit.absent import unfreezing_refusal
-from outcore.runtime.unit.unit import Unit, torch_dtype
+from outcore.runtime.unit.presence import Beneath
+from outcore.runtime.unit.unit import Unit
+from outcore.runtime.unit.views import torch_dtype
 from outcore.runtime.values.access import Access
 from outcore.spec.model import ParamSpec, row_major
 
 
 @torch.no_grad()
 def take_edits(unit: Unit, access: Access) -> None:
-    """Make what a user did to the weights of a resident unit count. Does nothing while they are absent or gathered.
+    """Make what a user did to weights at home on the device count.
 
     Raises:
         UnsupportedError: A frozen parameter was unfrozen, or the shape or dtype of one was changed.
     """
-    buffer = unit.device_buffer()
-    if not unit.ledger.is_resident or not unit.is_present or unit.is_gathered or unit.num_lent or buffer is None:
+    buffer = unit.device_buffer() if unit.presence.now is Beneath.AT_HOME else None
+    if buffer is None:
         return
-    is_moved = False
-    for i, (param, view) in enumerate(zip(unit.params, unit.weight_views(buffer), strict=True)):
+    is_moved, watch = False, unit.presence.watch
+    for i, (param, view) in enumerate(zip(unit.params, unit.views.weights(buffer), strict=True)):
         if param.requires_grad and not unit.spec.params[i].requires_grad:
             raise UnsupportedError(unfreezing_refusal(unit.spec.params[i].name))
         if param.data_ptr() != view.data_ptr():
@@ -40,14 +42,14 @@ def take_edits(unit: Unit, access: Access) -> None:
             refuse_other_form(unit.spec.params[i], param)
             refuse_other_strides(unit.spec.params[i], param)
             view.copy_(param)
-        elif param._version == unit.versions[i] and i not in unit.touched:
+        elif param._version == watch.versions[i] and i not in watch.touched:
             continue
         unit.weights_version += 1
         if unit.ledger.has_master and i < unit.num_trainable:
             access.write_master(unit, i, access.read_weight(unit, i))
     if is_moved:
-        unit.point_at(buffer)
-    unit.note_versions()
+        unit.show()
+    watch.note_versions()
 
 
 class OwnEdits:
@@ -59,7 +61,7 @@ class OwnEdits:
 
     def __init__(self, unit: Unit, access: Access) -> None:
         """Nothing is edited yet."""
-        self._unit, self._access = unit, access
+        self._unit, self._access, self._touched = unit, access, unit.presence.watch.touched
         self._versions: list[int] = []
         self.suspects: list[int] = []
         """Parameters that the last forward may have changed."""
@@ -67,7 +69,7 @@ class OwnEdits:
     def begin(self) -> None:
         """Forward is about to run, on present parameters."""
         if not self._unit.ledger.is_resident:
-            self._unit.touched.clear()
+            self._touched.clear()
         self._versions = [p._version for p in self._unit.params]
 
     @torch.no_grad()
@@ -79,8 +81,8 @@ class OwnEdits:
         """
         unit = self._unit
         moved = [i for i, p in enumerate(unit.params) if p._version != self._versions[i]]
-        self.suspects = sorted({*moved, *unit.touched}) if moved or unit.touched else []
-        return self._changed() if self.suspects and not (unit.ledger.is_resident or unit.is_gathered) else {}
+        self.suspects = sorted({*moved, *self._touched}) if moved or self._touched else []
+        return self._changed() if self.suspects and unit.presence.now is Beneath.BOUND else {}
 
     def _changed(self) -> dict[int, torch.Tensor]:
         unit, changed = self._unit, {}

@@ -14,7 +14,8 @@ from outcore.memory.arena import Buffer
 from outcore.order.ledger import Home
 from outcore.order.slots import Pools
 from outcore.runtime.unit.tiers import Tiers
-from outcore.runtime.unit.unit import Unit, flat
+from outcore.runtime.unit.unit import Unit
+from outcore.runtime.unit.views import flat
 
 Values = Callable[[int], torch.Tensor]
 """Parameter index -> its first value, in any dtype, on any device."""
@@ -41,9 +42,9 @@ def fill_unit(
         if tuple(value.shape) != param.shape:
             raise AssertionError(f"'{param.name}': expected shape {param.shape}, but got {tuple(value.shape)}")
         if weights is not None:
-            unit.weight_views(weights)[i].copy_(value)
+            unit.views.weights(weights)[i].copy_(value)
         if states is not None and unit.ledger.has_master and param.requires_grad:
-            master = unit.state_views(states, "master")[i]
+            master = unit.views.state(states, "master")[i]
             master.copy_(flat(param, value.to(master.dtype)))
     for home, staged in ((unit.ledger.weights, weights), (unit.ledger.states, states)):
         if staged is not None and staged is not home.memory:
@@ -54,7 +55,7 @@ def _begin_states(unit: Unit, states: Buffer, initial_state: Callable[[str], flo
     states.bytes.zero_()
     for name in unit.ledger.state_specs:
         if name != "master" and initial_state(name):
-            for view in unit.state_views(states, name):
+            for view in unit.views.state(states, name):
                 view.fill_(initial_state(name))
 
 

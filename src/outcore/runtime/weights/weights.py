@@ -20,12 +20,15 @@ from outcore.device.lanes import Handle
 from outcore.order.weights import WeightOrder, WeightSlots
 from outcore.planning.schedule import update_order, usual_visits
 from outcore.planning.weight_cache import NEVER, Held, Move, slots_for, weight_moves
+from outcore.runtime.unit.presence import Beneath
 from outcore.runtime.unit.recovery import Recovery
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.weights.cursor import Cursor, Round
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
 from outcore.spec.schedule import Phase, Visit
+
+_OWN_TENSORS = (Beneath.LENT, Beneath.GATHERED)
 
 
 class Weights:
@@ -93,21 +96,22 @@ class Weights:
         unit = self._units[index]
         self._follow(Visit(phase, index))
         self.calls.append((index, phase, frame))
-        unit.num_bound += 1
-        if unit.is_gathered:
+        presence = unit.presence
+        presence.num_calls += 1
+        if presence.now is Beneath.GATHERED:
             return
         self._make_due()
         ledger = unit.ledger
         if not ledger.is_resident and ledger.slot is None and ledger.weights.nbytes:
             self._fetch_on_demand(index)
-        if unit.num_bound == 1:
+        if presence.num_calls == 1:
             self.present(unit, phase)
 
     def present(self, unit: Unit, phase: Phase = Phase.FORWARD) -> None:
         """Order compute behind whatever writes the unit's weights on the device, and point the parameters at them."""
         self._order.use(unit.ledger, phase)
-        if not unit.ledger.is_resident or not unit.is_present:  # else where they were, with a user's edits
-            unit.point_at(unit.device_buffer())
+        if unit.presence.now is not Beneath.AT_HOME:  # else where they were, with a user's edits
+            unit.show()
 
     def present_on_demand(self, unit: Unit) -> None:
         """Make a resident unit's parameters present because somebody reads them: the root has no call of its own."""
@@ -123,11 +127,12 @@ class Weights:
         """Make a unit's parameters absent again; its slot may go to another unit once compute is done with it."""
         unit = self._units[index]
         self.calls.pop()
-        unit.num_bound -= 1
-        if unit.is_gathered or unit.num_bound or unit.ledger.is_resident:
+        presence = unit.presence
+        presence.num_calls -= 1
+        if presence.num_calls or presence.now is Beneath.GATHERED or unit.ledger.is_resident:
             return
         self._order.used(unit.ledger)
-        unit.mark_absent(device=self._device.torch_device)
+        presence.hide(device=self._device.torch_device)
 
     def unwind(self, num_calls: int) -> None:
         """End all calls but the first ones, wherever an exception left them."""
@@ -151,26 +156,38 @@ class Weights:
         self._order.on_device.reset(called)
         self._order.on_host.reset(())
         for i, unit in enumerate(self._units):
-            unit.num_bound = called.count(i)
-            if unit.num_bound or unit.is_gathered or unit.num_lent or unit.ledger.is_resident:
+            presence = unit.presence
+            presence.num_calls = called.count(i)
+            if presence.num_calls or unit.ledger.is_resident:
                 continue
             unit.ledger.slot = unit.ledger.fetched = None
-            unit.mark_absent(device=self._device.torch_device)
+            if presence.now not in _OWN_TENSORS:
+                presence.hide(device=self._device.torch_device)
         self._step.reset(self._held())
         self._round.reset(self._held())
 
     def rest(self, unit: Unit) -> None:
-        """Put an unbound unit's parameters into the state that they have between calls."""
-        if unit.ledger.is_resident:
-            unit.is_present = False
+        """Take the tensors of their own from a unit's parameters: they are as between calls, or in those that run."""
+        ledger, bound = unit.ledger, unit.presence.bound
+        unit.presence.hide(device=None if ledger.is_resident else self._device.torch_device)
+        if ledger.is_resident:
             self.present(unit)
-        else:
-            unit.mark_absent(device=self._device.torch_device)
+        elif bound is not None and any(index == ledger.index for index, _, _ in self.calls):
+            unit.presence.show(bound)
+
+    def end_lending(self) -> None:
+        """Nobody makes a state dict now: parameters that are lent still are so since one was cut short."""
+        for unit in self._units:
+            if unit.presence.now is Beneath.LENT:
+                self.rest(unit)
 
     def invalidate(self, unit: Unit) -> None:
         """Forget cached weights: the home holds other ones now, or will."""
-        if unit.num_bound and unit.ledger.slot is not None:
-            raise AssertionError(f"unit '{unit.label}' is bound while its weights change")
+        if unit.presence.num_calls and unit.ledger.slot is not None:
+            raise UnsupportedError(
+                f"unit '{unit.label}': expected its weights to be written between its calls, but a call of it runs; "
+                "load a state dict, or leave a block gathered(write=True), outside of its forward and backward"
+            )
         self._order.invalidate(unit.ledger)
 
     def prefetch_after_update(self) -> None:
@@ -197,7 +214,7 @@ class Weights:
     def _make_due(self) -> None:
         for move in self._cursor.due():
             cache = self._order.on_device if move.tier == "device" else self._order.on_host
-            if self._units[move.unit].is_gathered or cache.find(move.unit) is not None:
+            if self._units[move.unit].presence.now is Beneath.GATHERED or cache.find(move.unit) is not None:
                 continue
             place = self._choose(cache, move.unit, move)
             if place is not None:  # else the slots hold what is needed sooner: not what was expected
@@ -215,7 +232,7 @@ class Weights:
         evicts, planned, beyond = (None, None, -1) if move is None else (move.evicts, move.slot, move.use)
 
         def next_use(unit: int | None) -> int:
-            if unit is not None and cache is self._order.on_device and self._units[unit].num_bound:
+            if unit is not None and cache is self._order.on_device and self._units[unit].presence.num_calls:
                 return -1
             return NEVER if unit is None or unit == evicts else self._cursor.next_use(unit)
 

@@ -1,0 +1,174 @@
+"""What stands beneath the parameters of a unit, and which changes of it are legal.
+
+[Note: presence] Between calls the parameters of most units have no bytes. While a call runs they are views of a slot.
+Weights that live on the device are views of their home, between calls too. For a moment a state dict, and for the
+length of a block ``gathered``, gives them tensors of their own. ``LEGAL`` has all changes between these; any other is a
+bug of outcore and raises at once. Whether a *slot* holds the weights of a unit is another matter (``order.weights``):
+they are brought there before the parameters are bound, and stay afterwards.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+import torch
+from torch.nn import Parameter
+
+from outcore.runtime.unit.absent import AbsentParameter
+from outcore.runtime.unit.views import torch_dtype
+from outcore.runtime.unit.watch import Watch
+from outcore.spec.model import ParamSpec
+
+
+class Beneath(enum.Enum):
+    """What the parameters of a unit are views of."""
+
+    ABSENT = "absent"
+    """A NaN, or a home on the device that is being written: reading a parameter raises, or waits."""
+    AT_HOME = "at home"
+    """Their home on the device, which calls use and a user may edit."""
+    BOUND = "bound"
+    """A slot on the device, while calls run."""
+    LENT = "lent"
+    """Some have a tensor of their own, for a state dict."""
+    GATHERED = "gathered"
+    """Each has a tensor of its own, until ``gathered`` ends. Calls use these."""
+
+
+LEGAL: Final[Mapping[Beneath, Mapping[Beneath, str]]] = {
+    Beneath.ABSENT: {
+        Beneath.ABSENT: "the unit rests, or the engine closes",
+        Beneath.AT_HOME: "the home is whole, or is waited for",
+        Beneath.BOUND: "the first call begins",
+        Beneath.LENT: "a state dict is made or loaded",
+        Beneath.GATHERED: "a block begins",
+    },
+    Beneath.AT_HOME: {
+        Beneath.ABSENT: "an update elsewhere writes the home",
+        Beneath.AT_HOME: "a user replaced the data of a parameter",
+        Beneath.LENT: "a state dict is made or loaded",
+        Beneath.GATHERED: "a block begins",
+    },
+    Beneath.BOUND: {
+        Beneath.ABSENT: "the last call is over",
+        Beneath.LENT: "a state dict is made inside of a call",
+        Beneath.GATHERED: "a block begins inside of a call",
+    },
+    Beneath.LENT: {
+        Beneath.LENT: "another parameter is lent",
+        Beneath.ABSENT: "the last one is given back",
+        Beneath.AT_HOME: "a state dict was cut short",
+        Beneath.BOUND: "a state dict was cut short, and a call begins",
+        Beneath.GATHERED: "a state dict was cut short, and a block begins",
+    },
+    Beneath.GATHERED: {
+        Beneath.ABSENT: "the block is over",
+    },
+}
+"""From -> to: when."""
+
+
+class Presence:
+    """The parameters of one unit. See [Note: presence]."""
+
+    def __init__(
+        self,
+        name: str,
+        params: Sequence[Parameter],
+        specs: Sequence[ParamSpec],
+        absent_class: type[AbsentParameter],
+        *,
+        is_resident: bool,
+        has_master: bool,
+    ) -> None:
+        """Not yet taken over: the parameters have values of the user's.
+
+        Args:
+            name: Of the unit, for people.
+            params: All.
+            specs: Theirs.
+            absent_class: What they are while they are absent.
+            is_resident: Their home is the device.
+            has_master: An update starts from something else than the weights.
+        """
+        self._name, self._params, self._specs = name, params, specs
+        self.absent_class = absent_class
+        self.now = Beneath.ABSENT
+        self.num_calls = 0
+        """Calls that run; ``Weights`` counts them."""
+        self._num_lent = 0
+        self.bound: list[torch.Tensor] | None = None
+        """What the parameters were in a call that goes on, while they have tensors of their own."""
+        self._visible = Beneath.AT_HOME if is_resident else Beneath.BOUND
+        self.watch = Watch(params, is_resident=is_resident, has_master=has_master)
+        self._nothing: dict[torch.device, list[torch.Tensor]] = {}
+
+    def show(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The parameters are views of their home on the device, or of the slot where calls use them."""
+        self._check(self._visible)
+        self._point_at(tensors)
+        self.watch.begin()
+        self.now = self._visible  # last, so that what is cut short is shown again
+
+    def hide(self, *, device: torch.device | None = None) -> None:
+        """Reading them raises. With ``device`` their bytes are replaced by a NaN there, else left in place."""
+        self._check(Beneath.ABSENT)
+        self.now, self.bound = Beneath.ABSENT, None
+        if device is not None:
+            if device not in self._nothing:
+                self._nothing[device] = [absent_view(spec, device) for spec in self._specs]
+            self._point_at(self._nothing[device])
+        for param in self._params:
+            param.__class__ = self.absent_class
+
+    def lend(self, index: int, tensor: torch.Tensor) -> None:
+        """A parameter has a tensor of its own until ``take_back``."""
+        num_lent = self._num_lent + 1 if self.now is Beneath.LENT else 1
+        self._part_with_bytes(Beneath.LENT)
+        self._num_lent = num_lent
+        self._point_at([tensor], self._params[index : index + 1])
+
+    def take_back(self) -> bool:
+        """A parameter that was lent is not needed any more. Returns whether the unit is to rest now."""
+        if self.now is not Beneath.LENT:  # something else came first, since a state dict was cut short
+            return False
+        self._num_lent -= 1
+        return not self._num_lent
+
+    def gather(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Each parameter has a tensor of its own until it rests."""
+        self._part_with_bytes(Beneath.GATHERED)
+        self._point_at(tensors)
+
+    def forget(self) -> None:
+        """Let go of all memory, so that it can be given back."""
+        self._nothing.clear()
+
+    def _part_with_bytes(self, beneath: Beneath) -> None:
+        """They get tensors of their own."""
+        self._check(beneath)
+        if self.now is Beneath.BOUND:
+            self.bound = [param.detach() for param in self._params]
+        self.now = beneath
+
+    def _check(self, beneath: Beneath) -> None:
+        if beneath not in LEGAL[self.now]:
+            legal = " or ".join(was.value for was, changes in LEGAL.items() if beneath in changes)
+            raise AssertionError(
+                f"unit '{self._name}': expected parameters that are {legal} before they are {beneath.value}, but they "
+                f"are {self.now.value}"
+            )
+
+    def _point_at(self, tensors: Iterable[torch.Tensor], params: Sequence[Parameter] | None = None) -> None:
+        for param, tensor in zip(self._params if params is None else params, tensors, strict=True):
+            param.__class__ = Parameter
+            param.data = tensor
+
+
+def absent_view(spec: ParamSpec, device: torch.device) -> torch.Tensor:
+    """A view of one NaN with the parameter's shape and no strides: a few bytes whatever the shape."""
+    with torch.inference_mode(mode=False):
+        nan = torch.full((1,), float("nan"), dtype=torch_dtype(spec.dtype), device=device)
+        return nan.as_strided(spec.shape, (0,) * len(spec.shape))

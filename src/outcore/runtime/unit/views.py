@@ -1,0 +1,87 @@
+"""Tensors over the bytes of a unit, in the layouts that its spec describes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from outcore.memory.arena import TEMPORARY, Buffer, Region
+from outcore.spec.layout import StateSpec
+from outcore.spec.model import ParamSpec, Part, UnitSpec
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a spec's dtype name."""
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"no dtype '{name}'")
+    return dtype
+
+
+class Views:
+    """Made once per buffer; buffers live as long as the unit."""
+
+    def __init__(self, spec: UnitSpec, states: Mapping[str, StateSpec]) -> None:
+        """Args: states: What is in the states home."""
+        self._spec, self._states, self._num_trainable = spec, states, len(spec.trainable)
+        self._made: dict[tuple[str, Region], list[torch.Tensor]] = {}
+
+    def weights(self, buffer: Buffer) -> list[torch.Tensor]:
+        """All parameters over a buffer in the weights layout."""
+        return self._once("weights", buffer, lambda: _shaped_views(self._spec, buffer))
+
+    def native(self, buffer: Buffer) -> list[torch.Tensor]:
+        """Gradients of the trainable parameters over a bucket, or another buffer in native form."""
+        return self._once("native", buffer, lambda: _shaped_views(self._spec, buffer, self._num_trainable))
+
+    def flat(self, buffer: Buffer) -> list[torch.Tensor]:
+        """``native`` as flat tensors (1D), in the order in which elements lie in memory."""
+        return self._once("flat", buffer, lambda: _flat_views(self._spec.weight_parts[: self._num_trainable], buffer))
+
+    def update(self, buffer: Buffer) -> list[torch.Tensor]:
+        """Trainable parameters as flat tensors (1D) over a buffer in the update layout."""
+        return self._once("update", buffer, lambda: _flat_views(self._spec.update_parts, buffer))
+
+    def state(self, buffer: Buffer, name: str) -> list[torch.Tensor]:
+        """One state of the trainable parameters (1D each) over the states home or a copy of it."""
+        state = self._states[name]
+        return self._once(name, buffer, lambda: _flat_views(state.parts, buffer.part(state.start, state.stop)))
+
+    def forget(self) -> None:
+        """Let go of all memory, so that it can be given back."""
+        self._made.clear()
+
+    def _once(self, kind: str, buffer: Buffer, make: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+        if buffer.region.arena == TEMPORARY:
+            return make()
+        key = (kind, buffer.region)
+        views = self._made.get(key)
+        if views is None:
+            with torch.inference_mode(mode=False):  # they outlive the mode in which they are asked for first
+                views = self._made[key] = make()
+        return views
+
+
+def _shaped_views(spec: UnitSpec, buffer: Buffer, count: int | None = None) -> list[torch.Tensor]:
+    pairs = list(zip(spec.params, spec.weight_parts, strict=True))[:count]
+    return [buffer.tensor(torch_dtype(part.dtype), p.shape, part.offset, p.strides) for p, part in pairs]
+
+
+def _flat_views(parts: Sequence[Part], buffer: Buffer) -> list[torch.Tensor]:
+    return [buffer.tensor(torch_dtype(part.dtype), (part.numel,), part.offset) for part in parts]
+
+
+def outermost_first(spec: ParamSpec, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the parameter's shape, its dimensions in the order in which the parameter's lie in memory."""
+    return tensor if spec.strides is None else tensor.permute(spec.order)
+
+
+def flat(spec: ParamSpec, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the parameter's shape as a flat one (1D), in the order of memory. See [Note: strides]."""
+    return outermost_first(spec, tensor).reshape(-1)
+
+
+def shaped(spec: ParamSpec, flat: torch.Tensor) -> torch.Tensor:
+    """What ``flat`` made, with the parameter's shape and strides."""
+    return flat.view(spec.shape) if spec.strides is None else flat.as_strided(spec.shape, spec.strides)
