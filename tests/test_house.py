@@ -131,6 +131,20 @@ def test_asks_the_device_instead_of_its_name():
     assert not asked
 
 
+def test_every_new_tensor_says_where_it_is():
+    """Else it is made on the default device, which users set for themselves."""
+    made = re.compile(r"torch\.(empty|empty_strided|zeros|ones|full|tensor|as_tensor|arange|scalar_tensor)")
+    silent = [
+        f"{name}:{call.lineno}: {ast.unparse(call)}"
+        for name, path in modules()
+        for call, called in calls(path)
+        if made.fullmatch(called)
+        and "device" not in {keyword.arg for keyword in call.keywords}
+        and ast.unparse(call) != "torch.empty(0)"  # which asks for the default device
+    ]
+    assert not silent
+
+
 def test_core_knows_no_torch():
     found = [n for n, p in modules() if n.startswith("core/") and {i.split(".")[0] for i in imported(p)} & {"torch"}]
     assert not found

@@ -65,7 +65,8 @@ class Tower(nn.Module):
 
 
 def batch(seed: int = 0, rows: int = 3) -> torch.Tensor:
-    return torch.randint(0, VOCAB, (rows, LENGTH), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    numbers = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCAB, (rows, LENGTH), generator=numbers, device="cpu").to(DEVICE)
 
 
 def make(build: Callable[[], nn.Module] = Tower, dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import outcore
 
-from .rig import BLOCKS, Block, Tower, adamw, agrees, batch, make, prepared, same, train
+from .rig import BLOCKS, DEVICE, Block, Tower, adamw, agrees, batch, make, prepared, same, train
 
 KIND = pytest.mark.parametrize("kind", ["device", "host"])
 POLICY = pytest.mark.parametrize("policy", ["keep", "recompute"])
@@ -203,7 +203,7 @@ def test_function_transforms_are_refused_in_training(kind, tmp_path):
 
 @agrees(*BLOCKS)
 def test_functional_call(model, optimizer):
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator(DEVICE).manual_seed(3)
     own = {
         n: torch.randn(p.shape, generator=generator, requires_grad=True)
         for n, p in model.named_parameters()

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import outcore
 
-from .rig import WIDTH, Tower, adamw, batch, make, prepared, same, train
+from .rig import DEVICE, KINDS, WIDTH, Tower, adamw, batch, make, prepared, same, train
 
 LEGACY: Any = np.random  # what its module's functions draw from
 POLICY = pytest.mark.parametrize("policy", ["keep", "recompute"])
@@ -45,8 +45,8 @@ class NumpyRandom(Base):
 class OwnGenerators(Base):
     def __init__(self):
         super().__init__()
-        self.generator = torch.Generator().manual_seed(3)
-        self.more = {"list": [torch.Generator().manual_seed(4)]}
+        self.generator = torch.Generator(DEVICE).manual_seed(3)
+        self.more = {"list": [torch.Generator(DEVICE).manual_seed(4)]}
         self.numpy = np.random.default_rng(5)
         self.legacy = np.random.RandomState(6)
         self.python = random.Random(7)
@@ -78,6 +78,11 @@ class RunningTensor(Base):
         self.steps.data.mul_(1.5)
         before, self.seen = self.seen, x.detach()
         return self.core(x - self.mean) / float(self.steps) + (0 if before is None else before.mean())
+
+
+class DefaultDevice(Base):
+    def forward(self, x):
+        return self.core(x) * (2.0 if torch.empty(0).is_meta else 0.5)
 
 
 class Containers(Base):
@@ -154,6 +159,28 @@ def left_in(module):
     return {n: plain(module.__dict__[n]) for n in names}
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@POLICY
+def test_the_default_device_is_that_of_the_user(policy, kind, tmp_path):
+    """What the library makes has its own place; recompute, which no default device reaches, has that of forward."""
+
+    def drive_with_another(model, optimizer):
+        batches = [batch(step) for step in range(2)]
+        with torch.device("meta"):
+            for ids in batches:
+                model.loss(ids).backward()
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+                model.state_dict()
+        return norm
+
+    def build():
+        return Tower(DefaultDevice)
+
+    same(drive_with_another, kind, tmp_path, build=build, policy=policy, units=[DefaultDevice])
+
+
 @POLICY
 @pytest.mark.parametrize("block", BLOCKS)
 def test_what_a_block_sees_and_changes(block, policy, tmp_path):
@@ -170,7 +197,7 @@ class Context:
     """Handed from block to block; the next one sees what the last one did."""
 
     def __init__(self):
-        self.calls, self.log, self.generator = 0, [], torch.Generator().manual_seed(8)
+        self.calls, self.log, self.generator = 0, [], torch.Generator(DEVICE).manual_seed(8)
 
 
 class TakesContext(Base):

@@ -12,6 +12,8 @@ from torch import nn
 
 import outcore
 
+from .rig import DEVICE
+
 WIDTH = 33
 
 
@@ -26,7 +28,7 @@ def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> list[float]:
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(DEVICE).manual_seed(1)
     losses = []
     for _ in range(count):
         x = torch.randn(7, 5, generator=generator).to(next(model.parameters()).dtype)
@@ -75,7 +77,7 @@ def test_a_refused_step_changes_nothing(tmp_path):
     model, plain = build(), build()
     want = steps(plain, adamw(plain, fused=True), 3)
     with outcore.prepare(model, adamw(model), budget=tight(model, tmp_path)) as (model, optimizer):
-        generator = torch.Generator().manual_seed(1)
+        generator = torch.Generator(DEVICE).manual_seed(1)
         loss = model(torch.randn(7, 5, generator=generator)).square().mean()
         loss.backward()
         last = model[2].weight

@@ -19,7 +19,7 @@ from transformers import (
 
 import outcore
 
-from .rig import KINDS, adamw, agrees, make, prepared, same
+from .rig import DEVICE, KINDS, adamw, agrees, make, prepared, same
 
 KIND = pytest.mark.parametrize("kind", KINDS)
 ENDS = pytest.mark.parametrize("kind", ["device", "disk"])
@@ -50,7 +50,7 @@ def mixtral():
 
 
 def ids(seed=0):
-    return torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(3, 61, (2, 9), generator=torch.Generator(DEVICE).manual_seed(seed))
 
 
 def step(model, optimizer, seed=0, **options):

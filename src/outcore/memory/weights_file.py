@@ -151,7 +151,7 @@ class WeightsDirectory:
             DiskError: The file cannot be read.
         """
         entry = self._entry(name)
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         what = f"weights '{entry.file}', tensor '{name}': expected {entry.nbytes} bytes at byte {entry.offset}"
         try:
             with entry.file.open("rb", buffering=0) as file:
@@ -384,7 +384,7 @@ def _write_shard(
     with path.open("wb", buffering=0) as file:
         _write_all(file, memoryview(len(header).to_bytes(8, "little") + header))
         for spec in specs:
-            name, tensor = next(stream, ("", torch.empty(0)))
+            name, tensor = next(stream, ("", torch.empty(0, device="cpu")))
             if (name, tensor.dtype, tuple(tensor.shape)) != spec:
                 raise AssertionError(f"expected {spec}, but got ({name!r}, {tensor.dtype}, {tuple(tensor.shape)})")
             file.seek(8 + len(header) + offsets[name])

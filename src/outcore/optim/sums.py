@@ -66,7 +66,7 @@ def widen_rounds(target: Tensor, source: Tensor) -> Iterator[list[Work]]:
 
 def run_here(works: Sequence[Work]) -> None:
     """Run works one after the other, on the calling thread."""
-    scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8)
+    scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device="cpu")
     for work in works:
         work(scratch)
 

@@ -277,7 +277,7 @@ class Engine:
             if value is None and name != "master":
                 spec = unit.spec.params[i]
                 dtype = torch_dtype(unit.ledger.state_specs[name].parts[i].dtype)
-                value = torch.full(spec.shape, self._rule.initial_value(name), dtype=dtype)
+                value = torch.full(spec.shape, self._rule.initial_value(name), dtype=dtype, device="cpu")
             if value is not None:
                 self.access.write_state(unit, name, i, value)
 

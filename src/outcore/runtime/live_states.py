@@ -82,7 +82,7 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
         """One state, in host memory."""
         unit, index = self._expect(param)
         if name == "step":
-            return torch.tensor(float(unit.steps[index]))
+            return torch.tensor(float(unit.steps[index]), device="cpu")
         take_edits(unit, self._engine.access)  # the master follows
         return self._engine.access.read_state(unit, name, index)
 

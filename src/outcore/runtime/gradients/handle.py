@@ -97,7 +97,7 @@ class GradHandle(DistantTensor):
                 return NotImplemented
             self.factors.append(self.owner.snapshot(factor))
         else:
-            self.factors.append(torch.tensor(factor, dtype=torch.float64))  # on the host: no copy, no wait
+            self.factors.append(torch.tensor(factor, dtype=torch.float64, device="cpu"))  # no copy, no wait
         return self
 
     @classmethod

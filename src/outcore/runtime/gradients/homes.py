@@ -157,7 +157,7 @@ class GradientHomes:
         extent = home.span(part.offset, part.offset + part.nbytes).memory
         self._wait(home.before_read())
         self._device.host_access(f"look at a gradient of {unit.label}", reads=[extent.region])
-        found = torch.empty(part.nbytes, dtype=torch.uint8)
+        found = torch.empty(part.nbytes, dtype=torch.uint8, device="cpu")
         if part.nbytes:
             self._tiers.store().read(extent, found)
         return found.view(torch_dtype(part.dtype))
@@ -211,7 +211,7 @@ class GradientHomes:
         if home.tier == "host":
             yield home.memory
             return
-        copy = Buffer(torch.empty(home.nbytes, dtype=torch.uint8), Region(TEMPORARY, 0, home.nbytes))
+        copy = Buffer(torch.empty(home.nbytes, dtype=torch.uint8, device="cpu"), Region(TEMPORARY, 0, home.nbytes))
         self._tiers.store().read(home.memory, copy.bytes)
         yield copy
         if is_write:

@@ -128,7 +128,7 @@ class UnitCall:
         self._own_forward = unit.module.__dict__.get("forward")  # of this very module, as patches leave it
         # Makes backward run when nothing else needs a gradient, and tells an ordinary backward() from one for chosen
         # inputs.
-        self._anchor = torch.empty(0, requires_grad=True)
+        self._anchor = torch.empty(0, device="cpu", requires_grad=True)
         self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
         functools.update_wrapper(self, self._forward)
         self._is_closed = False

@@ -1,9 +1,12 @@
-"""What a forward saw besides its arguments, so that recompute sees it too: random numbers, modes, flags, buffers."""
+"""What a forward saw besides its arguments, so that recompute sees it too: random numbers, modes, flags, buffers.
+
+Inside of an autograd function's backward torch has no default device, not even on the thread that set it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -46,6 +49,7 @@ class ForwardState:
         self._kinds = dict.fromkeys(("cpu", around.device.torch_device.type))
         self._autocast = _autocast_modes(self._kinds)
         self._caches_casts = torch.is_autocast_cache_enabled()
+        self._default_device = _default_device()
         self._registered = _Registered(around.registered)
         self._attributes = around.attributes.take()
         mutable = [self._attributes.mutable, mutable_in(objects)] if objects else [self._attributes.mutable]
@@ -91,7 +95,10 @@ class ForwardState:
             self._registered.put_back()
             around.attributes.put_back(self._attributes)
             _put_back(self._contents, self._tensors, around.where)
-            with _autocast([] if self._autocast == _autocast_modes(self._kinds) else self._autocast):
+            with (
+                _autocast([] if self._autocast == _autocast_modes(self._kinds) else self._autocast),
+                self._as_default(),
+            ):
                 yield
         finally:
             around.device.set_rng_state(rng)
@@ -99,6 +106,13 @@ class ForwardState:
             registered.put_back()
             around.attributes.put_back(attributes)
             _put_back(contents, tensors, around.where)
+
+    def _as_default(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._default_device == _default_device() else self._default_device
+
+
+def _default_device() -> torch.device:
+    return torch.empty(0).device  # a tenth of what torch.get_default_device() takes
 
 
 def _put_back(contents: Sequence[Content], tensors: Sequence[SavedTensor], where: str) -> None:

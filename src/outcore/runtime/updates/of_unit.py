@@ -48,7 +48,7 @@ class Factors:
     def _copy(self, factor: torch.Tensor) -> tuple[torch.Tensor, Handle | None]:
         if factor.is_cpu:
             return factor, None
-        target = torch.empty((), dtype=factor.dtype, pin_memory=True)
+        target = torch.empty((), dtype=factor.dtype, device="cpu", pin_memory=True)
         self._device.hand_over(factor, Lane.D2H)
         made = self._device.mark("clip factor made")
         copied = self._device.submit(

@@ -143,7 +143,9 @@ def _serve(queue: SimpleQueue[_Share | None], cpus: frozenset[int] | None) -> No
     if cpus is not None:
         with suppress(OSError):  # a container may forbid it, or take a core away: then anywhere
             os.sched_setaffinity(0, cpus)  # of this thread alone
-    scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8)  # first touched here, so on this core's memory
+    scratch = torch.empty(
+        SCRATCH_BYTES, dtype=torch.uint8, device="cpu"
+    )  # first touched here, so on this core's memory
     while (item := queue.get()) is not None:
         work, ends = item
         try:

@@ -83,7 +83,7 @@ class Access:
 
     def _read(self, home: Home[Handle], part: Part, start: int = 0) -> torch.Tensor:
         """A part of a layout that begins at ``start`` (1D)."""
-        result, first = torch.empty(part.nbytes, dtype=torch.uint8), start + part.offset
+        result, first = torch.empty(part.nbytes, dtype=torch.uint8, device="cpu"), start + part.offset
         if home.memory is not None and part.nbytes:
             self._copy_out(home, home.span(first, first + part.nbytes).memory, result)
         return result.view(torch_dtype(part.dtype))

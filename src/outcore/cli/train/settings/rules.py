@@ -140,7 +140,7 @@ def _optimizer(args: Any) -> Any:
     from transformers import Trainer
 
     kind, options = Trainer.get_optimizer_cls_and_kwargs(args)
-    return kind([torch.zeros(1)], **options)
+    return kind([torch.zeros(1, device="cpu")], **options)
 
 
 def _try_schedule(args: Any, optimizer: Any) -> None:

@@ -1,0 +1,19 @@
+"""Tests that build tensors by themselves train on any device: theirs are made where the models are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from .rig import DEVICE
+
+
+@pytest.fixture(autouse=True)
+def _tensors_are_made_on_the_device() -> Iterator[None]:
+    if DEVICE == "cpu":
+        yield
+        return
+    with torch.device(DEVICE):
+        yield
