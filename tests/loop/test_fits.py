@@ -386,7 +386,7 @@ def test_what_did_not_fit_is_counted_by_its_recompute(tmp_path: Path):
     with prepared(model, adamw(model), "plain", ROOMS["some"], tmp_path) as (model, optimizer):
         model.loss(batch(rows=20)).backward()
         optimizer.zero_grad()
-        known = [u.module.__dict__["forward"]._keeping._known for u in optimizer.engine.units[1:]]
+        known = [u.module.__dict__["forward"]._policy._known for u in optimizer.engine.units[1:]]
         assert all(len(kinds) == 1 for kinds in known), "those that found no room too"
         assert len({nbytes for kinds in known for nbytes, _ in kinds.values()}) == 1
 

@@ -6,7 +6,7 @@ import gc
 
 import torch
 
-from outcore.runtime.module.room import Lease, Room
+from outcore.runtime.activations.room import Lease, Room
 
 
 class FakeMeter:

@@ -13,7 +13,7 @@ from outcore.spec.layout import has_master, states_bytes, states_of
 from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import Tier, UnitPlan
 
-HomeKind = Literal["weights", "gradients", "states", "next_weights", "next_states"]
+HomeKind = Literal["weights", "gradients", "states", "activations", "next_weights", "next_states"]
 
 
 class OnLane(Protocol):
@@ -57,7 +57,7 @@ class Home(Generic[H]):
     name: str
     """Such as ``next states of model.layers.3``."""
     kind: str
-    """``weights``, ``gradients`` or ``states``, for labels."""
+    """``weights``, ``gradients``, ``states`` or ``activations``, for labels."""
     tier: Tier
     nbytes: int
     memory: Any = None
@@ -127,6 +127,7 @@ class Ledger(Generic[H]):
         self.weights: Home[H] = Home(f"weights {of}", "weights", plan.weights, spec.weight_bytes)
         self.gradients: Home[H] = Home(f"gradients {of}", "gradients", plan.gradients, spec.update_bytes)
         self.states: Home[H] = Home(f"states {of}", "states", plan.states, nbytes)
+        self.activations: Home[H] = Home(f"activations {of}", "activations", plan.activations, plan.saved_bytes)
         # Second homes, see [Note: early updates].
         self.next_weights: Home[H] = Home(f"next weights {of}", "weights", "host", spec.trainable_bytes)
         self.next_states: Home[H] = Home(f"next states {of}", "states", plan.states, nbytes)
@@ -139,7 +140,7 @@ class Ledger(Generic[H]):
 
     def let_go(self) -> None:
         """Forget where bytes are, so that their memory can be given back."""
-        for home in (self.weights, self.gradients, self.states, self.next_weights, self.next_states):
+        for home in (self.weights, self.gradients, self.states, self.next_weights, self.next_states, self.activations):
             home.memory = None
         self.slot = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Generic
 
+from outcore.order.activations import ActivationOrder
 from outcore.order.gradients import GradientOrder
 from outcore.order.ledger import H, Ledger
 from outcore.order.port import Port
@@ -16,7 +17,7 @@ from outcore.spec.plan import Plan
 
 
 class StepOrder(Generic[H]):
-    """Ledgers of all units, slots, and what is submitted for weights, gradients and updates."""
+    """Ledgers of all units, slots, and what is submitted for weights, activations, gradients and updates."""
 
     def __init__(self, model: ModelSpec, plan: Plan, port: Port[H]) -> None:
         """Nothing is submitted.
@@ -32,4 +33,5 @@ class StepOrder(Generic[H]):
         supply = Supply(port, self.pools)
         self.weights = WeightOrder(self.ledgers, port, self.pools)
         self.gradients = GradientOrder(port, self.pools, supply)
+        self.activations: ActivationOrder[H] = ActivationOrder(port, self.pools)
         self.updates = UpdateOrder(model, port, self.pools, supply, self.weights)

@@ -39,6 +39,6 @@ def room_bytes(model: ModelSpec, plan: Plan, limits: Limits) -> int:
 
 def can_be_plain(model: ModelSpec, plan: Plan) -> bool:
     """See [Note: plain plans]."""
-    on_device = all(u.weights == u.gradients == u.states == "device" for u in plan.units)
+    on_device = all(u.weights == u.gradients == u.states == u.activations == "device" for u in plan.units)
     one_form = all(p.dtype == p.update_dtype for unit in model.units for p in unit.trainable)
     return on_device and one_form and not any(has_master(u, model.precision) for u in plan.units)

@@ -21,14 +21,17 @@ POOL_ORDER: tuple[tuple[Tier, PoolKind], ...] = (
     ("device", "bucket"),
     ("device", "scratch"),
     ("device", "staging"),
+    ("device", "activations"),
     ("host", "weights"),
     ("host", "new_weights"),
     ("host", "states"),
     ("host", "gradients"),
     ("host", "landing"),
+    ("host", "activations"),
 )
 
-_HOST_SLOTS = {"new_weights": 2, "states": 3, "gradients": 2, "landing": 2}  # read, use, write: states do all three
+_TWO = ("new_weights", "gradients", "landing", "activations")
+_HOST_SLOTS = {"states": 3} | dict.fromkeys(_TWO, 2)  # read, use, write: states do all three
 
 
 class Need(NamedTuple):
@@ -51,6 +54,7 @@ class Comfort:
         """Slots wanted in a pool."""
         if tier == "device":
             wanted = {"weights": self.prefetch_depth + 1, "bucket": self.num_buckets, "staging": self.num_buckets}
+            wanted["activations"] = min(self.num_buckets, 2)
             return wanted.get(kind, 1)
         return min(self.max_slots_host, _HOST_SLOTS.get(kind, self.prefetch_depth + 1))
 
@@ -86,6 +90,10 @@ def _needs(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> Iterator[Need]:
         yield Need("device", "weights", spec.weight_bytes)
     if unit.weights == "disk":
         yield Need("host", "weights", spec.weight_bytes)
+    if unit.activations != "device":
+        yield Need("device", "activations", unit.saved_bytes)
+    if unit.activations == "disk":
+        yield Need("host", "activations", unit.saved_bytes)
     if spec.name and unit.gradients != "device":  # else gradients go home from where autograd made them
         yield Need("device", "bucket", spec.trainable_bytes)
     if not spec.trainable_bytes:

@@ -13,7 +13,9 @@ from outcore.spec.layout import states_bytes
 from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import Plan, Tier, UnitPlan
 
-ReservationKind = Literal["weights", "gradients", "states", "next_weights", "next_states", "buffers", "slot"]
+ReservationKind = Literal[
+    "weights", "gradients", "states", "next_weights", "next_states", "activations", "buffers", "slot"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,7 @@ def _unit(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> Iterator[Reservat
     if unit.early:
         yield item("host", "next_weights", spec.trainable_bytes)
         yield item(unit.states, "next_states", states_bytes(spec, unit, model))
+    yield item(unit.activations, "activations", unit.saved_bytes)
     yield item("device", "buffers", spec.buffer_bytes)
 
 

@@ -20,12 +20,12 @@ from outcore.optim.rules import Hyper, UpdateRule
 from outcore.optim.sums import run_here
 from outcore.order.step import StepOrder
 from outcore.planning.partition import Partition
+from outcore.runtime.activations.room import Room
 from outcore.runtime.gradients.homes import GradientHomes
 from outcore.runtime.gradients.passes import Gradients
 from outcore.runtime.module.call import GradientSink, Services, UnitCall
 from outcore.runtime.module.checks import Doubts
 from outcore.runtime.module.plain_call import PlainCall
-from outcore.runtime.module.room import Room
 from outcore.runtime.module_guard import ModuleGuard
 from outcore.runtime.unit.one_process import refuse_process_group
 from outcore.runtime.unit.port import LivePort
@@ -125,7 +125,7 @@ class Engine:
         order, workers = self.order.updates, self._workers
         early = EarlyUpdates(order, self.device, self.traffic, workers, lambda: self._hypers(self.groups))
         self.gradients.on_last = early.attempt
-        self._recovery.parts += [early.reset, self.order.pools.reclaim]
+        self._recovery.parts += [early.reset, self.order.activations.reset, self.order.pools.reclaim]
         return StreamedUpdates(self.units, self.gradients, self.weights, order, early, self.access, workers)
 
     def attach(self, values: Callable[[Unit], Values]) -> None:
@@ -161,7 +161,9 @@ class Engine:
             if self.plan.plain:
                 self._stepper = sink = plain = PlainUpdates(self.units, self.device)
                 self._undo.append(self.model.register_forward_hook(plain.after_forward).remove)
-            services = Services(self.weights, sink, self.device, self._doubts, self.access, self._room)
+            services = Services(
+                self.weights, sink, self.device, self._doubts, self.access, self._room, self.order.activations
+            )
             for index, unit in enumerate(self.units[1:], start=1):
                 call = (PlainCall if self.plan.plain else UnitCall)(unit, index, services)
                 unit.module.__dict__["forward"] = call
@@ -327,6 +329,7 @@ class Engine:
         for unit in self.units:
             unit.forget()
         self.weights.forget()
+        self.order.activations.let_go()
         self.order.pools.let_go()
         self._stepper.forget()
 

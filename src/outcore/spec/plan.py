@@ -17,12 +17,14 @@ Tier = Literal["device", "host", "disk"]
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 Policy = Literal["keep", "recompute"]
 POLICIES: tuple[Policy, ...] = ("keep", "recompute")
-PoolKind = Literal["weights", "bucket", "scratch", "staging", "new_weights", "states", "gradients", "landing"]
+PoolKind = Literal[
+    "weights", "bucket", "scratch", "staging", "new_weights", "states", "gradients", "landing", "activations"
+]
 POOL_KINDS: tuple[PoolKind, ...] = get_args(PoolKind)
 
 _KINDS_BY_TIER: dict[Tier, tuple[PoolKind, ...]] = {
-    "device": ("weights", "bucket", "scratch", "staging"),
-    "host": ("weights", "new_weights", "states", "gradients", "landing"),
+    "device": ("weights", "bucket", "scratch", "staging", "activations"),
+    "host": ("weights", "new_weights", "states", "gradients", "landing", "activations"),
 }
 MAX_SLOTS = 1024
 
@@ -42,6 +44,10 @@ class UnitPlan:
     gradients: Tier
     states: Tier
     policy: Policy = "recompute"
+    activations: Tier = "device"
+    """Where what autograd saves in forward rests until backward, with policy ``keep``."""
+    saved_bytes: int = 0
+    """Room for what one call saves, on host or disk. A call that saves more is recomputed."""
     update: Literal["host", "device"] = "host"
     """Who updates states in host memory: worker threads, or the device, through which they then pass. Weights and
     gradients may then not live on disk. States on the device are updated there, those on disk on the host."""
@@ -56,6 +62,7 @@ class UnitPlan:
         for field in ("weights", "gradients", "states"):
             _one_of(getattr(self, field), TIERS, f"{where}: {field}")
         _one_of(self.policy, POLICIES, f"{where}: policy")
+        self._check_activations(where)
         if self.states == "device" and not self.weights == self.gradients == "device":
             raise ConfigError(
                 f"{where}: states on the device need weights and gradients on the device too, but got "
@@ -65,6 +72,22 @@ class UnitPlan:
         if self.name == "" and self.weights != "device":
             raise ConfigError(
                 f"plan: the root unit's weights are always resident, expected 'device', but got '{self.weights}'"
+            )
+
+    def _check_activations(self, where: str) -> None:
+        _one_of(self.activations, TIERS, f"{where}: activations")
+        _whole_number(self.saved_bytes, 0, f"{where}: saved_bytes")
+        if self.saved_bytes % PAGE_BYTES:
+            raise ConfigError(f"{where}: expected saved_bytes in multiples of {PAGE_BYTES}, but got {self.saved_bytes}")
+        if (self.activations != "device") != (self.saved_bytes > 0):
+            raise ConfigError(
+                f"{where}: expected saved_bytes > 0 where activations leave the device, and only there, but got "
+                f"{self.saved_bytes} with activations on {self.activations}"
+            )
+        if self.activations != "device" and (self.policy != "keep" or not self.name):
+            raise ConfigError(
+                f"{where}: expected activations on the device, or policy 'keep' in a unit other than the root, but "
+                f"got activations on {self.activations} with policy '{self.policy}'"
             )
 
     def _check_update(self, where: str) -> None:
@@ -92,9 +115,10 @@ class Pool:
 
     Kinds: ``weights`` (a unit's weights layout, fetched), ``bucket`` (device; gradients of one backward pass),
     ``scratch`` (device; blocks of an update there), ``staging`` (device; all that an update of states from host memory
-    needs there), ``new_weights`` (host; trainable weights after an update whose home
-    is elsewhere), ``states`` (host; states whose home is disk, all of a unit), ``gradients`` (host; accumulated
-    gradients whose home is elsewhere), ``landing`` (host; a bucket on its way to be accumulated).
+    needs there), ``activations`` (device: what forward saved, back for backward; host: on its way from or to disk),
+    ``new_weights`` (host; trainable weights after an update whose home is elsewhere), ``states`` (host; states whose
+    home is disk, all of a unit), ``gradients`` (host; accumulated gradients whose home is elsewhere), ``landing``
+    (host; a bucket on its way to be accumulated).
     """
 
     tier: Tier

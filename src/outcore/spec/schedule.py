@@ -35,9 +35,14 @@ Kind = Literal[
     "forward",
     "inference",
     "backward",
+    "use activations of",
     "fetch",
     "read weights of",
     "write weights of",
+    "activations of",
+    "write activations of",
+    "read activations of",
+    "bring activations of",
     "gradients of",
     "accumulate",
     "read gradients of",
@@ -55,6 +60,7 @@ Kind = Literal[
 
 ``gradients of`` on compute puts them into the unit's bucket; on d2h it is their way to the host. ``update early`` runs
 inside backward. ``stage``, ``states of`` and ``new weights of`` go to an update on the device and come from there.
+``activations of`` takes what a forward saved off the device, ``bring activations of`` takes it back.
 ``wait`` is the host's: what is behind it in the row is not submitted before.
 """
 

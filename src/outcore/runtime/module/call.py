@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,6 +19,11 @@ import torch
 from outcore.core.errors import OutcoreError, UnsupportedError
 from outcore.device.autograd import is_executed, is_packing, keeps_graph, order_of
 from outcore.device.device import Device
+from outcore.device.lanes import Handle
+from outcore.order.activations import ActivationOrder
+from outcore.runtime.activations.policies import Graph, Policy, policy_of
+from outcore.runtime.activations.room import Room
+from outcore.runtime.activations.saved import storage_of, version_of
 from outcore.runtime.module.autocast import AutocastCacheOff, CastsOfUnit
 from outcore.runtime.module.bound import Bound
 from outcore.runtime.module.caches import is_cache, refuse_filled_caches, without_caches
@@ -34,11 +38,10 @@ from outcore.runtime.module.inner_graph import (
     spare_hooks,
     without_hooks,
 )
-from outcore.runtime.module.keeping import Dropped, Keeping
+from outcore.runtime.module.outer_graph import Call, UnitFunction
 from outcore.runtime.module.replay import ForwardState, Surroundings
-from outcore.runtime.module.room import Lease, Room
 from outcore.runtime.module.side_outputs import active_recording, emptied, hand_over, recording_apart
-from outcore.runtime.module.structure import Structure, sharing_memory, storage_of, take_apart, version_of
+from outcore.runtime.module.structure import Structure, sharing_memory, take_apart
 from outcore.runtime.unit.absent import called_inside, unfreezing_refusal
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.values.access import Access
@@ -72,44 +75,7 @@ class Services(NamedTuple):
     doubts: Doubts
     access: Access
     room: Room
-
-
-@dataclass(eq=False)
-class Call:
-    """What backward needs to know of one forward."""
-
-    inputs: Structure
-    wants_grad: list[bool]
-    foreign: list[torch.Tensor]
-    shapes: list[torch.Size]
-    outputs: list[torch.Tensor]
-    """Only until they were handed to the outer graph."""
-    weights_version: int
-    state: ForwardState | None = None
-    graph: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
-    watched: list[int] = field(default_factory=list)
-    """Results that must not be changed in place outside."""
-    returned: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    """Those, as they were handed out, and their versions then."""
-    foreign_versions: list[int] = field(default_factory=list)
-    recording: Mapping[str, Any] | None = None
-    summary: Summary | None = None
-    """Of all results, where recompute is to be held against them."""
-    edited: list[int] = field(default_factory=list)
-    """Parameters that forward itself may have changed, before a recompute."""
-    flags: list[bool] = field(default_factory=list)
-    """Which of the unit's parameters needed a gradient."""
-    used: list[bool] = field(default_factory=list)
-    """Which of the arguments get one: autograd would come to the others with None, where a plain loop does not."""
-    lease: Lease | None = None
-    """Room that the graph takes."""
-    kind: Hashable = None
-    """Of the arguments, where a recompute may have to be counted."""
-
-    def release(self) -> None:
-        """Let go of what a backward needs: this object lives as long as the loss does."""
-        self.graph = self.state = self.lease = None
-        self.returned = []
+    activations: ActivationOrder[Handle]
 
 
 class UnitCall:
@@ -120,7 +86,7 @@ class UnitCall:
     def __init__(self, unit: Unit, index: int, services: Services) -> None:
         """Take over ``unit.module.forward``."""
         self.unit, self._index = unit, index
-        self._weights, self._sink, self._device, self._doubts, access, room = services
+        self._weights, self._sink, self._device, self._doubts, access, room, activations = services
         self._edits = OwnEdits(unit, access)
         self._rhythm = Rhythm()
         self._casts = CastsOfUnit(unit.params, self._device.torch_device)
@@ -134,7 +100,8 @@ class UnitCall:
         self._is_closed = False
         self._where = f"unit '{unit.label}'"
         self._surroundings = Surroundings(unit.modules, self._device, self._where)
-        self._keeping = Keeping(unit, room, self._device.torch_device.type, self._where)
+        self._policy: Policy = policy_of(unit, room, activations, self._device.torch_device, self._where)
+        self._activations = activations
         self._trainable = unit.params[: unit.num_trainable]
         self._flags = [p.requires_grad for p in unit.params]
         self._trains = any(p.requires_grad for p in unit.module.parameters())
@@ -165,9 +132,9 @@ class UnitCall:
             return self._run_plain(args, kwargs, Phase.FORWARD)
         refuse_transforms(self._where)
         self._device.interrupts.listen(self._device)
+        self._activations.begin_forward()
         # Whoever packs what is saved expects the same of the call that it will repeat.
-        is_counted = self._keeping.counts and not is_packing()
-        kind = self._keeping.kind_of(args, kwargs) if is_counted else None
+        kind = None if is_packing() else self._policy.kind_of(args, kwargs)
         call, inner, outputs, out_structure = self._run_forward(tensors, structure, kind)
         if call.outputs:
             given = [t for t, u in zip(tensors, call.used, strict=True) if u]
@@ -217,7 +184,7 @@ class UnitCall:
         wants_grad = [t.requires_grad for t in tensors]
         inner = [guarded_leaf(t, self._where) if w else t for t, w in zip(tensors, wants_grad, strict=True)]
         versions = [version_of(t) for t in tensors]
-        saving = self._keeping.begin(kind, tensors)
+        saving = self._policy.begin(kind, tensors)
         state = ForwardState(self._surroundings, structure.objects) if saving.may_drop else None
         is_checked = state is not None and self._is_checked(state, tensors, wants_grad)
         start = order_of(self._anchor.view_as(self._anchor).grad_fn)
@@ -241,16 +208,17 @@ class UnitCall:
         made = [t for t in outputs if t.grad_fn is not None]
         foreign, used = find_leaves(made, inner, self.unit.params, start, self._where)
         call = Call(structure, wants_grad, foreign, [t.shape for t in made], made, self._weights_version(), state)
-        if not saving.is_kept:
-            call.edited, call.kind = self._edits.suspects, kind
-            call.summary = summary_of(outputs, out_structure) if is_checked or call.edited else None
         call.recording, call.flags = emptied(recording), flags
         call.used = [id(t) in used for t in inner]
         call.foreign_versions = [version_of(t) for t in foreign]
         call.watched = sharing_memory(made, tensors)
-        if not isinstance(saving, Dropped) and saving.is_kept:
-            call.watched = sorted({*call.watched, *self._keeping.end(kind, saving, made)})
-            call.graph, call.lease = (inner, list(made)), saving.lease
+        call.graph = saving.end(inner, made, call)
+        if call.graph is None:
+            call.edited, call.kind = self._edits.suspects, kind
+            call.summary = summary_of(outputs, out_structure) if is_checked or call.edited else None
+        else:
+            call.saving = saving
+            call.watched = sorted({*call.watched, *saving.watched(made)})
             self._casts.learn(made)
         return call, inner, outputs, out_structure
 
@@ -321,6 +289,9 @@ class UnitCall:
             self._sink.begin(self.unit)
         with self._bound(Phase.BACKWARD):
             with requiring(self.unit.params, self._refuse_changes(), call.flags):
+                saving = call.saving
+                if saving is not None:
+                    saving.begin_backward()
                 inner, outputs = self._graph(call, saved)
                 if not is_kept:
                     call.release()
@@ -343,6 +314,8 @@ class UnitCall:
             if is_ours:
                 inside = {i: g for i, g in grads_of.items() if i not in outside and params[i].requires_grad}
                 self._sink.deposit(self.unit, inside)
+            if saving is not None:
+                saving.end_backward(is_over=not is_kept)
         return [*given, *[outside.get(i) for i in range(len(params))]]
 
     def break_off(self) -> None:
@@ -365,20 +338,13 @@ class UnitCall:
                 f"{self._where}: expected the weights of its forward, but they have changed since (optimizer.step(), "
                 "load_state_dict, gathered(write=True), an edit in place); run forward again"
             )
-        if any(tensor._version != version for tensor, version in call.returned):
-            raise UnsupportedError(
-                f"a result of {self._where} was changed in place after the call; change a copy instead"
-            )
-        if [version_of(t) for t in call.foreign] != call.foreign_versions:
-            raise UnsupportedError(
-                f"{self._where}: a tensor that it captured was changed in place after the call; change a copy instead"
-            )
+        call.refuse_changes(self._where)
 
     def _weights_version(self) -> int:
         edits = sum([p._version for p in self.unit.params]) if self.unit.ledger.is_resident else 0
         return self.unit.weights_version + edits
 
-    def _graph(self, call: Call, saved: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _graph(self, call: Call, saved: Sequence[torch.Tensor]) -> Graph:
         """Inner inputs and outputs: kept, or made again."""
         if call.state is None:
             if call.graph is None:
@@ -386,7 +352,7 @@ class UnitCall:
                 raise UnsupportedError(f"{self._where}: {why}; pass retain_graph=True to the first")
             return call.graph
         inner = [guarded_leaf(t, self._where) if w else t for t, w in zip(saved, call.wants_grad, strict=True)]
-        count = None if call.kind is None else self._keeping.count(call.kind)
+        count = self._policy.count(call.kind)
         saving = nullcontext() if count is None else count.hooks()
         with call.state.restored(), self._edits.undone(call.edited):
             outputs, structure = self._run(call.inputs, inner, (saving, call.state.autocast_cache()), call.recording)
@@ -400,7 +366,7 @@ class UnitCall:
         if call.summary is not None:
             self._compare(call, call.summary, summary_of(outputs, structure))
         if count is not None:
-            self._keeping.learn(call.kind, count, made)
+            self._policy.learn(call.kind, count, made)
         return inner, made
 
     def _compare(self, call: Call, before: Summary, after: Summary) -> None:
@@ -409,36 +375,6 @@ class UnitCall:
             names = ", ".join(f"'{self.unit.spec.params[i].name}'" for i in call.edited)
             why = f"the block changes its own parameters in forward ({names}), which recompute begins with"
         self._doubts.compare(before, after, self._where, why=why)
-
-
-class UnitFunction(torch.autograd.Function):
-    """Stands for a whole block in the outer graph."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, unit_call: UnitCall, call: Call, saved: Sequence[torch.Tensor], anchor: torch.Tensor, *_: torch.Tensor
-    ) -> Any:
-        """Hand the results of the inner graph to the outer one."""
-        ctx.unit_call, ctx.call = unit_call, call
-        # An undefined gradient stays None: a zero would make the optimizer step unused parameters.
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*saved)
-        # `.data`: no view relation, which would forbid later in-place changes of outputs of a multi-output function.
-        results = tuple(t.data for t in call.outputs)
-        # Detached: they share memory and version counter, and no node.
-        call.returned = [(t.detach(), t._version) for t in (results[i] for i in call.watched)]
-        call.outputs.clear()
-        return results
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        """Run the inner backward."""
-        try:
-            found = ctx.unit_call.backward(ctx, ctx.call, ctx.saved_tensors, grads)
-        except BaseException:
-            ctx.unit_call.break_off()
-            raise
-        return (None, None, None, None, *found)
 
 
 def _is_wanted(node: Any) -> bool:

@@ -18,7 +18,8 @@ import torch
 from outcore.core.errors import UnsupportedError
 from outcore.device.device import Device
 from outcore.device.lanes import Handle
-from outcore.runtime.module.structure import Structure, plain_values, storage_of
+from outcore.runtime.activations.saved import storage_of
+from outcore.runtime.module.structure import Structure, plain_values
 
 _FIRST_CALLS = 8
 _EVERY = 64

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple, NoReturn
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from outcore.core.errors import UnsupportedError
 from outcore.device.autograd import is_transformed, order_of, run_backward
-from outcore.runtime.unit.unit import Unit
+from outcore.runtime.activations.saved import escaped
 
 
 def find_leaves(
@@ -75,93 +75,6 @@ def guarded_leaf(tensor: torch.Tensor, where: str) -> torch.Tensor:
     leaf.requires_grad_()
     leaf.register_post_accumulate_grad_hook(refuse)
     return leaf
-
-
-def drop_saved(where: str) -> Any:
-    """Hooks under which nothing is saved: the graph serves only to tell what needs a gradient."""
-
-    def unpack(_: None) -> NoReturn:
-        raise UnsupportedError(escaped(where))
-
-    return torch.autograd.graph.saved_tensors_hooks(lambda _: None, unpack)
-
-
-def save_weights_by_place(unit: Unit, where: str) -> Any:
-    """Hooks under which a weight in a slot is saved as its place: the slot will hold another unit by then."""
-    if unit.ledger.is_resident or unit.device_buffer() is None:
-        return nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(*by_place(unit, where))
-
-
-def by_place(unit: Unit, where: str) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-    """The two hooks of ``save_weights_by_place``. Weights that live on the device are kept as other tensors are."""
-    buffer = None if unit.ledger.is_resident else unit.device_buffer()
-    first = 0 if buffer is None else buffer.bytes.data_ptr()
-    stop = 0 if buffer is None else first + unit.spec.weight_bytes
-
-    def pack(tensor: torch.Tensor) -> _Kept | _Placed:
-        try:
-            address = tensor.data_ptr()
-        except (NotImplementedError, RuntimeError):  # it has no memory of its own, such as a sparse one
-            address = 0
-        if first <= address < stop:
-            return _Placed(address - first, tensor.dtype, tensor.size(), tensor.stride())
-        return _Kept(tensor.detach(), tensor._version)  # detached: a result would keep its own node alive
-
-    def unpack(saved: _Kept | _Placed) -> torch.Tensor:
-        if isinstance(saved, _Kept):
-            if saved.tensor._version != saved.version:
-                raise UnsupportedError(_changed(saved.tensor, where))
-            return saved.tensor
-        now = unit.device_buffer()
-        if not unit.presence.num_calls:
-            raise UnsupportedError(escaped(where))
-        if now is None:
-            raise UnsupportedError(
-                f"{where}: expected its backward outside of outcore.gathered(), or its forward inside too, "
-                "but only backward is; policy keep saved its weights by their place on the device"
-            )
-        return saved.at(now.bytes)
-
-    return pack, unpack
-
-
-class _Kept(NamedTuple):
-    """A saved tensor that is no weight. Autograd itself checks versions only where nobody packs."""
-
-    tensor: torch.Tensor
-    version: int
-
-
-class _Placed(NamedTuple):
-    """A saved weight, or a view of one: where it is in the unit."""
-
-    offset: int
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-
-    def at(self, memory: torch.Tensor) -> torch.Tensor:
-        start = (memory.storage_offset() + self.offset) // self.dtype.itemsize
-        return torch.empty(0, dtype=self.dtype, device=memory.device).set_(
-            memory.untyped_storage(), start, self.size, self.stride
-        )
-
-
-def _changed(tensor: torch.Tensor, where: str) -> str:
-    return (
-        f"{where}: a tensor of shape {tuple(tensor.shape)} that its backward needs was changed in place after it was "
-        "used; change a copy instead"
-    )
-
-
-def escaped(where: str) -> str:
-    """The error where a gradient comes by a way that nobody follows. See [Note: ways in and out]."""
-    return (
-        f"{where}: expected gradients to come through its results, "
-        "but one came by a tensor that the block stored elsewhere (an attribute, a list, a hook); "
-        "return it from the block's forward"
-    )
 
 
 def gradients(

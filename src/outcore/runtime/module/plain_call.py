@@ -30,11 +30,11 @@ class PlainCall(UnitCall):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block as it is, if what it saves is known to fit."""
         # Whoever packs what is saved, as a checkpoint around the unit does, owns it.
-        if self._keeping.always or not torch.is_grad_enabled() or is_packing():
+        if self._policy.keeps_all or not torch.is_grad_enabled() or is_packing():
             return self._run_as_it_is(args, kwargs)
         if self._weights.has_steps:
             args, kwargs = in_training(args, kwargs, self._where)
-        lease = self._keeping.lease(args, kwargs)
+        lease = self._policy.lease(args, kwargs)
         if lease is None:
             return super().__call__(*args, **kwargs)
 

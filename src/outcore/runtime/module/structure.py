@@ -11,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from outcore.core.errors import UnsupportedError
+from outcore.runtime.activations.saved import storage_of
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 """Most arguments that are no tensors; nothing is hidden in them."""
@@ -144,21 +145,6 @@ class _Taking:
 def plain_values(structure: Structure) -> Iterator[Any]:
     """Numbers, strings and the like that stand between the tensors."""
     return _plain(structure.content)
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """Address of a tensor's memory; 0 where it has none of its own (sparse, wrapped by a transform)."""
-    if tensor.layout is not torch.strided:
-        return 0
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):
-        return 0
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed in place; inference tensors do not count."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def sharing_memory(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[int]:

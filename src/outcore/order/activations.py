@@ -1,0 +1,212 @@
+"""Activations on the move: what forwards saved leaves for host memory or disk, and comes back for backward.
+
+[Note: activations away] What a call saved stays on the device until the next call begins: what backward wants first has
+then never left. While that call runs, it is copied to its home; when the one after it begins, the host waits for the
+copy and lets go of the memory on the device. So no more than two calls' activations are there besides those of the call
+that runs. In backward they come back into slots, those of earlier calls in advance as far as there are slots. What has
+not been let go of yet is used where it is.
+
+A home holds what one call saved. A unit that is called again before its backward does otherwise with the second call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic, Protocol
+
+from outcore.order.ledger import H, Ledger, Span, Taken
+from outcore.order.port import Deed, Port, Work
+from outcore.order.slots import Pools
+from outcore.spec.lanes import Lane
+
+
+class Saved(Protocol):
+    """What one call of a unit saved. On paper, only its size."""
+
+    nbytes: int
+    is_held: bool
+    """It is on the device still, where forward left it."""
+
+    def is_wanted(self) -> bool:
+        """Whether a backward can come to it."""
+
+    def leave(self, target: Span) -> Deed:
+        """Copy it off the device."""
+
+    def let_go(self) -> None:
+        """It is home: the memory on the device is not needed any more."""
+
+
+@dataclass(slots=True, eq=False)
+class SavedCall(Generic[H]):
+    """One call, and what was submitted for it."""
+
+    unit: Ledger[H]
+    saved: Saved
+    made: H
+    """What made it."""
+    left: H | None = None
+    """The copy after which it need not be on the device."""
+    place: Taken[H] | None = None
+    """The slot on the device that it came back to."""
+    came: H | None = None
+    """What brought it there."""
+
+    def span(self) -> Span | None:
+        """Where it is on the device, if it came back."""
+        return None if self.place is None else self.place.slot.span(self.saved.nbytes)
+
+
+class ActivationOrder(Generic[H]):
+    """What is submitted for activations that leave. See [Note: activations away]."""
+
+    def __init__(self, port: Port[H], pools: Pools[H]) -> None:
+        self._port, self._pools = port, pools
+        self._calls: dict[int, SavedCall[H]] = {}
+        """By unit, in the order of forward: who has its home."""
+        self._last: SavedCall[H] | None = None
+        self._leaving: SavedCall[H] | None = None
+
+    def is_free(self, unit: Ledger[H]) -> bool:
+        """Whether the unit's home can take what another call saves."""
+        call = self._calls.get(unit.index)
+        return call is None or not call.saved.is_wanted()
+
+    def begin_forward(self) -> None:
+        """A call begins whose backward may come. What was saved before makes way."""
+        last, self._last = self._last, None
+        if last is not None and last.saved.is_wanted():
+            self._send(last)
+        leaving, self._leaving = self._leaving, last
+        if leaving is not None and leaving.left is not None and leaving.saved.is_held:
+            self._port.wait("activations left", leaving.left)
+            leaving.saved.let_go()
+
+    def end_forward(self, unit: Ledger[H], saved: Saved) -> SavedCall[H]:
+        """A call is over, and what it saved has the unit's home."""
+        call = SavedCall(unit, saved, self._port.mark("activations made", unit))
+        self._calls.pop(unit.index, None)  # the newest comes last
+        self._calls[unit.index] = self._last = call
+        return call
+
+    def begin_backward(self, call: SavedCall[H]) -> Span | None:
+        """Compute uses what a call saved, and earlier calls' follow. Returns where it came back to, if it had left."""
+        if self._last is call:
+            self._last = None
+        if not call.saved.is_held and call.place is None:
+            self._bring(call, self._take(call))
+        for other in self._before(call):
+            if other.saved.is_held or other.place is not None:
+                continue
+            slot = self._pools.pool("device", "activations", other.saved.nbytes)
+            free = slot.take()
+            if free is None:
+                break
+            self._bring(other, Taken(slot, free))
+        span = call.span()
+        if span is not None:
+            self._port.compute("use activations of", call.unit, reads=[span], after={"activations came": call.came})
+        return span
+
+    def end_backward(self, call: SavedCall[H], *, is_over: bool = True) -> None:
+        """Compute is done with it; the slot goes to another call. Args: is_over: No backward comes to it again."""
+        self._give(call, self._port.mark("activations used", call.unit))
+        if is_over and self._calls.get(call.unit.index) is call:
+            del self._calls[call.unit.index]
+
+    def reset(self) -> None:
+        """Forget what was on its way; nothing is in flight, and slots are taken back. See [Note: cut short]."""
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None and leaving.left is not None:
+            leaving.saved.let_go()
+        for call in self._calls.values():
+            call.place = call.came = None
+
+    def let_go(self) -> None:
+        """Forget everything, so that memory can be given back."""
+        self._calls.clear()
+        self._last = self._leaving = None
+
+    def _before(self, call: SavedCall[H]) -> Iterator[SavedCall[H]]:
+        """Earlier calls whose backward comes next, the nearest first."""
+        calls = list(self._calls.values())
+        for other in reversed(calls[: calls.index(call)] if call in calls else calls):
+            if other.saved.is_wanted():
+                yield other
+
+    def _take(self, call: SavedCall[H]) -> Taken[H]:
+        """A slot for what is wanted now: an idle one, or one in which something waits that can be brought again."""
+        pool = self._pools.pool("device", "activations", call.saved.nbytes)
+        slot = pool.take()
+        if slot is None:
+            other = next(c for c in self._calls.values() if c.place is not None and c.place.pool is pool)
+            self._give(other, other.came)
+            slot = pool.take()
+        if slot is None:
+            raise AssertionError("no idle slot for activations: one was not given back")
+        return Taken(pool, slot)
+
+    def _give(self, call: SavedCall[H], last_use: H | None) -> None:
+        if call.place is not None and last_use is not None:
+            self._pools.give(call.place, last_use, Lane.H2D)
+        call.place = call.came = None
+
+    def _send(self, call: SavedCall[H]) -> None:
+        unit, home, nbytes = call.unit, call.unit.activations, call.saved.nbytes
+        after, target = home.before_write(), home.span(0, nbytes)
+        taken = None
+        if home.tier == "disk":
+            taken = self._pools.take("host", "activations", nbytes)
+            after, target = {"activation slot free": taken.slot.free_after}, taken.slot.span(nbytes)
+        call.left = self._port.submit(
+            Lane.D2H,
+            "activations of",
+            unit,
+            reads=[],
+            writes=[target],
+            after={"activations made": call.made, **after},
+            work=Work(call.saved.leave(target), moved=nbytes),
+        )
+        home_written = call.left
+        if taken is not None:
+            home_written = self._port.submit(
+                Lane.DISK_WRITE,
+                "write activations of",
+                unit,
+                reads=[target],
+                writes=[home.span(0, nbytes)],
+                after={"activations at hand": call.left, **home.before_write()},
+            )
+            self._pools.give(taken, home_written, Lane.DISK_WRITE)
+        home.written_by(home_written)
+
+    def _bring(self, call: SavedCall[H], place: Taken[H]) -> None:
+        unit, home, nbytes = call.unit, call.unit.activations, call.saved.nbytes
+        source, after, taken = home.span(0, nbytes), home.before_read(), None
+        if home.tier == "disk":
+            taken = self._pools.take("host", "activations", nbytes)
+            staged = taken.slot.span(nbytes)
+            read = self._port.submit(
+                Lane.WEIGHTS_READ,
+                "read activations of",
+                unit,
+                reads=[source],
+                writes=[staged],
+                after={"activation slot free": taken.slot.free_after, **after},
+            )
+            home.read_by(read)
+            source, after = staged, {"activations at hand": read}
+        call.place = place
+        call.came = self._port.submit(
+            Lane.H2D,
+            "bring activations of",
+            unit,
+            reads=[source],
+            writes=[place.slot.span(nbytes)],
+            after={"slot of activations free": place.slot.free_after, **after},
+        )
+        if taken is None:
+            home.read_by(call.came)
+        else:
+            self._pools.give(taken, call.came, Lane.H2D)

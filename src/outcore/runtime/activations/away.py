@@ -1,0 +1,196 @@
+"""What one call saved, on its way off the device and back. See [Note: activations away].
+
+[Note: storages that leave] Saved tensors are views: of the result of one matrix product three may be saved, and
+the result of one function is the argument of the next. So storages leave, each once and whole, and views are made again
+from offset, size and strides. What the caller keeps in any case stays, since nothing would be won: weights that live on
+the device, buffers, arguments that need no gradient. Small storages stay too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from outcore.core.errors import UnsupportedError
+from outcore.core.quantities import PAGE_BYTES, align_up
+from outcore.device.lanes import Handle
+from outcore.order.activations import ActivationOrder, SavedCall
+from outcore.order.ledger import Span
+from outcore.runtime.activations.saved import Kept, by_place, changed, escaped, storage_of
+from outcore.runtime.unit.unit import Unit
+
+_SMALL_BYTES = 4096
+_ALIGN_BYTES = 512  # as allocators do: kernels are chosen by how their arguments lie
+
+
+class _Storage:
+    """One storage, and where it begins in the call's home."""
+
+    __slots__ = ("memory", "start")
+
+    def __init__(self, memory: torch.Tensor, start: int) -> None:
+        self.memory: torch.Tensor | None = memory  # 1D uint8, until it is home
+        self.start = start
+
+
+class _View:
+    """A saved tensor that leaves with its storage."""
+
+    __slots__ = ("dtype", "is_changed", "offset", "size", "start", "stride", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, start: int) -> None:
+        self.start, self.offset = start, tensor.storage_offset()
+        self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
+        self.version, self.is_changed = tensor._version, False
+        self.tensor: torch.Tensor | None = tensor.detach()  # a result would keep its own node alive
+
+    def let_go(self) -> None:
+        """Its bytes have been copied: what is done to the tensor from here on is no matter."""
+        if self.tensor is not None:
+            self.is_changed = self.tensor._version != self.version
+            self.tensor = None
+
+    def again(self, memory: torch.Tensor) -> torch.Tensor:
+        """Over the bytes of the call, back on the device."""
+        first = memory.storage_offset() + self.start
+        return torch.empty(0, dtype=self.dtype, device=memory.device).set_(
+            memory.untyped_storage(), first // self.dtype.itemsize + self.offset, self.size, self.stride
+        )
+
+
+class Away:
+    """Packs what autograd saves in one call, and unpacks it in backward."""
+
+    def __init__(
+        self,
+        unit: Unit,
+        order: ActivationOrder[Handle],
+        device: torch.device,
+        staying: Iterable[torch.Tensor],
+        where: str,
+    ) -> None:
+        """Args: device: That it leaves. staying: Tensors whose memory the caller keeps. where: For errors."""
+        self._unit, self._order, self._device, self._where = unit, order, device, where
+        self._staying = {0, *map(storage_of, staying)}
+        self._storages: dict[int, _Storage] = {}
+        self._views: list[_View] = []
+        self._call: SavedCall[Handle] | None = None
+        self._owner: Callable[[], object] = _nobody
+        self._memory: torch.Tensor | None = None
+        self.nbytes = 0
+        self.is_held = self.fits = True
+
+    def hooks(self) -> Any:
+        """To run the block under, with its weights bound."""
+        self._pack, self._unpack = by_place(self._unit, self._where)
+        buffer = self._unit.device_buffer()
+        if buffer is not None:
+            self._staying.add(storage_of(buffer.bytes))
+        return torch.autograd.graph.saved_tensors_hooks(self._keep, self._give)
+
+    def _keep(self, tensor: torch.Tensor) -> Any:
+        """Hook that packs. What has to leave is taken by its storage."""
+        packed = self._pack(tensor) if self.fits else None
+        if not isinstance(packed, Kept) or tensor.device != self._device:
+            return packed
+        place = storage_of(tensor)
+        if place in self._staying or tensor.untyped_storage().nbytes() <= _SMALL_BYTES:
+            return packed
+        storage = self._storages.get(place) or self._take(place, tensor)
+        if storage is None:
+            return None
+        view = _View(tensor, storage.start)
+        self._views.append(view)
+        return view
+
+    def _take(self, place: int, tensor: torch.Tensor) -> _Storage | None:
+        whole = tensor.untyped_storage()
+        if self.nbytes + whole.nbytes() > self._unit.plan.saved_bytes:
+            self._drop()
+            return None
+        memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(whole)
+        storage = self._storages[place] = _Storage(memory, self.nbytes)
+        self.nbytes = align_up(self.nbytes + whole.nbytes(), _ALIGN_BYTES)
+        return storage
+
+    def _give(self, packed: Any) -> torch.Tensor:
+        if packed is None:
+            raise UnsupportedError(escaped(self._where))
+        if not isinstance(packed, _View):
+            return self._unpack(packed)
+        if packed.is_changed or (packed.tensor is not None and packed.tensor._version != packed.version):
+            raise UnsupportedError(changed(packed.size, self._where))
+        if packed.tensor is not None:
+            return packed.tensor
+        if self._memory is None:
+            raise UnsupportedError(escaped(self._where))
+        return packed.again(self._memory)
+
+    def _drop(self) -> None:
+        """Keep nothing: it does not fit."""
+        self.fits = False
+        self._storages.clear()
+        for view in self._views:
+            view.tensor = None
+        self._views.clear()
+
+    # What the order asks for.
+
+    def is_wanted(self) -> bool:
+        """While its graph lives."""
+        return self._owner() is not None
+
+    def leave(self, target: Span) -> Callable[[], None]:
+        """Copy all storages to where they rest, or to a slot on the way there."""
+        pairs = []
+        for storage in self._storages.values():
+            if (memory := storage.memory) is not None:
+                pairs.append((target.memory.bytes[storage.start : storage.start + memory.numel()], memory))
+
+        def copy() -> None:
+            for to, origin in pairs:
+                to.copy_(origin, non_blocking=True)
+
+        return copy
+
+    def let_go(self) -> None:
+        """See ``order.activations.Saved``."""
+        self.is_held = False
+        for view in self._views:
+            view.let_go()
+        self._storages.clear()
+
+    # What the call does.
+
+    def end_forward(self, owner: object) -> None:
+        """The block has run, and what it saved will leave. Args: owner: Lives as long as backward may come."""
+        self.nbytes = align_up(self.nbytes, PAGE_BYTES)
+        self._owner = weakref.ref(owner)
+        if self._storages:
+            self._call = self._order.end_forward(self._unit.ledger, self)
+
+    def begin_backward(self) -> None:
+        """Make it present."""
+        if self._call is not None:
+            span = self._order.begin_backward(self._call)
+            self._memory = None if span is None else span.memory.bytes
+
+    def end_backward(self, *, is_over: bool) -> None:
+        """Compute is done with it. Args: is_over: The graph is not walked again."""
+        self._memory = None
+        if self._call is not None:
+            self._order.end_backward(self._call, is_over=is_over)
+
+
+def _nobody() -> None:
+    return None
+
+
+def without_values(tensors: Sequence[torch.Tensor]) -> None:
+    """Let go of the memory of leaves: what backward needs of them was saved."""
+    for tensor in tensors:
+        if tensor.requires_grad and tensor.grad_fn is None:
+            tensor.data = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
