@@ -20,6 +20,7 @@ from torch import nn
 
 import outcore
 from outcore.api import prepare_for_test
+from outcore.core.quantities import PAGE_BYTES, align_up
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
 from outcore.memory.arena import Region
@@ -42,11 +43,11 @@ from outcore.spec.timeline import COMPUTE, HOST
 NUM_PLANS = int(os.environ.get("OUTCORE_VIRTUAL_PLANS", "60"))
 """Random plans. 1,000 take some ten minutes."""
 STEPS = 4
-WIDTH = 6
+WIDTH, ROWS = 6, 8
 LEGAL = [(w, g, s) for w in TIERS for g in TIERS for s in TIERS if s != "device" or w == g == "device"]
 USE = "use weights of"
 KINDS = sorted([USE, *get_args(Kind)], key=len, reverse=True)  # "update early" begins with another one
-ON_COMPUTE = (USE, "gradients of", "accumulate", "update")
+ON_COMPUTE = (USE, "use activations of", "gradients of", "accumulate", "update")
 """Operations of compute that a schedule has."""
 
 
@@ -59,7 +60,8 @@ class Watch:
         self._computed = -1
         self._device = device
         self._submit, self._compute, self._mark = device.submit, device.compute, device.mark
-        device.submit, device.compute, device.mark = self.submit, self.compute, self.mark
+        self._wait = device.wait
+        device.submit, device.compute, device.mark, device.wait = self.submit, self.compute, self.mark, self.wait
 
     def submit(self, lane: Lane, name: str, work: Any, *, is_due: Callable[[], bool] | None = None, **more: Any) -> Any:
         handle = self._submit(lane, name, work, is_due=is_due, **more)
@@ -80,6 +82,11 @@ class Watch:
         handle = self._mark(name)
         self._index[handle] = self._computed
         return handle
+
+    def wait(self, label: str, handle: Any) -> None:
+        self._wait(label, handle)
+        if label == "activations left":
+            self._note(HOST, "wait root", 0, self.indices([handle]))
 
     def wait_for_backward(self) -> None:
         self._note(HOST, "wait root", 0, [self._computed])
@@ -145,7 +152,7 @@ class Program:
 
     def step(self) -> None:
         for _ in range(self.micro_batches):
-            self.model(torch.ones(2, WIDTH, dtype=self.model.head.weight.dtype)).sum().backward()
+            self.model(torch.ones(ROWS, WIDTH, dtype=self.model.head.weight.dtype)).sum().backward()
 
 
 def make(seed: int) -> Program:
@@ -160,13 +167,19 @@ def make(seed: int) -> Program:
     units = [Block]
     spec = partition(model, units=units, state_names=names, precision=precision).spec
     plans = []
+    sends_away = chance.random() < 0.5
     for of in spec.units:
         weights, gradients, states = chance.choice([h for h in LEGAL if of.name or h[0] == "device"])
         rest = (gradients, states) if of.trainable else (weights, weights)
         homes = UnitPlan(
             name=of.name, weights=weights, gradients=rest[0], states=rest[1], policy="recompute" if of.name else "keep"
         )
-        plans.append(replace(homes, early=can_be_early(of, homes) and chance.random() < 0.5))
+        homes = replace(homes, early=can_be_early(of, homes) and chance.random() < 0.5)
+        tier = chance.choice(TIERS) if of.name and sends_away else "device"
+        if tier != "device":  # the result of tanh, from which two gradients are made
+            nbytes = align_up(ROWS * of.params[0].shape[0] * (4 if precision == "fp32" else 2), PAGE_BYTES)
+            homes = replace(homes, policy="keep", activations=tier, saved_bytes=nbytes)
+        plans.append(homes)
     plans = share_updates(plans, chance.choice([0.0, 0.5, 1.0]))
     comfort = Comfort(
         prefetch_depth=chance.randint(0, 3), num_buckets=chance.randint(1, 2), max_slots_host=chance.randint(1, 4)

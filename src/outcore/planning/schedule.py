@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from outcore.order.activations import SavedCall
 from outcore.order.ledger import Ledger, Span
 from outcore.order.slots import SlotPool
 from outcore.order.step import StepOrder
@@ -133,7 +134,9 @@ class _Steps:
         self._model, self._plan, self._circumstances = model, plan, circumstances
         order: StepOrder[Entry] = StepOrder(model, plan, paper)
         self._units, self._weights = order.ledgers, order.weights
-        self._gradients, self._updates = order.gradients, order.updates
+        self._gradients, self._updates, self._activations = order.gradients, order.updates, order.activations
+        self._saved: dict[int, list[SavedCall[Entry] | None]] = {}
+        """By unit: what its forwards saved and sent away, the newest last. None: one that had no home for it."""
         self._progress = [_Progress() for _ in self._units]
         self.factors: list[Entry] = []
         """What makes the clip factor of the step."""
@@ -148,8 +151,12 @@ class _Steps:
         """One step."""
         waiting = deque(moves.moves)
         for i in range(len(visits)):
+            if i and _has_backward(i, visits):
+                self._activations.begin_forward()
             while waiting and waiting[0].due <= i:
                 self._move(waiting.popleft())
+            if not i and _has_backward(i, visits):  # the first fetches follow at once on the updates
+                self._activations.begin_forward()
             self._visit(i, visits)
         self._step(visits)
 
@@ -161,12 +168,21 @@ class _Steps:
     def _visit(self, i: int, visits: Sequence[Visit]) -> None:
         phase, unit = visits[i].phase, self._units[visits[i].unit]
         self._weights.use(unit, phase)
+        calls = self._saved.setdefault(unit.index, []) if unit.plan.saved_bytes else []
+        saved = calls.pop() if phase is Phase.BACKWARD and calls else None
+        if saved is not None:
+            self._activations.begin_backward(saved)
         if phase is Phase.BACKWARD and unit.spec.trainable:
             self._reached[unit.index], self._progress[unit.index].is_open = unit, True
             if unit.index != ROOT and unit.gradients.tier != "device":  # else they stay loose
                 progress = self._progress[unit.index]
                 _, progress.made = self._gradients.collect(unit, progress.made, self._make_room)
+        if saved is not None:
+            self._activations.end_backward(saved)
         self._weights.used(unit)
+        if unit.plan.saved_bytes and _has_backward(i, visits):
+            is_free = self._activations.is_free(unit)
+            calls.append(self._activations.end_forward(unit, _Saved(unit.plan.saved_bytes)) if is_free else None)
         if phase is Phase.BACKWARD:
             self._end_visit(unit, _rest_of_pass(i, visits))
 
@@ -216,6 +232,24 @@ class _Steps:
         return self._progress[unit.index].is_attempted and unit.spec.name not in self._circumstances.overtaken
 
 
+class _Saved:
+    """What a forward saved, on paper."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes, self.is_held = nbytes, True
+
+    def is_wanted(self) -> bool:
+        """Always: backward comes."""
+        return True
+
+    def leave(self, target: Span) -> None:
+        """Nothing."""
+
+    def let_go(self) -> None:
+        """It is home."""
+        self.is_held = False
+
+
 class _Nothing:
     """What operations do on paper."""
 
@@ -261,6 +295,22 @@ class _Nothing:
     def is_wanted(self) -> bool:
         """Always."""
         return True
+
+
+def _has_backward(i: int, visits: Sequence[Visit]) -> bool:
+    """Whether a visit is a forward to which a backward comes.
+
+    Where it does not come to all forwards of a unit, it leaves out the first: the unit is frozen, and nothing before it
+    is trained.
+    """
+    phase, unit = visits[i]
+    if phase is not Phase.FORWARD or unit == ROOT:
+        return False
+    ahead = itertools.islice(visits, i, None)
+    forward = list(itertools.takewhile(lambda visit: visit.phase is not Phase.BACKWARD, ahead))
+    ahead = itertools.islice(visits, i + len(forward), None)
+    backward = itertools.takewhile(lambda visit: visit.phase is Phase.BACKWARD, ahead)
+    return sum(visit.unit == unit for visit in backward) >= forward.count(visits[i])
 
 
 def _rest_of_pass(i: int, visits: Sequence[Visit]) -> set[int]:

@@ -336,7 +336,7 @@ class SendAway(Policy):
             return self._kept
         if not self._order.is_free(self._unit.ledger):
             return self._dropped
-        staying = [*self._unit.params, *self._buffers, *(t for t in tensors if not t.requires_grad)]
+        staying = [*self._buffers, *(t for t in tensors if not t.requires_grad)]
         return _SentAway(Away(self._unit, self._order, self._device, staying, self._where))
 
 
