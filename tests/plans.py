@@ -17,6 +17,8 @@ from outcore.planning.share import share_updates
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, UnitPlan
 
+SAVED_BYTES = 2**18
+"""Room for the activations of one call that leave."""
 Homes = Callable[[int], Sequence[str]]
 """Number of a unit -> tiers of weights, gradients and states. 0 is the root, whose weights stay on the device."""
 
@@ -27,6 +29,7 @@ def forced(
     homes: str | Homes,
     *,
     policy: str | Callable[[int], str] = "recompute",
+    activations: str | Callable[[int], str] = "device",
     units: Sequence[Any] | None = None,
     precision: str | None = None,
     comfort: Comfort = LEAST,
@@ -42,6 +45,7 @@ def forced(
         optimizer: None to evaluate.
         homes: One tier for everything, or tiers by unit. What is frozen has its weights' home alone.
         policy: Of activations, of all units but the root.
+        activations: Where those that are kept rest.
         units: As for ``prepare``.
         precision: As for ``prepare``.
         comfort: How many slots there are.
@@ -59,9 +63,12 @@ def forced(
         weights = weights if i else "device"
         rest = (gradients, states) if unit.trainable else (weights, weights)
         kept = policy if isinstance(policy, str) else policy(i)
+        tier = activations if isinstance(activations, str) else activations(i)
         plan = UnitPlan(
             name=unit.name, weights=weights, gradients=rest[0], states=rest[1], policy=kept if i else "keep"
         )
+        if i and kept == "keep" and tier != "device":
+            plan = dataclasses.replace(plan, activations=tier, saved_bytes=SAVED_BYTES)
         plans.append(dataclasses.replace(plan, early=early and can_be_early(unit, plan)))
     plans = share_updates(plans, share)
     return spec, Plan(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from plans import forced
@@ -17,6 +18,8 @@ from torch import nn
 import outcore
 from outcore.planning.fits import can_be_plain
 from outcore.planning.pools import LEAST, Comfort
+from outcore.runtime.activations import away
+from outcore.spec.plan import TIERS
 
 from . import zoo
 from .loops import Record, Setting, plain_backward, streamed_loop
@@ -61,6 +64,7 @@ class Case:
     kind: str
     setting: Setting = PLAIN
     policy: str = "recompute"  # "keep", "recompute"; "mixed" alternates
+    activations: str = "device"  # where those that are kept rest; "mixed" takes turns
     promised: bool = False  # accumulation_steps and, without clipping, clipping=False are given to prepare
     share: float = 0.0  # of the units that can be, updated on the device through staging slots
     early: bool = False  # with promised: every unit that can be is updated inside backward
@@ -71,7 +75,14 @@ class Case:
     room: int = 0  # bytes for activations of units that the policy would recompute
 
     def __str__(self) -> str:
-        parts = [self.name, self.kind, self.policy, f"depth={self.depth}", f"offset={self.offset}", str(self.setting)]
+        parts = [
+            self.name,
+            self.kind,
+            f"{self.policy} on {self.activations}",
+            f"depth={self.depth}",
+            f"offset={self.offset}",
+            str(self.setting),
+        ]
         return "-".join(
             parts
             + ["promised"] * self.promised
@@ -99,6 +110,7 @@ class Case:
             optimizer,
             lambda i: tiers(self.kind, i, self.offset),
             policy=lambda i: unit_policy(self.policy, i),
+            activations=lambda i: TIERS[i % 3] if self.activations == "mixed" else self.activations,
             units=self.units,
             precision=self.setting.precision,
             comfort=LEAST if self.is_minimal else comfort,
@@ -115,7 +127,8 @@ class Case:
 def run(case: Case, folder: Path, *, prepare: Callable[..., Any] | None = None, **more: Any) -> Record:
     """Train a case with the streamed loop."""
     options = {**case.options(folder), **more}
-    return streamed_loop(case.name, case.setting, make_plan=case.plan, prepare=prepare, **options)
+    with mock.patch.object(away, "SMALL_BYTES", 64):  # models are tiny
+        return streamed_loop(case.name, case.setting, make_plan=case.plan, prepare=prepare, **options)
 
 
 def run_checked(case: Case, folder: Path, *, is_nosy: bool = False, **faults: Any) -> Record:
@@ -216,6 +229,7 @@ CHOICES: dict[str, Sequence[Any]] = {
     "depth": (0, 1, 2),
     "offset": tuple(range(len(MIXED))),
     "room": ROOMS,
+    "activations": ("device", "host", "disk", "mixed"),
 }
 
 

@@ -22,7 +22,7 @@ from outcore.order.ledger import Span
 from outcore.runtime.activations.saved import Kept, by_place, changed, escaped, storage_of
 from outcore.runtime.unit.unit import Unit
 
-_SMALL_BYTES = 4096
+SMALL_BYTES = 4096
 _ALIGN_BYTES = 512  # as allocators do: kernels are chosen by how their arguments lie
 
 
@@ -97,7 +97,7 @@ class Away:
         if not isinstance(packed, Kept) or tensor.device != self._device:
             return packed
         place = storage_of(tensor)
-        if place in self._staying or tensor.untyped_storage().nbytes() <= _SMALL_BYTES:
+        if place in self._staying or tensor.untyped_storage().nbytes() <= SMALL_BYTES:
             return packed
         storage = self._storages.get(place) or self._take(place, tensor)
         if storage is None:
