@@ -152,7 +152,8 @@ def run_checked(case: Case, folder: Path, *, is_nosy: bool = False, **faults: An
             prepared[1].register_step_post_hook(_spoil_gradients)
         return prepared
 
-    looks = {"backward": _backward_and_look, "after_step": _read_states} if is_nosy else {}
+    look = _backward_and_look if case.activations == "device" else _backward_and_leave_off
+    looks = {"backward": look, "after_step": _read_states} if is_nosy else {}
     record = run(case, folder, prepare=prepare, **looks)
     assert checker.num_accesses > 0
     return record
@@ -164,6 +165,16 @@ def _backward_and_look(model: nn.Module, batch: zoo.Batch, micro_batches: int) -
     model.eval()
     with torch.no_grad():
         zoo.loss(model, batch)
+    model.train()
+    return loss
+
+
+def _backward_and_leave_off(model: nn.Module, batch: zoo.Batch, micro_batches: int) -> torch.Tensor:
+    """Begin another backward, for which activations are brought back that nobody uses then."""
+    loss = plain_backward(model, batch, micro_batches)
+    model.eval()
+    last = [p for p in model.parameters() if p.requires_grad][-4:]  # some of the last unit
+    torch.autograd.grad(zoo.loss(model, batch), last, allow_unused=True)
     model.train()
     return loss
 

@@ -42,6 +42,10 @@ CASES = [
     case("llama", "disk", "bf16", early=True, depth=2),
     case("gpt2", "resident", "bf16", early=True, depth=2),
     case("qwen3", "host", micro_batches=2, early=True, depth=2),
+    case("patchwork", "mixed", "bf16", micro_batches=3, policy="keep", activations="mixed", depth=2),
+    case("gpt2", "disk", policy="keep", activations="disk", depth=2),  # dropout
+    case("mixtral", "host", "bf16", micro_batches=2, policy="keep", activations="host"),
+    case("lora", "resident", policy="mixed", activations="disk"),
 ]
 LATE_S = 0.002
 LANES = (COMPUTE, *(lane.value for lane in Lane))
@@ -49,6 +53,7 @@ STAGING = (Lane.STATES_H2D.value, Lane.DEVICE_UPDATE.value, Lane.STATES_D2H.valu
 LATE = [
     *((case, lane) for case in CASES[:2] for lane in LANES if lane not in STAGING),
     *((case, lane) for case in CASES if case.share == 1.0 for lane in STAGING),
+    *((CASES[-4], lane) for lane in (COMPUTE, "d2h", "h2d", "disk_write", "weights_read")),
 ]
 
 each_case = pytest.mark.parametrize("case", CASES, ids=str)

@@ -33,6 +33,8 @@ SCENARIOS = [
     Case("patchwork", "resident", Setting(steps=STEPS), share=0.5, depth=1),
     Case("llama", "host", Setting(clipping="off", steps=STEPS), share=1.0, depth=1, is_minimal=True),
     Case("patchwork", "mixed", Setting(clipping="off", steps=STEPS), offset=4),
+    Case("llama", "device", Setting(micro_batches=2, steps=STEPS), policy="keep", activations="host", is_minimal=True),
+    Case("llama", "device", Setting(micro_batches=2, steps=STEPS), policy="keep", activations="disk"),
 ]
 LEAST_LABELS = 10
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Generic, Protocol
+from typing import Any, Generic, Protocol
 
-from outcore.order.ledger import H, Ledger, Span, Taken
+from outcore.order.ledger import H, Home, Ledger, Span, Taken
 from outcore.order.port import Deed, Port, Work
 from outcore.order.slots import Pools
 from outcore.spec.lanes import Lane
@@ -27,6 +27,10 @@ class Saved(Protocol):
     nbytes: int
     is_held: bool
     """It is on the device still, where forward left it."""
+
+    @property
+    def memory(self) -> Any:
+        """In a run: stands for the memory in which forward left it."""
 
     def is_wanted(self) -> bool:
         """Whether a backward can come to it."""
@@ -44,8 +48,8 @@ class SavedCall(Generic[H]):
 
     unit: Ledger[H]
     saved: Saved
-    made: H
-    """What made it."""
+    source: Home[H]
+    """Where forward left it; ``ready`` is what made it."""
     left: H | None = None
     """The copy after which it need not be on the device."""
     place: Taken[H] | None = None
@@ -80,13 +84,18 @@ class ActivationOrder(Generic[H]):
             self._send(last)
         leaving, self._leaving = self._leaving, last
         if leaving is not None and leaving.left is not None and leaving.saved.is_held:
-            self._port.wait("activations left", leaving.left)
+            self._port.wait("activations left", leaving.left, frees=[leaving.source.span()])
             leaving.saved.let_go()
 
     def end_forward(self, unit: Ledger[H], saved: Saved) -> SavedCall[H]:
         """A call is over, and what it saved has the unit's home."""
-        call = SavedCall(unit, saved, self._port.mark("activations made", unit))
-        self._calls.pop(unit.index, None)  # the newest comes last
+        name = f"activations of {unit.name} as made"
+        source: Home[H] = Home(name, "activations", "device", saved.nbytes, saved.memory)
+        source.written_by(self._port.mark("activations made", unit, wrote=[source.span()]))
+        call = SavedCall(unit, saved, source)
+        before = self._calls.pop(unit.index, None)  # the newest comes last
+        if before is not None:
+            self._give(before, before.came)
         self._calls[unit.index] = self._last = call
         return call
 
@@ -163,9 +172,9 @@ class ActivationOrder(Generic[H]):
             Lane.D2H,
             "activations of",
             unit,
-            reads=[],
+            reads=[call.source.span()],
             writes=[target],
-            after={"activations made": call.made, **after},
+            after={"activations made": call.source.ready, **after},
             work=Work(call.saved.leave(target), moved=nbytes),
         )
         home_written = call.left

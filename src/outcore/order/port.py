@@ -65,11 +65,11 @@ class Port(Protocol[H]):
     ) -> H:
         """Order compute behind ``after``; what follows there reads and writes these bytes."""
 
-    def mark(self, what: str, unit: Ledger[H]) -> H:
-        """Behind everything that compute was given so far. Args: what: Happened, of the unit."""
+    def mark(self, what: str, unit: Ledger[H], *, wrote: Sequence[Span] = ()) -> H:
+        """Behind everything that compute was given so far. Args: what: Happened, of the unit. wrote: Bytes, by it."""
 
-    def wait(self, label: str, dependency: Dependency[H]) -> None:
-        """The host blocks until these are over."""
+    def wait(self, label: str, dependency: Dependency[H], *, frees: Sequence[Span] = ()) -> None:
+        """The host blocks until these are over. Args: frees: Memory that it gives to others then."""
 
     def freed(self, of: Home[H] | Slot[H], lane: Lane, after: After[H] = NOTHING) -> H | None:
         """Nobody reads its bytes until they are written again. What must be over before that, if anything."""

@@ -62,11 +62,11 @@ class Paper:
         self._computed = self._append(COMPUTE, kind, unit.spec.name, reads, writes, after)
         return self._computed
 
-    def mark(self, what: str, unit: Ledger[Entry]) -> Entry:
+    def mark(self, what: str, unit: Ledger[Entry], *, wrote: Sequence[Span] = ()) -> Entry:
         """The last operation of compute."""
         return self._computed
 
-    def wait(self, label: str, dependency: Dependency[Entry]) -> None:
+    def wait(self, label: str, dependency: Dependency[Entry], *, frees: Sequence[Span] = ()) -> None:
         """Write down that the host blocks."""
         self._append(HOST, "wait", "", (), (), {label: dependency})
 

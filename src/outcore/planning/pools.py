@@ -30,8 +30,8 @@ POOL_ORDER: tuple[tuple[Tier, PoolKind], ...] = (
     ("host", "activations"),
 )
 
-_TWO = ("new_weights", "gradients", "landing", "activations")
-_HOST_SLOTS = {"states": 3} | dict.fromkeys(_TWO, 2)  # read, use, write: states do all three
+_TWO = ("new_weights", "gradients", "landing")
+_HOST_SLOTS = {"states": 3, "activations": 3} | dict.fromkeys(_TWO, 2)  # read, use, write: some do all three
 
 
 class Need(NamedTuple):

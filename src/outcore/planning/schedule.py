@@ -236,7 +236,7 @@ class _Saved:
     """What a forward saved, on paper."""
 
     def __init__(self, nbytes: int) -> None:
-        self.nbytes, self.is_held = nbytes, True
+        self.nbytes, self.is_held, self.memory = nbytes, True, None
 
     def is_wanted(self) -> bool:
         """Always: backward comes."""

@@ -8,15 +8,17 @@ the device, buffers, arguments that need no gradient. Small storages stay too.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from outcore.core.errors import UnsupportedError
 from outcore.core.quantities import PAGE_BYTES, align_up
 from outcore.device.lanes import Handle
+from outcore.memory.arena import Region
 from outcore.order.activations import ActivationOrder, SavedCall
 from outcore.order.ledger import Span
 from outcore.runtime.activations.saved import Kept, by_place, changed, escaped, storage_of
@@ -24,6 +26,13 @@ from outcore.runtime.unit.unit import Unit
 
 SMALL_BYTES = 4096
 _ALIGN_BYTES = 512  # as allocators do: kernels are chosen by how their arguments lie
+_calls = itertools.count()
+
+
+class _Place(NamedTuple):
+    """What the race checker calls memory that autograd has taken."""
+
+    region: Region
 
 
 class _Storage:
@@ -82,6 +91,7 @@ class Away:
         self._memory: torch.Tensor | None = None
         self.nbytes = 0
         self.is_held = self.fits = True
+        self.memory: _Place | None = None
 
     def hooks(self) -> Any:
         """To run the block under, with its weights bound."""
@@ -169,6 +179,7 @@ class Away:
         """The block has run, and what it saved will leave. Args: owner: Lives as long as backward may come."""
         self.nbytes = align_up(self.nbytes, PAGE_BYTES)
         self._owner = weakref.ref(owner)
+        self.memory = _Place(Region(f"activations of {self._unit.label}, call {next(_calls)}", 0, self.nbytes))
         if self._storages:
             self._call = self._order.end_forward(self._unit.ledger, self)
 

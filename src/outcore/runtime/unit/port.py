@@ -76,13 +76,17 @@ class LivePort:
             after=after,
         )
 
-    def mark(self, what: str, unit: Ledger[Handle]) -> Handle:
+    def mark(self, what: str, unit: Ledger[Handle], *, wrote: Sequence[Span] = ()) -> Handle:
         """Behind everything that compute was given so far."""
-        return self._device.mark(f"{unit.name}: {what}")
+        name = f"{unit.name}: {what}"
+        if wrote:
+            self._device.compute(name, writes=list(map(_region, map(_memory, wrote))))
+        return self._device.mark(name)
 
-    def wait(self, label: str, dependency: Dependency[Handle]) -> None:
+    def wait(self, label: str, dependency: Dependency[Handle], *, frees: Sequence[Span] = ()) -> None:
         """Block the host."""
         self._device.wait(label, dependency)
+        self._device.host_access(f"free: {label}", writes=list(map(_region, map(_memory, frees))))
 
     def freed(self, of: Home[Handle] | Slot[Handle], lane: Lane, after: After[Handle] = NOTHING) -> Handle | None:
         """Poison the bytes, if faults say so."""
