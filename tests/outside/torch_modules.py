@@ -21,12 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from plans import forced
 from torch import nn
 from torch.utils import _pytree as pytree
 
 import outcore
 from outcore.core.errors import OutcoreError
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from plans import forced
 
 STEPS = 3
 CASE_S = 10

@@ -11,7 +11,7 @@ A home holds what one call saved. A unit that is called again before its backwar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol
 
@@ -65,7 +65,8 @@ class SavedCall(Generic[H]):
 class ActivationOrder(Generic[H]):
     """What is submitted for activations that leave. See [Note: activations away]."""
 
-    def __init__(self, port: Port[H], pools: Pools[H]) -> None:
+    def __init__(self, units: Sequence[Ledger[H]], port: Port[H], pools: Pools[H]) -> None:
+        self.homes_are_used = any(unit.activations.nbytes for unit in units)
         self._port, self._pools = port, pools
         self._calls: dict[int, SavedCall[H]] = {}
         """By unit, in the order of forward: who has its home."""

@@ -33,5 +33,5 @@ class StepOrder(Generic[H]):
         supply = Supply(port, self.pools)
         self.weights = WeightOrder(self.ledgers, port, self.pools)
         self.gradients = GradientOrder(port, self.pools, supply)
-        self.activations: ActivationOrder[H] = ActivationOrder(port, self.pools)
+        self.activations: ActivationOrder[H] = ActivationOrder(self.ledgers, port, self.pools)
         self.updates = UpdateOrder(model, port, self.pools, supply, self.weights)

@@ -101,7 +101,7 @@ class UnitCall:
         self._where = f"unit '{unit.label}'"
         self._surroundings = Surroundings(unit.modules, self._device, self._where)
         self._policy: Policy = policy_of(unit, room, activations, self._device.torch_device, self._where)
-        self._activations = activations
+        self._activations = activations if activations.homes_are_used else None
         self._trainable = unit.params[: unit.num_trainable]
         self._flags = [p.requires_grad for p in unit.params]
         self._trains = any(p.requires_grad for p in unit.module.parameters())
@@ -132,7 +132,8 @@ class UnitCall:
             return self._run_plain(args, kwargs, Phase.FORWARD)
         refuse_transforms(self._where)
         self._device.interrupts.listen(self._device)
-        self._activations.begin_forward()
+        if self._activations is not None:
+            self._activations.begin_forward()
         # Whoever packs what is saved expects the same of the call that it will repeat.
         kind = None if is_packing() else self._policy.kind_of(args, kwargs)
         call, inner, outputs, out_structure = self._run_forward(tensors, structure, kind)
