@@ -121,12 +121,18 @@ def test_the_commands_and_options_are_these():
     assert options == {
         "demo": ["device", "folder", "steps"],
         "env": ["as_json"],
+        "plan": sorted(
+            [
+                *("as_json", "batch_size", "clipping", "device_memory", "disk_size", "grad_accum", "hardware"),
+                *("host_memory", "model", "out", "precision", "seq_len"),
+            ]
+        ),
         "train": sorted([*trains, "packing"]),
         "dpo": sorted([*trains, "beta"]),
     }
 
 
-@pytest.mark.parametrize("name", ["demo", "train", "dpo"])
+@pytest.mark.parametrize("name", ["demo", "plan", "train", "dpo"])
 def test_help_explains_every_option_and_fits_a_terminal(monkeypatch, capsys, name):
     command = typer.main.get_command(cli.app).commands[name]
     assert [p.name for p in command.params if len(p.help or "") < 12] == []

@@ -69,6 +69,46 @@ def env(
     print(report(as_json=as_json))
 
 
+@app.command(no_args_is_help=True)
+def plan(  # noqa: PLR0913 (one option each)
+    *,
+    model: Annotated[str, typer.Option(help="ID on the hub, directory, or config.json; no weights are needed.")],
+    hardware: Annotated[
+        str, typer.Option(help="A hardware.json, or names of parts: rtx-4090, h100+pcie5+server-ddr5+server-nvme.")
+    ],
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a micro-batch.")] = 1,
+    seq_len: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 2048,
+    grad_accum: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 1,
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or pure_bf16.")] = "bf16",
+    clipping: Annotated[bool, typer.Option(help="Without it, updates may run inside backward.")] = True,
+    device_memory: Annotated[str | None, typer.Option(help="Such as 20GiB; by default 0.9 of what it has.")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Such as 48GiB; by default 0.8 of what there is.")] = None,
+    disk_size: Annotated[str | None, typer.Option(help="Such as 1TB; by default 0.9 of the disk.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write the plan to, for --plan of a run.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As a JSON object.")] = False,
+) -> None:
+    """Say whether a model fits a machine, how fast it would train there, what binds, and what lost."""
+    refuse_missing(*TRAINING)
+    from outcore.cli.plan import Question, answer, to_json, to_text
+
+    asked = Question(
+        model=model,
+        hardware=hardware,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        grad_accum=grad_accum,
+        precision=precision,
+        clipping=clipping,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        disk_size=disk_size,
+    )
+    found = answer(asked)
+    if out is not None:
+        found.found.plan.save(out)
+    print(to_json(found) if as_json else to_text(found))
+
+
 def _run(method: Method, given: Mapping[str, Any]) -> None:
     """Train as options, ``--set`` and a YAML file say; see ``options``."""
     refuse_missing(*TRAINING)

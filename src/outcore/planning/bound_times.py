@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from outcore.planning.rates import Pace, Rates
 from outcore.planning.schedule import Circumstances
 from outcore.planning.weight_cache import changed_units
-from outcore.spec.layout import has_master, staging
+from outcore.spec.layout import Staging, has_master, staging, states_bytes
 from outcore.spec.model import ModelSpec, UnitSpec
-from outcore.spec.plan import Plan, UnitPlan
+from outcore.spec.plan import Plan, Tier, UnitPlan
 from outcore.spec.schedule import ROOT, Phase, Visit
 
 
@@ -37,6 +39,15 @@ class Trained(NamedTuple):
     is_early: bool
     after: Moment
     """When the update's weights may leave, and a late one begin."""
+    states_bytes: int
+    staging: Staging
+
+
+@functools.lru_cache(maxsize=2**12)  # asked again and again for one model with many plans
+def _sizes(spec: UnitSpec, weights: Tier, gradients: Tier, states: Tier, model: ModelSpec) -> tuple[int, Staging]:
+    """Args: model: Without units, which take time to compare."""
+    homes = UnitPlan(name=spec.name, weights=weights, gradients=gradients, states=states)
+    return states_bytes(spec, homes, model), staging(spec, homes, model)
 
 
 class Times:
@@ -48,6 +59,7 @@ class Times:
         self.model, self.plan, self.rates, self.visits = model, plan, rates, visits
         self.pairs = list(zip(model.units, plan.units, strict=True))
         self._pace, self._circumstances = Pace(model, plan, rates), circumstances
+        self._alone = replace(model, units=())
         self._ends = self._ends_of_passes()
         self.used_s = [self._used_s(visit) for visit in visits]
         """By visit: of forward or backward."""
@@ -121,7 +133,9 @@ class Times:
             made = [Moment(i, compute_s[i] if index == ROOT else self._made_s(index, i)) for i in ends]
             is_early = plan.early and spec.name not in self._circumstances.overtaken
             after = Moment(last, compute_s[last]) if self.waits else made[-1]
-            found[index] = Trained(spec, plan, made, firsts.get(index, last + period), is_early, after)
+            first = firsts.get(index, last + period)
+            sizes = _sizes(spec, plan.weights, plan.gradients, plan.states, self._alone)
+            found[index] = Trained(spec, plan, made, first, is_early, after, *sizes)
         return found
 
     def from_gradients_s(self, unit: Trained) -> float:
@@ -173,5 +187,5 @@ class Times:
 
     def staged_bytes(self, unit: Trained) -> int:
         """What goes to an update on the device."""
-        states, gradients, weights, _ = (stop - start for start, stop in staging(unit.spec, unit.plan, self.model))
+        states, gradients, weights, _ = (stop - start for start, stop in unit.staging)
         return states + gradients + (0 if has_master(unit.plan, self.model.precision) else weights)

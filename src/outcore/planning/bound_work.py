@@ -15,7 +15,6 @@ from outcore.planning.bound_times import Moment, Times, Trained
 from outcore.planning.rates import Rates
 from outcore.planning.schedule import Circumstances
 from outcore.planning.weight_cache import slot_sizes
-from outcore.spec.layout import staging, states_bytes
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, PoolKind, Tier
 from outcore.spec.schedule import Visit
@@ -189,7 +188,7 @@ class _Listing:
             self._hold("gradients", spec.update_bytes, _Held(seconds, update_s, 0.0), unit, tail_s)
         elif plan.gradients == "disk":
             self._read_gradients(unit)
-        nbytes = states_bytes(spec, plan, self._times.model)
+        nbytes = unit.states_bytes
         if plan.states != "disk" or not nbytes:
             return
         held = _Held(rates.move_s("disk_read", nbytes), update_s, rates.move_s("disk_write", nbytes))
@@ -211,9 +210,9 @@ class _Listing:
             self._kept_s.append(seconds)
 
     def _staged(self, unit: Trained, begin: Moment) -> None:
-        spec, rates = unit.spec, self._times.rates
+        rates = self._times.rates
         update_s, tail_s, sent_s = self._times.update_s(unit), self._times.from_update_s(unit), self._times.sent_s(unit)
-        states, _, _, scratch = staging(spec, unit.plan, self._times.model)
+        states, _, _, scratch = unit.staging
         there_s = rates.move_s("h2d", self._times.staged_bytes(unit))
         home_s = rates.move_s("d2h", states[1] - states[0])
         if unit.plan.gradients == "host":  # else states may come before the gradient is made
@@ -225,7 +224,10 @@ class _Listing:
         self.work.jobs.append(Job("d2h", home_s, *begin.plus(update_s), unit.first, 0.0, is_slack=True))
         self.work.total_s["h2d"] += there_s
         self.work.total_s["d2h"] += home_s
-        self._hold("staging", scratch[1], _Held(there_s, update_s + sent_s, home_s), unit, tail_s - sent_s)
+        if unit.plan.weights == "device":  # new weights are copied beside the way home of states
+            self._hold("staging", scratch[1], _Held(there_s, update_s, max(home_s, sent_s)), unit, tail_s)
+        else:
+            self._hold("staging", scratch[1], _Held(there_s, update_s + sent_s, home_s), unit, tail_s - sent_s)
 
     # Slots.
 

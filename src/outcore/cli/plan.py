@@ -1,0 +1,207 @@
+"""``outcore plan``: whether a model fits a machine, how fast it would train there, what binds, and what lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outcore.cli.train.model.source import build_model, find_model
+from outcore.core.errors import ConfigError
+from outcore.core.quantities import format_bytes, parse_bytes
+from outcore.planning.known_hardware import known_hardware
+from outcore.planning.partition import partition
+from outcore.planning.profile import rates_for, unit_work
+from outcore.planning.search import Found, Job, search
+from outcore.planning.table import plan_table
+from outcore.spec.budget import Limits
+from outcore.spec.hardware import Hardware
+from outcore.spec.model import PRECISIONS, ModelSpec, Precision
+from outcore.spec.timeline import COMPUTE
+
+_DEVICE_SHARE, _HOST_SHARE, _DISK_SHARE = 0.9, 0.8, 0.9
+"""Of a machine's memory, where no option says otherwise: the rest is for the driver and for other programs."""
+_ACTIVATIONS = 0.3
+"""Of an accelerator's budget, left to activations as in a run."""
+_STATES = ("exp_avg", "exp_avg_sq")  # of AdamW
+_DAY_S = 86400.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked, as the command line has it."""
+
+    model: str
+    hardware: str
+    batch_size: int
+    seq_len: int
+    grad_accum: int
+    precision: str
+    clipping: bool
+    device_memory: str | None
+    host_memory: str | None
+    disk_size: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The plan, and what it was made for."""
+
+    question: Question
+    hardware: Hardware
+    spec: ModelSpec
+    limits: Limits
+    found: Found
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Predicted."""
+        asked, step_s = self.question, self.found.simulation.step_s
+        return asked.batch_size * asked.seq_len * asked.grad_accum / step_s if step_s else 0.0
+
+    @property
+    def written_bytes(self) -> float:
+        """To disk, per step."""
+        return self._per_step(self.found.simulation.timeline.moved_bytes())["disk_write"]
+
+    def busy_s(self) -> dict[str, float]:
+        """Lane -> seconds per step, of lanes that work."""
+        return {lane: s for lane, s in self._per_step(self.found.simulation.timeline.busy_s()).items() if s}
+
+    def exposed_s(self) -> dict[str, float]:
+        """Lane -> seconds per step that compute waits for it."""
+        return {lane: s for lane, s in self._per_step(self.found.simulation.timeline.exposed_s()).items() if s}
+
+    def _per_step(self, sums: Mapping[str, float]) -> dict[str, float]:
+        simulation = self.found.simulation
+        steps = simulation.timeline.wall_s / simulation.step_s if simulation.step_s else 1.0
+        return {lane: value / steps for lane, value in sums.items()}
+
+
+def answer(question: Question) -> Answer:
+    """Plan for a model on a machine. No weights are needed, and neither is the machine.
+
+    Raises:
+        ConfigError: An option that cannot be used.
+        PlanInfeasibleError: It does not fit; says what would do.
+    """
+    hardware = _hardware(question.hardware)
+    precision = _precision(question.precision)
+    limits = _limits(question, hardware)
+    model = build_model(find_model(question.model), precision)
+    spec = partition(model, state_names=_STATES, precision=precision).spec
+    work = unit_work(model, spec, batch_size=question.batch_size, seq_len=question.seq_len)
+    job = Job(
+        model=spec,
+        limits=limits,
+        rates=rates_for(hardware, spec, work),
+        micro_batches=question.grad_accum,
+        is_promised=not question.clipping,
+        clipping=question.clipping,
+        activation_share=_ACTIVATIONS if hardware.device.runs_ahead else 0.0,
+    )
+    return Answer(question=question, hardware=hardware, spec=spec, limits=limits, found=search(job))
+
+
+def _hardware(name: str) -> Hardware:
+    return Hardware.load(name) if name.endswith(".json") or Path(name).is_file() else known_hardware(name)
+
+
+def _precision(name: str) -> Precision:
+    if name not in PRECISIONS:
+        raise ConfigError(f"--precision: expected one of {', '.join(PRECISIONS)}, but got '{name}'")
+    return name
+
+
+def _limits(question: Question, hardware: Hardware) -> Limits:
+    """Budgets as they are given, else a share of what the machine has."""
+
+    def given(text: str | None, flag: str, default: float) -> int:
+        nbytes = int(default) if text is None else parse_bytes(text, what=flag)
+        if not nbytes:
+            raise ConfigError(f"{flag}: expected more than 0 bytes, but got '{text}'")
+        return nbytes
+
+    disk = hardware.disk
+    if disk is None and question.disk_size is not None:
+        raise ConfigError(
+            f"--disk-size: expected a machine with a disk, but '{hardware.name}' has none; leave the option out, or "
+            "name a machine with one"
+        )
+    return Limits(
+        device_bytes=given(question.device_memory, "--device-memory", _DEVICE_SHARE * hardware.device.memory_bytes),
+        host_bytes=given(question.host_memory, "--host-memory", _HOST_SHARE * hardware.host.memory_bytes),
+        disk_bytes=None if disk is None else given(question.disk_size, "--disk-size", _DISK_SHARE * disk.size_bytes),
+    )
+
+
+def to_text(found: Answer) -> str:
+    """For people: what is predicted, where everything lives, what lost and why."""
+    rows = [*_facts(found), *_runners_up(found)]
+    width = max(len(name) for name, _ in rows)
+    lines = (f"{name:<{width}}  {value}".rstrip() for name, value in rows)
+    return "\n".join([*lines, "", plan_table(found.spec, found.found.plan, found.limits)])
+
+
+def _facts(answer: Answer) -> Iterator[tuple[str, str]]:
+    found, asked = answer.found, answer.question
+    numel = sum(param.numel for unit in answer.spec.units for param in unit.params)
+    yield "model", f"{asked.model}: {numel / 1e9:.2f}e9 parameters in {len(answer.spec.units) - 1} units"
+    yield "machine", answer.hardware.name
+    batch = f"{asked.grad_accum} x " if asked.grad_accum > 1 else ""
+    yield "step", f"{found.simulation.step_s:.4g} s (predicted) for {batch}{asked.batch_size} x {asked.seq_len} tokens"
+    yield "tokens", f"{answer.tokens_per_s:.0f} per second (predicted)"
+    yield "bound", f"{found.bound.seconds:.4g} s: no order of this plan's operations is faster"
+    yield "binds", ", ".join(f"{link} {part:.0%}" for link, part in found.simulation.binding.items() if part >= 0.01)
+    busy = ", ".join(f"{lane} {seconds:.3g}" for lane, seconds in answer.busy_s().items())
+    yield "busy", f"{busy} s per step"
+    waits = ", ".join(f"{lane} {seconds:.3g}" for lane, seconds in answer.exposed_s().items() if lane != COMPUTE)
+    yield "waits", f"compute waits for {waits} s per step" if waits else "compute waits for nothing"
+    homes = Counter((unit.weights, unit.gradients, unit.states) for unit in found.plan.units[1:])
+    for (weights, gradients, states), count in homes.items():
+        yield "units", f"{count} with weights on {weights}, gradients on {gradients}, states on {states}"
+    staged = sum(unit.update == "device" for unit in found.plan.units)
+    if staged:
+        yield "share", f"the device updates {staged} units whose states are in host memory"
+    if answer.written_bytes:
+        yield "disk", _wear(answer)
+
+
+def _wear(answer: Answer) -> str:
+    text = f"{format_bytes(int(1000 * answer.written_bytes))} written per 1,000 steps"
+    disk = answer.hardware.disk
+    if disk is None or not disk.endurance_bytes:
+        return text
+    steps = disk.endurance_bytes / answer.written_bytes
+    return f"{text}; the drive lasts {steps:,.0f} steps, {steps * answer.found.simulation.step_s / _DAY_S:,.0f} days"
+
+
+def _runners_up(answer: Answer) -> Iterator[tuple[str, str]]:
+    for other in answer.found.runners_up:
+        seconds = "" if other.step_s is None else f"{other.step_s:.4g} s, "
+        yield "not", f"{other.name}: {seconds}{other.reason}"
+
+
+def to_json(answer: Answer) -> str:
+    """The same as data."""
+    found, disk = answer.found, answer.hardware.disk
+    endurance = disk.endurance_bytes if disk is not None and answer.written_bytes else 0.0
+    facts: dict[str, Any] = {
+        **dataclasses.asdict(answer.question),
+        "predicted_step_s": found.simulation.step_s,
+        "predicted_tokens_per_s": answer.tokens_per_s,
+        "bound_s": found.bound.seconds,
+        "binding": dict(found.simulation.binding),
+        "busy_s": answer.busy_s(),
+        "exposed_s": answer.exposed_s(),
+        "limits": dataclasses.asdict(answer.limits),
+        "written_bytes_per_1000_steps": 1000 * answer.written_bytes,
+        "drive_life_steps": endurance / answer.written_bytes if endurance else None,
+        "runners_up": [dataclasses.asdict(other) for other in found.runners_up],
+        "plan": json.loads(found.plan.to_json()),
+    }
+    return json.dumps(facts, indent=2)

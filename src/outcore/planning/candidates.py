@@ -1,0 +1,210 @@
+"""Plans that a search tries: kinds of homes in the order of the units, slots, and who updates when.
+
+A candidate is small and can be compared; ``Choice.plan`` writes it down. Units with the same kind of homes mostly stand
+side by side, since units in a row differ in when they are needed and in little else.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import NamedTuple
+
+from outcore.planning.pools import Comfort, Need, Needs, build_pools, needs_of
+from outcore.planning.reservations import can_be_early, tier_bytes
+from outcore.planning.share import can_be_staged, spread
+from outcore.spec.model import ModelSpec
+from outcore.spec.plan import Plan, Policy, Tier, UnitPlan
+
+
+class Kind(NamedTuple):
+    """Homes of a unit."""
+
+    weights: Tier
+    gradients: Tier
+    states: Tier
+
+
+KINDS = (
+    Kind("device", "device", "device"),
+    Kind("device", "device", "host"),
+    Kind("device", "host", "host"),
+    Kind("host", "host", "host"),
+    Kind("device", "host", "disk"),
+    Kind("host", "host", "disk"),
+    Kind("host", "disk", "disk"),
+    Kind("disk", "disk", "disk"),
+)
+"""From near to far."""
+ALL_DEVICE, ALL_HOST, ALL_DISK = KINDS[0], KINDS[3], KINDS[-1]
+ROOMY = Comfort(prefetch_depth=2, num_buckets=2, max_slots_host=3)
+TIGHT = Comfort(prefetch_depth=0, num_buckets=1, max_slots_host=1)
+_MOST = {"prefetch_depth": 5, "num_buckets": 6, "max_slots_host": 4}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan in few words."""
+
+    kinds: tuple[Kind, ...]
+    """Of every unit, the root first."""
+    comfort: Comfort = ROOMY
+    share: float = 0.0
+    """Of the units whose states are in host memory: updated on the device."""
+    early: float = 0.0
+    """Of the others that can be: updated inside backward."""
+
+
+class _Footprint(NamedTuple):
+    """What one unit takes."""
+
+    nbytes: dict[Tier, int]
+    needs: tuple[Need, ...]
+
+
+class Choice:
+    """What all candidates have in common."""
+
+    def __init__(self, model: ModelSpec, *, policy: Policy, accumulation_steps: int | None, may_be_early: bool) -> None:
+        """Args: policy: Of all units but the root. may_be_early: The number of micro-batches is promised."""
+        self._model, self._policy = model, policy
+        self._accumulation_steps, self._may_be_early = accumulation_steps, may_be_early
+        # Equal units are asked once: plans of hundreds of units are written down again and again.
+        self._unit = functools.cache(self._write_unit)
+        shapes = [(u.weight_bytes, u.trainable_bytes, u.update_bytes, u.buffer_bytes, not u.name) for u in model.units]
+        first = {shape: i for i, shape in reversed(list(enumerate(shapes)))}
+        self._alike = [first[shape] for shape in shapes]
+        self._footprint = functools.cache(self._measure)
+        # A slot for staging holds all states of a unit: embeddings would make every slot as large as they are.
+        sizes = Counter(u.update_bytes for u in model.units[1:] if u.update_bytes)
+        self._most_staged_bytes = 2 * max(sizes, key=lambda nbytes: (sizes[nbytes], nbytes), default=0)
+
+    def plan(self, candidate: Candidate) -> Plan:
+        """Write a candidate down."""
+        units = tuple(self._unit(i, *how) for i, how in enumerate(self._how(candidate)))
+        fetches = any(unit.weights != "device" for unit in units)
+        return Plan(
+            precision=self._model.precision,
+            units=units,
+            pools=tuple(build_pools(self._needs(candidate), candidate.comfort)),
+            prefetch_depth=candidate.comfort.prefetch_depth if fetches else 0,
+            accumulation_steps=self._accumulation_steps,
+            tier_bytes=dict(self.tier_bytes(candidate).items()),
+        )
+
+    def tier_bytes(self, candidate: Candidate) -> dict[Tier, int]:
+        """Bytes that a candidate takes on each tier."""
+        total: dict[Tier, int] = {"device": 0, "host": 0, "disk": 0}
+        for key, count in self._counted(candidate).items():
+            for tier, nbytes in self._footprint(*key).nbytes.items():
+                total[tier] += count * nbytes
+        for pool in build_pools(self._needs(candidate), candidate.comfort):
+            total[pool.tier] += pool.total_bytes
+        return total
+
+    def _needs(self, candidate: Candidate) -> Needs:
+        needs = Needs()
+        for key, count in self._counted(candidate).items():
+            needs.add(self._footprint(*key).needs, count)
+        return needs
+
+    def _counted(self, candidate: Candidate) -> Counter[tuple[int, Kind, bool, bool]]:
+        return Counter((i, *how) for i, how in zip(self._alike, self._how(candidate), strict=True))
+
+    def _how(self, candidate: Candidate) -> list[tuple[Kind, bool, bool]]:
+        """Of every unit: its homes, and whether it is updated on the device, or inside backward."""
+        units = [self._unit(i, kind) for i, kind in zip(self._alike, candidate.kinds, strict=True)]
+        small = (spec.update_bytes <= self._most_staged_bytes for spec in self._model.units)
+        pairs = enumerate(zip(units, small, strict=True))
+        staged = spread([i for i, (unit, fits) in pairs if fits and can_be_staged(unit)], candidate.share)
+        able = [i for i, pair in enumerate(zip(self._model.units, units, strict=True)) if can_be_early(*pair)]
+        early = spread([i for i in able if i not in staged], candidate.early)
+        return [(kind, i in staged, i in early) for i, kind in enumerate(candidate.kinds)]
+
+    def _measure(self, index: int, kind: Kind, is_staged: bool, is_early: bool) -> _Footprint:  # noqa: FBT001
+        spec, unit = self._model.units[index], self._unit(index, kind, is_staged, is_early)
+        alone = Plan(precision=self._model.precision, units=(unit,), pools=(), prefetch_depth=0)
+        nbytes = tier_bytes(replace(self._model, units=(spec,)), alone)
+        return _Footprint(nbytes, tuple(needs_of(spec, unit, self._model)))
+
+    def _write_unit(
+        self,
+        index: int,
+        kind: Kind,
+        is_staged: bool = False,  # noqa: FBT001, FBT002
+        is_early: bool = False,  # noqa: FBT001, FBT002
+    ) -> UnitPlan:
+        """Homes that are legal for the unit; what it does not have rests where its weights do."""
+        spec = self._model.units[index]
+        weights: Tier = kind.weights if spec.name and spec.weight_bytes else "device"
+        gradients, states = (kind.gradients, kind.states) if spec.trainable_bytes else (weights, weights)
+        if states == "device" and (weights, gradients) != ("device", "device"):
+            states = "host"
+        return UnitPlan(
+            name=spec.name,
+            weights=weights,
+            gradients=gradients,
+            states=states,
+            policy=self._policy if spec.name else "keep",
+            update="device" if is_staged else "host",
+            early=is_early,
+        )
+
+    def uniform(self, kind: Kind, comfort: Comfort = ROOMY) -> Candidate:
+        """All units alike."""
+        return Candidate((kind,) * len(self._model.units), comfort)
+
+    def of(self, plan: Plan) -> Candidate:
+        """The candidate that is most like a plan without shares."""
+        kinds = tuple(Kind(unit.weights, unit.gradients, unit.states) for unit in plan.units)
+        slots = {(pool.tier, pool.kind): pool.num_slots for pool in plan.pools}
+        most = max((n for (tier, _), n in slots.items() if tier == "host"), default=ROOMY.max_slots_host)
+        buckets = slots.get(("device", "bucket"), ROOMY.num_buckets)
+        depth = max(plan.prefetch_depth, slots.get(("device", "weights"), 1) - 1)
+        return Candidate(kinds, Comfort(prefetch_depth=depth, num_buckets=buckets, max_slots_host=most))
+
+    def neighbours(self, candidate: Candidate) -> Iterator[Candidate]:
+        """What is one change away, in a fixed order: the large changes first."""
+        yield from self._other_updates(candidate)
+        yield from self._other_slots(candidate)
+        yield from self._other_homes(candidate)
+
+    def _other_updates(self, candidate: Candidate) -> Iterator[Candidate]:
+        for by in (0.5, 0.25, 1 / 16):
+            for share in (candidate.share - by, candidate.share + by):
+                if 0 <= share <= 1:
+                    yield replace(candidate, share=share)
+            for early in (candidate.early - by, candidate.early + by) if self._may_be_early else ():
+                if 0 <= early <= 1:
+                    yield replace(candidate, early=early)
+
+    def _other_slots(self, candidate: Candidate) -> Iterator[Candidate]:
+        for name, most in _MOST.items():
+            number = getattr(candidate.comfort, name)
+            for other in (number + 1, number - 1):
+                if (0 if name == "prefetch_depth" else 1) <= other <= most:
+                    yield replace(candidate, comfort=replace(candidate.comfort, **{name: other}))
+
+    def _other_homes(self, candidate: Candidate) -> Iterator[Candidate]:
+        """Borders between kinds move; some units at one end, or single ones of a small model, take another kind."""
+        kinds, count = candidate.kinds, len(candidate.kinds)
+        steps = sorted({1, 2, count // 16, count // 6} - {0}, reverse=True)
+        border = 0
+        for _, group in list(groupby(kinds))[:-1]:
+            border += len(list(group))
+            for step in steps:
+                left, right = max(border - step, 0), min(border + step, count)
+                yield replace(candidate, kinds=_filled(kinds, left, border, kinds[border]))
+                yield replace(candidate, kinds=_filled(kinds, border, right, kinds[border - 1]))
+        ends = {(1, min(1 + step, count)) for step in steps} | {(count - step, count) for step in steps} | {(0, 1)}
+        singles = {(i, i + 1) for i in range(count)} if count <= 8 else set()
+        for start, stop in sorted(ends | singles):
+            for kind in KINDS:
+                yield replace(candidate, kinds=_filled(kinds, start, stop, kind))
+
+
+def _filled(kinds: Sequence[Kind], start: int, stop: int, kind: Kind) -> tuple[Kind, ...]:
+    return (*kinds[:start], *((kind,) * (stop - start)), *kinds[stop:])

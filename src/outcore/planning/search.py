@@ -1,0 +1,289 @@
+"""The plan that is fastest on a machine, as far as the simulator can tell: homes, slots, and who updates when.
+
+[Note: how it is found] Fillings come first: the nearest kinds of homes for as many units as fit, farther ones for the
+rest. Those with the lowest bounds are simulated, and the best of them is changed step by step while it gets faster. A
+change whose bound is above the best time so far cannot be better, and is not simulated. Today's rule and uniform plans
+are simulated in any case: what is found is never slower than these. All counts are fixed, so the same inputs give the
+same plan.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from outcore.core.quantities import format_bytes
+from outcore.planning.bound import Bound, bound_of
+from outcore.planning.candidates import ALL_DEVICE, ALL_DISK, ALL_HOST, KINDS, ROOMY, TIGHT, Candidate, Choice, Kind
+from outcore.planning.placement import Room, place
+from outcore.planning.rates import Rates
+from outcore.planning.schedule import Circumstances, usual_visits
+from outcore.planning.share import balanced_share
+from outcore.planning.simulate import Simulation, simulate
+from outcore.spec.budget import Limits
+from outcore.spec.model import ModelSpec
+from outcore.spec.plan import Plan, Policy, Pool, Tier, UnitPlan
+
+_SIMULATED_UNITS, _MOST_SIMULATED = 1500, 200
+"""Units in all steps that are simulated; plans that are, at most."""
+_BOUNDS = 2
+"""For every plan that is simulated, so many bounds are worked out."""
+_COARSE = 24
+_GAIN = 1e-4
+"""Smaller ones are not worth another plan."""
+_BALANCED_BYTES = (16.0, 14.0)  # fp32 master, moments and gradient there; master, moments and a bf16 weight back
+
+
+@dataclass(frozen=True)
+class RunnerUp:
+    """A plan that was not chosen."""
+
+    name: str
+    step_s: float | None
+    """None: it does not fit."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """A plan with what is predicted of it."""
+
+    plan: Plan
+    simulation: Simulation
+    bound: Bound
+    runners_up: tuple[RunnerUp, ...]
+    num_simulated: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is trained, within what, and how."""
+
+    model: ModelSpec
+    limits: Limits
+    rates: Rates
+    micro_batches: int = 1
+    is_promised: bool = False
+    """The number of micro-batches is: updates inside backward are allowed."""
+    clipping: bool = True
+    policy: Policy = "recompute"
+    activation_reserve_bytes: int = 0
+    activation_share: float = 0.0
+
+
+def search(job: Job) -> Found:
+    """Find a plan.
+
+    Raises:
+        PlanInfeasibleError: Nothing fits.
+
+    Cost: 100 units some 4 s.
+    """
+    return _Search(job).found()
+
+
+_Key = tuple[tuple[UnitPlan, ...], tuple[Pool, ...], int]
+
+
+def _key(plan: Plan) -> _Key:
+    return plan.units, plan.pools, plan.prefetch_depth
+
+
+class _Search:
+    """Candidates of one job, each looked at once."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        steps = job.micro_batches if job.is_promised else None
+        self._today = place(
+            job.model,
+            job.limits,
+            accumulation_steps=steps,
+            policy=job.policy,
+            activation_reserve_bytes=job.activation_reserve_bytes,
+            activation_share=job.activation_share,
+        )
+        self._may_be_early = job.is_promised and not job.clipping
+        self._choice = Choice(
+            job.model,
+            policy=job.policy,
+            accumulation_steps=steps,
+            may_be_early=self._may_be_early,
+        )
+        self._visits = usual_visits(job.model, job.micro_batches)
+        self._circumstances = Circumstances(clips=job.clipping)
+        beside = Room(job.activation_reserve_bytes, job.activation_share).beside(job.limits.device_bytes)
+        self._room: dict[Tier, int] = {
+            "device": beside,
+            "host": job.limits.host_bytes,
+            "disk": job.limits.disk_bytes or 0,
+        }
+        units = len(job.model.units) * job.micro_batches
+        self._budget = max(8, min(_SIMULATED_UNITS // units, _MOST_SIMULATED))
+        self._plans: dict[Candidate, Plan] = {}
+        self._simulated: dict[_Key, Simulation] = {}
+        self._final: dict[_Key, Simulation] = {}
+        self._bounds: dict[Candidate, float] = {}
+
+    def found(self) -> Found:
+        """The best of all."""
+        everything = self._choice.uniform(ALL_DEVICE)
+        if self._fits(everything):  # nothing is to be moved where nothing must be
+            return self._found(self._plan(everything))
+        fillings = sorted(set(self._fillings()), key=lambda c: (self._coarse(c), repr(c)))
+        best = sorted(fillings[: self._budget // 4], key=self._seconds)
+        changed = [self._descend(start, most) for start, most in zip(best, self._turns(), strict=False)]
+        uniform = [candidate for candidate in self._uniform().values() if self._fits(candidate)]
+        chosen = self._plan(min([*changed, *uniform], key=self._seconds, default=self._choice.of(self._today)))
+        return self._found(min([chosen, self._today], key=lambda plan: self._settled(plan).step_s))
+
+    def _found(self, plan: Plan) -> Found:
+        bound, runners_up = self._bound(plan), tuple(self._runners_up(plan))
+        return Found(plan, self._settled(plan), bound, runners_up, len(self._simulated))
+
+    def _turns(self) -> tuple[int, ...]:
+        """Changes to try from the best start, and from the next ones."""
+        rest = self._budget - self._budget // 4
+        return (rest // 2, rest // 4, rest // 4) if rest > 100 else (rest,)
+
+    # Looking at one.
+
+    def _plan(self, candidate: Candidate) -> Plan:
+        if candidate not in self._plans:
+            self._plans[candidate] = self._choice.plan(candidate)
+        return self._plans[candidate]
+
+    def _missing(self, candidate: Candidate) -> dict[Tier, int]:
+        """Bytes above the limits, by tier."""
+        taken = self._choice.tier_bytes(candidate)
+        return {tier: taken[tier] - room for tier, room in self._room.items() if taken[tier] > room}
+
+    def _fits(self, candidate: Candidate) -> bool:
+        return not self._missing(candidate)
+
+    def _simulation(self, plan: Plan) -> Simulation:
+        """Few steps: enough to tell plans apart."""
+        key = _key(plan)
+        if key not in self._simulated:
+            self._simulated[key] = self._simulate(plan, warm_up=1)
+        return self._simulated[key]
+
+    def _settled(self, plan: Plan) -> Simulation:
+        """As many steps as writes to disk may lag behind."""
+        key = _key(plan)
+        if key not in self._final:
+            uses_disk = any("disk" in (u.weights, u.gradients, u.states) for u in plan.units)
+            self._final[key] = self._simulate(plan, warm_up=4) if uses_disk else self._simulation(plan)
+        return self._final[key]
+
+    def _simulate(self, plan: Plan, warm_up: int) -> Simulation:
+        job = self._job
+        return simulate(job.model, plan, job.rates, self._visits, self._circumstances, warm_up=warm_up)
+
+    def _bound(self, plan: Plan, max_nodes: int | None = None) -> Bound:
+        nodes = {} if max_nodes is None else {"max_nodes": max_nodes}
+        return bound_of(self._job.model, plan, self._job.rates, self._visits, self._circumstances, **nodes)
+
+    def _seconds(self, candidate: Candidate) -> float:
+        """Of a step, simulated; what has not settled yet may be too short."""
+        return max(self._simulation(self._plan(candidate)).step_s, self._coarse(candidate))
+
+    def _coarse(self, candidate: Candidate) -> float:
+        """No step is shorter."""
+        if candidate not in self._bounds:
+            self._bounds[candidate] = self._bound(self._plan(candidate), _COARSE).seconds
+        return self._bounds[candidate]
+
+    # Finding some.
+
+    def _fillings(self) -> Iterator[Candidate]:
+        """See [Note: how it is found]."""
+        share = round(balanced_share(self._job.rates, there=_BALANCED_BYTES[0], back=_BALANCED_BYTES[1]), 2)
+        yield from filter(self._fits, [self._choice.of(self._today)])
+        for far in self._far():
+            for near in (None, *KINDS[:3]):
+                for start in (far, replace(far, share=share), replace(far, share=share, comfort=TIGHT)):
+                    filled = start if near is None else self._fill(start, near)
+                    yield from filter(self._fits, self._eager(filled))
+
+    def _eager(self, candidate: Candidate) -> Iterator[Candidate]:
+        yield candidate
+        if self._may_be_early:
+            yield from (replace(candidate, early=early) for early in (0.5, 1.0))
+
+    def _far(self) -> Iterator[Candidate]:
+        """Nothing but the root on the device; as much as fits in host memory, the rest on disk."""
+        for kind in KINDS[3:]:
+            for comfort in (ROOMY, TIGHT):
+                uniform = self._choice.uniform(kind, comfort)
+                if self._fits(uniform):
+                    yield uniform
+                    break
+                filled = self._fill(uniform, ALL_HOST)
+                if self._fits(filled):
+                    yield filled
+                    break
+
+    def _fill(self, candidate: Candidate, kind: Kind) -> Candidate:
+        """Give a kind to as many of the first units as fit."""
+        count = len(candidate.kinds)
+
+        def filled(number: int) -> Candidate:
+            return replace(candidate, kinds=(*(kind,) * number, *candidate.kinds[number:]))
+
+        if kind == ALL_HOST:  # from a start that need not fit: more of them takes the disk's load off
+            numbers = range(count + 1)
+            first = bisect.bisect_left(numbers, 1, key=lambda n: "disk" not in self._missing(filled(n)))
+            last = bisect.bisect_right(numbers, 0, key=lambda n: "host" in self._missing(filled(n))) - 1
+            return filled(max(first, last))
+        fitting = bisect.bisect_right(range(count + 1), 0, key=lambda n: not self._fits(filled(n)))
+        return filled(max(fitting - 1, 0))
+
+    def _descend(self, best: Candidate, most: int) -> Candidate:
+        """Take every change that makes it faster, until none does or enough were tried."""
+        simulated, bounded, seen = 0, 0, {best}
+        is_better = True
+        while is_better:
+            is_better = False
+            for other in self._choice.neighbours(best):
+                if simulated >= most or bounded >= _BOUNDS * most:
+                    return best
+                if other in seen or not self._fits(other):
+                    continue
+                seen.add(other)
+                bounded += 1
+                enough_s = self._seconds(best) * (1 - _GAIN)
+                if self._coarse(other) >= enough_s:
+                    continue
+                simulated += 1
+                if self._seconds(other) < enough_s:
+                    best, is_better = other, True
+                    break
+        return best
+
+    # Saying why.
+
+    def _uniform(self) -> dict[str, Candidate]:
+        named = {"everything on the device": ALL_DEVICE, "all in host memory": ALL_HOST, "all on disk": ALL_DISK}
+        named["states on disk, the rest in host memory"] = Kind("host", "host", "disk")
+        return {name: self._choice.uniform(kind) for name, kind in named.items()}
+
+    def _runners_up(self, plan: Plan) -> Iterator[RunnerUp]:
+        step_s = self._settled(plan).step_s  # of others few steps are enough
+        others: Iterable[tuple[str, Plan]] = [("filled tier by tier", self._today)]
+        for name, candidate in self._uniform().items():
+            missing = self._missing(candidate)
+            if missing:
+                needs = ", ".join(f"{format_bytes(nbytes)} of {tier}" for tier, nbytes in missing.items())
+                yield RunnerUp(name, None, f"does not fit: it lacks {needs}")
+            else:
+                others = itertools.chain(others, [(name, self._plan(candidate))])
+        for name, other in others:
+            simulation = self._final.get(_key(other)) or self._simulation(other)
+            binds = max(simulation.binding, key=simulation.binding.__getitem__, default="compute")
+            slower = simulation.step_s / step_s - 1 if step_s else 0.0
+            reason = f"{slower:.1%} slower: {binds} binds" if slower > _GAIN else "equally fast"
+            if _key(other) != _key(plan):
+                yield RunnerUp(name, simulation.step_s, reason)

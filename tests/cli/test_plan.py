@@ -1,0 +1,86 @@
+"""``outcore plan``: an answer without the machine, as text and as data; a plan that a run obeys; bad input refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from outcore.planning.known_hardware import known_hardware
+from outcore.spec.plan import Plan
+
+from .conftest import Run
+
+SMALL = ("--device-memory", "2MiB", "--host-memory", "4MiB", "--batch-size", 2, "--seq-len", 64)
+
+
+def test_text_says_what_is_predicted_where_it_lives_and_what_lost(command: Run, config_json: Path):
+    done = command("plan", "--model", config_json, "--hardware", "rtx-4090", *SMALL)
+    assert done.status == 0, done.err
+    lines = dict(line.split(maxsplit=1) for line in done.out.splitlines() if line)
+    assert {"model", "machine", "step", "tokens", "bound", "binds", "busy", "waits", "units"} <= lines.keys()
+    assert "(predicted) for 2 x 64 tokens" in lines["step"]
+    assert "not" in lines
+    assert "budget 2.00 MiB" in done.out
+
+
+def test_json_has_the_plan_that_out_has_too(command: Run, config_json: Path, tmp_path: Path):
+    machine, plan = tmp_path / "hardware.json", tmp_path / "plan.json"
+    known_hardware("a100-40gb+pcie3").save(machine)
+    options = ("--hardware", machine, "--grad-accum", 2, "--no-clipping", "--out", plan, *SMALL)
+    done = command("plan", "--model", config_json, *options, "--json")
+    assert done.status == 0, done.err
+    found = json.loads(done.out)
+    assert found["predicted_step_s"] >= found["bound_s"] * 0.999
+    assert found["predicted_tokens_per_s"] == pytest.approx(2 * 2 * 64 / found["predicted_step_s"])
+    assert found["limits"] == {
+        "device_bytes": 2 * 2**20,
+        "host_bytes": 4 * 2**20,
+        "disk_bytes": int(0.9 * 3.84e12),
+    }
+    assert sum(found["binding"].values()) == pytest.approx(1)
+    assert Plan.load(plan) == Plan.from_json(json.dumps(found["plan"]))
+    assert Plan.load(plan).accumulation_steps == 2
+
+
+def test_bytes_written_and_what_they_mean_to_a_drive(command: Run, config_json: Path):
+    tight = ("--device-memory", "450KiB", "--host-memory", "450KiB")
+    done = command("plan", "--model", config_json, "--hardware", "rtx-4090", *tight, "--json")
+    assert done.status == 0, done.err
+    found = json.loads(done.out)
+    assert found["written_bytes_per_1000_steps"] > 0
+    assert found["drive_life_steps"] == pytest.approx(1200e12 / (found["written_bytes_per_1000_steps"] / 1000))
+    text = command("plan", "--model", config_json, "--hardware", "rtx-4090", *tight).out
+    assert "written per 1,000 steps; the drive lasts" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--hardware", "rtx4090"), "the nearest is 'rtx-4090'"),
+        (("--hardware", "none.json"), "expected a readable JSON file at 'none.json'"),
+        (("--hardware", "h100", "--device-memory", "0"), "--device-memory: expected more than 0 bytes"),
+        (("--hardware", "h100", "--host-memory", "-1GiB"), "--host-memory: expected bytes"),
+        (("--hardware", "h100+no-disk", "--disk-size", "1TB"), "expected a machine with a disk"),
+        (("--hardware", "h100", "--precision", "fp8"), "--precision: expected one of fp32, bf16, pure_bf16"),
+        (("--hardware", "h100", "--device-memory", "10KiB"), "no placement fits"),
+    ],
+)
+def test_bad_input_is_one_message(command: Run, config_json: Path, options: tuple[str, ...], message: str):
+    done = command("plan", "--model", config_json, *options)
+    assert done.status == 2
+    assert message in done.err
+    assert "Traceback" not in done.err
+    assert done.out == ""
+
+
+def test_damaged_hardware_and_unknown_models(command: Run, config_json: Path, tmp_path: Path):
+    machine = json.loads(known_hardware("h100").to_json())
+    machine["bus"]["h2d_bytes_per_s"] = -1
+    (tmp_path / "hardware.json").write_text(json.dumps(machine))
+    done = command("plan", "--model", config_json, "--hardware", tmp_path / "hardware.json")
+    assert (done.status, done.out) == (2, "")
+    assert "bus: h2d_bytes_per_s: expected a number" in done.err
+    done = command("plan", "--model", tmp_path / "nothing", "--hardware", "h100")
+    assert (done.status, done.out) == (2, "")
