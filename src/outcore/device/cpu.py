@@ -8,7 +8,6 @@ import torch
 
 from outcore.device.device import Device
 from outcore.device.faults import Faults
-from outcore.device.interrupts import Interrupts
 from outcore.device.lanes import Handle, HostExecution, pause
 from outcore.device.race import RaceChecker
 from outcore.memory.host import HostMemory
@@ -24,7 +23,7 @@ class CpuDevice(Device):
     computes_on_host = True
     update_block_bytes = 2 * 2**20
     activation_share = 0.0  # they come from ordinary memory beside the arenas
-    interrupts = Interrupts()
+    interrupts = None  # backward runs on the calling thread: Python itself sees a Ctrl-C
 
     def __init__(self, faults: Faults, race_checker: RaceChecker | None) -> None:
         """Start the lanes. Use ``open_device``."""

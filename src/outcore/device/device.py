@@ -18,7 +18,7 @@ import torch
 from outcore.core.errors import LaneError
 from outcore.core.quantities import PAGE_BYTES
 from outcore.device.faults import POISON, Delays, Faults, PermutedLanes
-from outcore.device.interrupts import Interrupts
+from outcore.device.interrupts import InterruptsInBackward
 from outcore.device.lane_threads import ThreadedLanes
 from outcore.device.lanes import (
     After,
@@ -75,8 +75,8 @@ class Device(abc.ABC):
     activation_share: float
     """Of the device budget, what a plan leaves to activations and workspace, which are not planned yet."""
 
-    interrupts: Interrupts
-    """Finds a Ctrl-C during a backward."""
+    interrupts: InterruptsInBackward | None
+    """Finds a Ctrl-C during a backward that another thread runs."""
 
     def __init__(
         self, torch_device: torch.device, execution: Execution, faults: Faults, race_checker: RaceChecker | None
@@ -246,7 +246,8 @@ class Device(abc.ABC):
 
         Raises LaneError if an operation does not end.
         """
-        self.interrupts.leave(self)
+        if self.interrupts is not None:
+            self.interrupts.leave(self)
         self._finalizer()
 
     def close(self) -> None:

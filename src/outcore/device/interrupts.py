@@ -24,21 +24,8 @@ import torch
 _AUTOGRAD = str(Path(torch.autograd.__file__).parent)
 
 
-class Interrupts:
-    """Of a device whose backward runs on the calling thread: Python itself sees a Ctrl-C."""
-
-    def listen(self, who: object) -> None:
-        """Have ``look`` find a Ctrl-C from now on, until ``leave`` or until ``who`` is gone."""
-
-    def look(self) -> None:
-        """Raise ``KeyboardInterrupt`` in a backward if there was a Ctrl-C that Python cannot see yet."""
-
-    def leave(self, who: object) -> None:
-        """Behind the last one everything is as before."""
-
-
 @final
-class InterruptsInBackward(Interrupts):
+class InterruptsInBackward:
     """One for the process, as signals are. See [Note: interrupts in backward]."""
 
     def __init__(self) -> None:
@@ -48,7 +35,10 @@ class InterruptsInBackward(Interrupts):
         """In backward, so that the handler that is still to run has nothing to do."""
 
     def listen(self, who: object) -> None:
-        """From the main thread only, and if nobody else handles signals. Costs next to nothing again."""
+        """Have ``look`` find a Ctrl-C from now on, until ``leave`` or until ``who`` is gone.
+
+        From the main thread only, and if nobody else handles signals. Costs next to nothing again.
+        """
         self._is_raised = False  # whatever was raised has come out by now
         handler = signal.getsignal(signal.SIGINT)
         if handler == self._handle:
@@ -61,13 +51,16 @@ class InterruptsInBackward(Interrupts):
                 signal.signal(signal.SIGINT, self._handle)
 
     def look(self) -> None:
-        """Costs one read of a pipe."""
+        """Raise ``KeyboardInterrupt`` in a backward if there was a Ctrl-C. Costs one read of a pipe."""
         if self._drain() and signal.getsignal(signal.SIGINT) == self._handle and _main_thread_is_in_autograd():
             self._is_raised = True
             raise KeyboardInterrupt
 
     def leave(self, who: object) -> None:
-        """From another thread than the main one, signals stay as they are: harmless, until somebody else leaves."""
+        """Behind the last one everything is as before.
+
+        From another thread than the main one, signals stay as they are: harmless, until somebody else leaves.
+        """
         self._listeners.discard(who)
         if self._listeners or threading.current_thread() is not threading.main_thread():
             return

@@ -57,6 +57,8 @@ class Policy:
     """What the calls of one unit do: this one keeps all on the device, uncounted."""
 
     keeps_all = True
+    has_kinds = False
+    """Whether it asks what kind of arguments a call has."""
 
     def __init__(self, unit: Unit, where: str) -> None:
         """Args: where: For errors."""
@@ -64,7 +66,7 @@ class Policy:
         self._kept = Kept(unit, None, None, where)
 
     def kind_of(self, args: Any, kwargs: Any) -> Hashable:
-        """What the bytes of a call depend on; None: it is not asked for."""
+        """What the bytes of a call depend on."""
         return None
 
     def begin(self, kind: Hashable, tensors: Sequence[torch.Tensor]) -> Saving:
@@ -233,15 +235,13 @@ class WhatFits(Policy):
     def __init__(self, unit: Unit, room: Room, device_kind: str, where: str) -> None:
         """Args: room: Shared by all units."""
         super().__init__(unit, where)
-        self._room, self._device_kind = room, device_kind
+        self._room, self._device_kind, self.has_kinds = room, device_kind, room.nbytes > 0
         self._trainable = unit.params[: unit.num_trainable]
         self._known: dict[Hashable, tuple[int, Sequence[int]]] = {}
         self._dropped = Dropped(where)
 
     def kind_of(self, args: Any, kwargs: Any) -> Hashable:
         """See ``Policy``."""
-        if not self._room.nbytes:
-            return None
         device = self._device_kind
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         flags = tuple([p.requires_grad for p in self._trainable])
@@ -249,7 +249,7 @@ class WhatFits(Policy):
 
     def lease(self, args: Any, kwargs: Any) -> Lease | None:
         """See ``Policy``."""
-        known = self._known.get(self.kind_of(args, kwargs))
+        known = self._known.get(self.kind_of(args, kwargs)) if self.has_kinds else None
         return None if known is None else self._room.lease(known[0])
 
     def begin(self, kind: Hashable, tensors: Sequence[torch.Tensor]) -> Saving:
@@ -272,7 +272,7 @@ class WhatFits(Policy):
 
     def count(self, kind: Hashable) -> Count | None:
         """See ``Policy``."""
-        return None if kind is None or kind in self._known else Count(self._unit, self._where)
+        return None if kind in self._known else Count(self._unit, self._where)
 
     def learn(self, kind: Hashable, count: Count, made: Sequence[torch.Tensor]) -> None:
         """See ``Policy``."""
@@ -318,7 +318,7 @@ class _SentAway(_Saving):
 class SendAway(Policy):
     """What is saved leaves the device; a call that does not fit its home is recomputed."""
 
-    keeps_all = False
+    keeps_all, has_kinds = False, True
 
     def __init__(self, unit: Unit, order: ActivationOrder[Handle], device: torch.device, where: str) -> None:
         """Args: order: Of all units. device: That compute uses."""

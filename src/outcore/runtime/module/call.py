@@ -87,6 +87,7 @@ class UnitCall:
         """Take over ``unit.module.forward``."""
         self.unit, self._index = unit, index
         self._weights, self._sink, self._device, self._doubts, access, room, activations = services
+        self._interrupts = self._device.interrupts
         self._edits = OwnEdits(unit, access)
         self._rhythm = Rhythm()
         self._casts = CastsOfUnit(unit.params, self._device.torch_device)
@@ -131,11 +132,12 @@ class UnitCall:
             self._refuse_changes()
             return self._run_plain(args, kwargs, Phase.FORWARD)
         refuse_transforms(self._where)
-        self._device.interrupts.listen(self._device)
+        if self._interrupts is not None:
+            self._interrupts.listen(self._device)
         if self._activations is not None:
             self._activations.begin_forward()
         # Whoever packs what is saved expects the same of the call that it will repeat.
-        kind = None if is_packing() else self._policy.kind_of(args, kwargs)
+        kind = self._policy.kind_of(args, kwargs) if self._policy.has_kinds and not is_packing() else None
         call, inner, outputs, out_structure = self._run_forward(tensors, structure, kind)
         if call.outputs:
             given = [t for t, u in zip(tensors, call.used, strict=True) if u]
@@ -278,7 +280,8 @@ class UnitCall:
         In an ordinary backward those of parameters go to the sink instead.
         """
         self._refuse_stale(call)
-        self._device.interrupts.look()
+        if self._interrupts is not None:
+            self._interrupts.look()
         is_kept = keeps_graph()
         params = self._trainable
         is_ordinary = is_executed(self._anchor_node)
@@ -353,7 +356,7 @@ class UnitCall:
                 raise UnsupportedError(f"{self._where}: {why}; pass retain_graph=True to the first")
             return call.graph
         inner = [guarded_leaf(t, self._where) if w else t for t, w in zip(saved, call.wants_grad, strict=True)]
-        count = self._policy.count(call.kind)
+        count = None if call.kind is None else self._policy.count(call.kind)
         saving = nullcontext() if count is None else count.hooks()
         with call.state.restored(), self._edits.undone(call.edited):
             outputs, structure = self._run(call.inputs, inner, (saving, call.state.autocast_cache()), call.recording)
@@ -371,11 +374,9 @@ class UnitCall:
         return inner, made
 
     def _compare(self, call: Call, before: Summary, after: Summary) -> None:
-        why = ""
-        if call.edited:
-            names = ", ".join(f"'{self.unit.spec.params[i].name}'" for i in call.edited)
-            why = f"the block changes its own parameters in forward ({names}), which recompute begins with"
-        self._doubts.compare(before, after, self._where, why=why)
+        names = ", ".join(f"'{self.unit.spec.params[i].name}'" for i in call.edited)
+        why = f"the block changes its own parameters in forward ({names}), which recompute begins with"
+        self._doubts.compare(before, after, self._where, why=why if names else "")
 
 
 def _is_wanted(node: Any) -> bool:
