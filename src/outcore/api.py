@@ -329,12 +329,12 @@ def _prepare(
     )
     try:
         for param, values in optimizer.state.items() if optimizer is not None else ():
-            engine.check_state(param, values)
+            engine.states.check(param, values)
         first_values.take_over(engine.device.torch_device)
         engine.attach(first_values.of)
         streamed = None if optimizer is None else StreamedOptimizer(engine, optimizer)
     except BaseException as error:
-        error.add_note(f"outcore.prepare() did not come to its end; {engine.what_is_left()}")
+        error.add_note(f"outcore.prepare() did not come to its end; {engine.attached.what_is_left()}")
         engine.close()
         raise
     _switch_off_checkpointing(model)

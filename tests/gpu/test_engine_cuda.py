@@ -231,7 +231,7 @@ def test_three_steps_synchronise_nothing(tmp_path):
     )  # else the model looks for one
     data = [batch | {"attention_mask": causal} for batch in batches(1)]
     with outcore.prepare(model, optimizer, plan=plan, device="cuda") as (model, optimizer):
-        assert optimizer.engine.tiers.host_is_pinned
+        assert optimizer.engine.opened.tiers.host_is_pinned
         for i, batch in enumerate(data):
             torch.cuda.set_sync_debug_mode("error" if i else "default")
             try:
@@ -294,9 +294,9 @@ def test_where_everything_fits_the_loop_runs_as_it_is_and_keeps_what_was_measure
         for _ in range(STEPS):
             for _ in range(micro_batches):
                 loss = model(**next(data)).loss
-                taken.append(optimizer.engine._room.taken_bytes)
+                taken.append(optimizer.engine._services.room.taken_bytes)
                 loss.backward()
-                assert optimizer.engine._room.taken_bytes == 0
+                assert optimizer.engine._services.room.taken_bytes == 0
                 seen.append(loss.detach())
             seen.append(clip_grad_norm_(model.parameters(), 1.0))
             optimizer.step()

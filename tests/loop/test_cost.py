@@ -105,7 +105,7 @@ def test_views_are_made_once_and_go_with_the_model(kind, tmp_path):
             assert all(
                 a is b for key, views in before.items() for a, b in zip(views, unit.views._made[key], strict=True)
             )
-            slots = len(engine.order.pools.slots("device", "weights")) + 12  # and homes, states by name, buckets
+            slots = len(engine.opened.order.pools.slots("device", "weights")) + 12  # and homes, states by name, buckets
             assert len(unit.views._made) <= 4 * slots
         engine.device.synchronize()  # else what is dropped at close may be held by the lane that was to do it
         views = [weakref.ref(v) for unit in engine.units for views in unit.views._made.values() for v in views]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import outcore
-from outcore.runtime import engine as engine_module
+from outcore.runtime import opened
 from outcore.saving import initialise
 
 from . import small
@@ -175,7 +175,7 @@ class TestRefusals:
         def refuse(*_: object) -> None:
             raise AssertionError("memory was taken")
 
-        monkeypatch.setattr(engine_module, "Tiers", refuse)
+        monkeypatch.setattr(opened, "Tiers", refuse)
 
     def refused(self, model: nn.Module, match: str) -> None:
         seeded = torch.random.get_rng_state()

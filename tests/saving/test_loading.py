@@ -15,7 +15,7 @@ from torch import nn
 import outcore
 from outcore.core.errors import ConfigError
 from outcore.memory.weights_file import WeightsDirectory
-from outcore.runtime import engine as engine_module
+from outcore.runtime import opened
 from outcore.saving.load_plan import plan_loading
 
 from . import small
@@ -247,7 +247,7 @@ class TestRefusals:
         def refuse(*_: object) -> None:
             raise AssertionError("memory was taken")
 
-        monkeypatch.setattr(engine_module, "Tiers", refuse)
+        monkeypatch.setattr(opened, "Tiers", refuse)
 
     def refused(self, folder: Path, match: str, model: nn.Module | None = None) -> str:
         model = model or small.build("llama", meta=True)

@@ -19,7 +19,8 @@ from torch import nn
 
 import outcore
 from outcore.memory.allocator import resident_bytes
-from outcore.runtime import engine
+from outcore.runtime import attached
+from outcore.runtime.values.states import States
 
 
 class Block(nn.Module):
@@ -116,13 +117,13 @@ def test_a_closed_model_can_be_collected(tmp_path: Path) -> None:
 
 def watch(monkeypatch: pytest.MonkeyPatch, after: Callable[[int], object]) -> None:
     """Call ``after`` with the number of units that were moved in, before each of them becomes absent."""
-    fill, count = engine.fill_unit, itertools.count(1)
+    fill, count = attached.fill_unit, itertools.count(1)
 
     def filled(*args: Any) -> None:
         fill(*args)
         after(next(count))
 
-    monkeypatch.setattr(engine, "fill_unit", filled)
+    monkeypatch.setattr(attached, "fill_unit", filled)
 
 
 def test_model_and_arenas_never_stand_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +142,7 @@ def test_model_and_arenas_never_stand_side_by_side(tmp_path: Path, monkeypatch: 
         assert resident_bytes() - before > 0.99 * taken  # all pages are there
         assert max(*seen, resident_bytes()) - before < taken + 0.15 * weights
         train(model, optimizer, 3, 641)
-        optimizer.engine._held_back.give_back()
+        optimizer.engine.attached.held_back.give_back()
         # Beside the plan: the scratch of the workers, the lanes' stacks, what torch keeps.
         assert resident_bytes() - before < taken + 0.3 * weights
     finally:
@@ -152,13 +153,13 @@ def test_states_that_the_optimizer_has_move_one_by_one(tmp_path: Path, monkeypat
     model = Stack(65, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer, 1, 65)
-    left, load = [], engine.Engine.load_state
+    left, load = [], States.load
 
     def loaded(*args: Any) -> None:
         left.append(len(optimizer.state))
         load(*args)
 
-    monkeypatch.setattr(engine.Engine, "load_state", loaded)
+    monkeypatch.setattr(States, "load", loaded)
     outcore.prepare(model, optimizer, budget=outcore.Budget(disk=tmp_path))
     outcore.close(model)
     assert left == list(reversed(range(len(left))))

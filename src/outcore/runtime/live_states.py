@@ -13,6 +13,7 @@ from outcore.runtime.gradients.on_demand import DistantTensor
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.unit.views import torch_dtype
 from outcore.runtime.values.edits import take_edits
+from outcore.runtime.values.states import own_states
 
 
 class StateTensor(DistantTensor):
@@ -46,17 +47,12 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
 
     def __init__(self, engine: Engine, groups: list[dict[str, Any]], *, from_the_start: bool, has_step: bool) -> None:
         """Args: from_the_start: States exist before the first step. has_step: The optimizer keeps a ``step``."""
-        self._engine, self._groups = engine, groups
+        self._engine, self._groups, self._place = engine, groups, engine.states.place
         self._from_the_start, self._has_step = from_the_start, has_step
-
-    def place(self, param: torch.Tensor) -> tuple[Unit, int] | None:
-        """Unit and index of a trained parameter."""
-        unit, index = self._engine.places.get(id(param), (None, 0))
-        return None if unit is None or index >= unit.num_trainable else (unit, index)
 
     def names(self, param: torch.Tensor) -> tuple[str, ...]:
         """States that a parameter has now."""
-        unit, index = self.place(param) or (None, 0)
+        unit, index = self._place(param) or (None, 0)
         has_begun = unit is not None and (unit.steps[index] or self._from_the_start)
         return self._all_names(unit, index) if unit is not None and has_begun else ()
 
@@ -65,7 +61,7 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
 
         A plain optimizer that loads first moments of 0 beside step 0 begins as without them.
         """
-        unit, index = self.place(param) or (None, 0)
+        unit, index = self._place(param) or (None, 0)
         if unit is None or self.names(param):
             return self.names(param)
         names = self._all_names(unit, index)
@@ -74,9 +70,7 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
         return names if self._has_step else ("master",)  # SGD takes a momentum that is there for one that has begun
 
     def _all_names(self, unit: Unit, index: int) -> tuple[str, ...]:
-        is_master = unit.spec.params[index].dtype == unit.spec.params[index].update_dtype
-        names = [name for name in unit.ledger.state_specs if name != "master" or not is_master]
-        return (*(("step",) if self._has_step else ()), *names)
+        return (*(("step",) if self._has_step else ()), *(state.name for state in own_states(unit, index)))
 
     def read(self, param: torch.Tensor, name: str) -> torch.Tensor:
         """One state, in host memory."""
@@ -99,7 +93,7 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
                 f"'{unit.spec.params[index].name}', but got '{name}', for which outcore.prepare() took no memory; "
                 "keep values of your own elsewhere"
             )
-        self._engine.check_state(param, {name: value})
+        self._engine.states.check(param, {name: value})
         self._engine.access.write_state(unit, name, index, value)
 
     def tensor(self, param: torch.Tensor, name: str) -> StateTensor:
@@ -114,23 +108,23 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
 
     def replace(self, values: Mapping[torch.Tensor, Any]) -> None:
         """Take other states for all parameters; those without begin anew."""
-        params = [param for group in self._groups for param in group["params"] if self.place(param) is not None]
+        params = [param for group in self._groups for param in group["params"] if self._place(param) is not None]
         for param in params:
-            self._engine.check_state(param, values.get(param, {}))
+            self._engine.states.check(param, values.get(param, {}))
         for param in params:
-            self._engine.load_state(param, values.get(param, {}))
+            self._engine.states.load(param, values.get(param, {}))
 
     def __getitem__(self, param: torch.Tensor) -> _StatesOfOne:
         return _StatesOfOne(self, param)
 
     def __setitem__(self, param: torch.Tensor, values: Any) -> None:
         self._expect(param)
-        self._engine.check_state(param, values)
-        self._engine.load_state(param, values)
+        self._engine.states.check(param, values)
+        self._engine.states.load(param, values)
 
     def __delitem__(self, param: torch.Tensor) -> None:
         self._expect(param)
-        self._engine.load_state(param, {})
+        self._engine.states.load(param, {})
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return (param for group in self._groups for param in group["params"] if self.names(param))
@@ -143,7 +137,7 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
 
     def _expect(self, param: torch.Tensor) -> tuple[Unit, int]:
         self._engine.refuse_if_closed()
-        place = self.place(param)
+        place = self._place(param)
         if place is None:
             raise ConfigError(
                 "optimizer.state: expected a parameter that is trained by the prepared model, but one of shape "

@@ -40,7 +40,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._original = original
         self._is_complete = False
         super().__init__(original.param_groups, dict(original.defaults))
-        self.param_groups = engine.groups = original.param_groups
+        self.param_groups = engine.settings.groups = original.param_groups
         self._states = LiveStates(
             engine,
             original.param_groups,
@@ -52,7 +52,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         for param in list(original.state):  # one by one: they need not stand twice
             values = original.state.pop(param)
             if _has_begun(original, values):
-                engine.load_state(param, values)
+                engine.states.load(param, values)
         original.state = self._states  # type: ignore[assignment]
         for name in _HOOKS:
             setattr(self, f"_optimizer_{name}_hooks", getattr(original, f"_optimizer_{name}_hooks"))
@@ -83,7 +83,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def traffic(self) -> dict[str, int]:
         """Bytes given to each lane since the run began."""
-        return self.engine.traffic.totals()
+        return self.engine.opened.traffic.totals()
 
     def exposed_s(self) -> dict[str, float]:
         """Seconds that compute waited for each lane since the run began.
@@ -135,7 +135,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def _refuse_unknown(self, param: torch.Tensor) -> None:
-        if self._states.place(param) is None:
+        if self.engine.states.place(param) is None:
             unit, index = self.engine.places.get(id(param), (None, 0))
             what = f"one of shape {tuple(param.shape)} that is not in the model"
             if unit is not None:
@@ -198,11 +198,11 @@ class StreamedOptimizer(torch.optim.Optimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         values = [state_dict["state"].get(key, {}) for key in keys]
         for param, state in zip(params, values, strict=True):
-            self.engine.check_state(param, state)
+            self.engine.states.check(param, state)
         for mine, theirs in zip(self.param_groups, groups, strict=True):
             mine.update({k: v for k, v in theirs.items() if k != "params"})
         for param, state in zip(params, values, strict=True):
-            self.engine.load_state(param, state)
+            self.engine.states.load(param, state)
 
     def close(self) -> None:
         """Give memory, files and threads back, those of the weights too; ``outcore.close(model)`` keeps the weights."""

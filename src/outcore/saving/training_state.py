@@ -24,6 +24,7 @@ from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.unit.views import torch_dtype
 from outcore.runtime.values.edits import take_edits
+from outcore.runtime.values.states import own_states
 from outcore.saving.conversions import is_adapter_model
 from outcore.saving.load_plan import plan_loading
 from outcore.saving.state_names import places
@@ -193,9 +194,8 @@ def _trained(optimizer: StreamedOptimizer) -> Iterator[tuple[str, tuple[Unit, in
 
 def _specs(name: str, unit: Unit, index: int) -> list[TensorSpec]:
     spec = unit.spec.params[index]
-    has_master = spec.dtype != spec.update_dtype  # else the weight itself is one, whether or not the plan has a copy
-    states = [state for state in unit.ledger.state_specs.values() if state.name != "master" or has_master]
-    return [(f"{name}.{state.name}", torch_dtype(state.parts[index].dtype), spec.shape) for state in states]
+    states = [(state.name, torch_dtype(state.parts[index].dtype)) for state in own_states(unit, index)]
+    return [(f"{name}.{state}", dtype, spec.shape) for state, dtype in states]
 
 
 def _values(engine: Engine, trained: Mapping[str, tuple[Unit, int]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -55,6 +55,11 @@ class UnitPlan:
     """Update inside backward, as soon as the last gradient is there, into a second home of states and weights, which
     takes over when ``step()`` finds that nothing came between. Needs promised ``accumulation_steps``."""
 
+    @property
+    def is_updated_on_host(self) -> bool:
+        """Whether worker threads update it."""
+        return self.states != "device" and self.update == "host"
+
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise ConfigError(f"plan: expected a unit's name as a string, but got {self.name!r}")

@@ -51,11 +51,6 @@ class Unit:
         self.weights_version = 0
         self.states_version = 0
 
-    @property
-    def is_updated_on_host(self) -> bool:
-        """Whether worker threads update it."""
-        return self.plan.states != "device" and self.plan.update == "host"
-
     def device_buffer(self) -> Buffer | None:
         """Where the weights are on the device now, if they are."""
         ledger = self.ledger

@@ -104,7 +104,7 @@ class StreamedUpdates:
     def _changes(
         self, unit: Unit, held: Mapping[int, GradHandle], hypers: Mapping[int, Hyper], factors: Factors
     ) -> tuple[dict[int, Change], list[Handle]]:
-        changes, copied, on_host = {}, [], unit.is_updated_on_host
+        changes, copied, on_host = {}, [], unit.plan.is_updated_on_host
         for i, handle in held.items():
             hyper = hypers.get(id(unit.params[i]))
             if hyper is None:  # trainable, but given to no optimizer: it keeps its gradient, as in a plain loop

@@ -1,0 +1,100 @@
+"""A model as it is taken over: its bytes move home, its calls and gradients are the engine's, until all is undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from outcore.memory.allocator import WORTH_BYTES, HeldBack
+from outcore.runtime.module.call import Services, UnitCall
+from outcore.runtime.module.plain_call import PlainCall
+from outcore.runtime.module_guard import ModuleGuard
+from outcore.runtime.unit.unit import Unit
+from outcore.runtime.updates.plain import PlainUpdates
+from outcore.runtime.values.fill import Values, fill_unit
+
+if TYPE_CHECKING:
+    from outcore.runtime.engine import Engine
+
+
+class Attached:
+    """What has been done to the user's model, and how to undo it."""
+
+    guard: ModuleGuard
+
+    def __init__(self, engine: Engine) -> None:
+        """Nothing yet."""
+        self._engine = engine
+        self.held_back = HeldBack()
+        self._moved: list[Unit] = []
+        self._undo: list[Callable[[], None]] = []
+
+    def move_in(self, values: Callable[[Unit], Values], initial: Callable[[str], float]) -> None:
+        """Fill homes unit by unit and make parameters absent.
+
+        A unit's own bytes are freed as soon as they are home, so that model and arenas never stand side by side.
+
+        Args:
+            values: Unit -> first values of its parameters; asked for in module order.
+            initial: What every element of a state begins with.
+        """
+        opened, freed_bytes = self._engine.opened, 0
+        for unit in self._engine.units:
+            if not self._engine.plan.plain:
+                self._take_gradients(unit)
+            fill_unit(unit, opened.tiers, opened.order.pools, values(unit), initial)
+            opened.device.synchronize()
+            self._moved.append(unit)
+            if unit.ledger.is_resident:
+                unit.show()
+            else:
+                unit.presence.hide(device=opened.device.torch_device)
+            freed_bytes += unit.spec.weight_bytes
+            if freed_bytes >= WORTH_BYTES:
+                freed_bytes = 0
+                self.held_back.give_back()
+        opened.tiers.settle()
+        self.held_back.give_back()
+
+    def take_calls(self, services: Services) -> None:
+        """Stand in for the forwards of units, and guard the model."""
+        for index, unit in enumerate(self._engine.units[1:], start=1):
+            call = (PlainCall if self._engine.plan.plain else UnitCall)(unit, index, services)
+            unit.module.__dict__["forward"] = call
+            self._undo.append(call.restore)
+        self.guard = ModuleGuard(self._engine)
+        self._undo.append(self.guard.remove)
+
+    def watch_results(self, updates: PlainUpdates) -> None:
+        """Of a plain plan, whose graphs autograd walks without asking."""
+        self._undo.append(self._engine.model.register_forward_hook(updates.after_forward).remove)
+
+    def _take_gradients(self, unit: Unit) -> None:
+        for i, param in enumerate(unit.params[: unit.num_trainable]):
+            hook = self._engine.gradients.hook(unit, i)
+            self._undo.append(param.register_post_accumulate_grad_hook(hook).remove)
+
+    def what_is_left(self) -> str:
+        """For the error that ends ``move_in``: which part of the model has its own values still."""
+        if not self._moved:
+            return "no parameter had been moved yet, and those that had values keep them"
+        if len(self._moved) == len(self._engine.units):
+            return "all parameters had been moved and are gone: build or load model and optimizer again"
+        return (
+            f"the parameters of {len(self._moved)} of {len(self._engine.units)} units had been moved and are gone "
+            f"(the last unit: '{self._moved[-1].label}'), the others have their values still: build or load the model "
+            "again"
+        )
+
+    def undo(self) -> None:
+        """Give the module its own forward; its parameters stay absent. Goes on whatever is interrupted."""
+        with ExitStack() as undoing:
+            for undo in self._undo:  # the last is undone first
+                undoing.callback(undo)
+        self._undo.clear()
+        for unit in self._moved:
+            unit.presence.hide(device=self._engine.device.torch_device)
+            for param in unit.params:
+                if param.grad is not None:
+                    param.grad = None

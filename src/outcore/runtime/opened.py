@@ -1,0 +1,74 @@
+"""What a run opens and closes as a whole: device, memory, files and threads."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from outcore.core.errors import LaneError
+from outcore.device.device import Device
+from outcore.device.lanes import Handle
+from outcore.order.step import StepOrder
+from outcore.runtime.unit.port import LivePort
+from outcore.runtime.unit.tiers import Tiers
+from outcore.runtime.unit.traffic import Traffic
+from outcore.runtime.updates.workers import UpdateWorkers
+from outcore.spec.model import ModelSpec
+from outcore.spec.plan import Plan
+
+
+class Opened:
+    """Owns all of it until ``close``; an error on the way closes what is there."""
+
+    def __init__(
+        self, model: ModelSpec, plan: Plan, device: Device, paths: Sequence[Path], *, has_updates: bool
+    ) -> None:
+        """Allocate memory and start threads.
+
+        Args:
+            model: Units in the plan's order.
+            plan: Checked against it.
+            device: Taken over: closed with the rest, also if this raises.
+            paths: Folders of the disk tier.
+            has_updates: Units may be updated, on the host by threads.
+        """
+        self.device, self.traffic = device, Traffic()
+        self._closing = ExitStack()
+        self._closing.callback(device.close)
+        with self.closed_on_error():
+            self.tiers = Tiers(model, plan, device, paths)
+            self._closing.callback(self.tiers.close)
+            self.order: StepOrder[Handle] = StepOrder(model, plan, LivePort(device, self.traffic, self.tiers.store))
+            self.tiers.hand_out(self.order)
+            on_host = has_updates and any(u.plan.is_updated_on_host and u.spec.trainable for u in self.order.ledgers)
+            spare = 0 if device.computes_on_host else 1  # for whoever gives the device its work
+            self.workers = UpdateWorkers(spare_cores=spare) if on_host else None
+            if self.workers is not None:
+                self._closing.callback(self.workers.close)
+            self._closing.callback(self._stop)
+
+    def close(self) -> None:
+        """Stop what runs and give everything back. Idempotent."""
+        self._closing.close()
+
+    @contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """Close if the block raises."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def _stop(self) -> None:
+        """Nothing may be in flight to or from memory and files that are given back."""
+        if self.workers is not None:
+            self.workers.stop()
+        if self.tiers.disk is not None:
+            self.tiers.disk.stop()
+        try:
+            self.device.stop()
+        except LaneError as error:  # said, since whatever made the program close matters more
+            warnings.warn(str(error), RuntimeWarning, stacklevel=2)
