@@ -9,45 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from outcore.runtime.gradients.on_demand import DistantTensor, on_values
 
+if TYPE_CHECKING:
+    from outcore.runtime.gradients.of_unit import UnitGradients
+
 aten = torch.ops.aten
 _LEAST_NORM = 2.0**-30
-
-
-class GradientOwner(Protocol):
-    """Whoever keeps the gradient that a handle stands for."""
-
-    def gradient_name(self, handle: GradHandle) -> str:
-        """Name of the parameter."""
-
-    def gradient_norm(self, handle: GradHandle, order: float) -> torch.Tensor:
-        """Norm of the gradient times the handle's factors: a 0-dim tensor on the device."""
-
-    def refuse_lost(self, handle: GradHandle) -> None:
-        """Raise for a gradient that is not whole."""
-
-    def known_norm(self, handle: GradHandle) -> torch.Tensor | None:
-        """The 2-norm, if it was taken already; a finite one proves that every element is finite."""
-
-    def gradient_value(self, handle: GradHandle) -> torch.Tensor:
-        """The gradient times the handle's factors, on the device (slow: it may have to be fetched). Only to be read."""
-
-    def replace_gradient(self, handle: GradHandle, value: torch.Tensor) -> None:
-        """Store another value (slow)."""
-
-    def snapshot(self, factor: torch.Tensor) -> torch.Tensor:
-        """A 0-dim copy of a factor that its owner may change later."""
-
-    def add_to_gradient(self, handle: GradHandle, more: torch.Tensor) -> bool:
-        """Accumulate what autograd made for the parameter in another micro-batch. False outside of a backward."""
-
-    def change_gradient(self, handle: GradHandle, change: Callable[[torch.Tensor], Any]) -> None:
-        """Apply an in-place change to the stored gradient (slow: it is fetched and written back)."""
 
 
 class GradHandle(DistantTensor):
@@ -66,9 +38,9 @@ class GradHandle(DistantTensor):
     exact: tuple[torch.Tensor, float] | None
     is_zero: bool
     is_lost: bool
-    owner: GradientOwner
+    owner: UnitGradients
 
-    def __init__(self, like: torch.Tensor, device: torch.device, owner: GradientOwner, index: int) -> None:
+    def __init__(self, like: torch.Tensor, device: torch.device, owner: UnitGradients, index: int) -> None:
         """Args: like, device: See ``DistantTensor``. owner: Keeps the gradient. index: Of the parameter."""
         self.owner, self.index, self.factors, self.is_zero, self.is_lost = owner, index, [], False, False
         self.exact = None
@@ -95,7 +67,7 @@ class GradHandle(DistantTensor):
         if isinstance(factor, torch.Tensor):
             if factor.numel() != 1:
                 return NotImplemented
-            self.factors.append(self.owner.snapshot(factor))
+            self.factors.append(self.owner.store.snapshot(factor))
         else:
             self.factors.append(torch.tensor(factor, dtype=torch.float64, device="cpu"))  # no copy, no wait
         return self

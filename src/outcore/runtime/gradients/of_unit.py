@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from outcore.core.errors import UnsupportedError
+from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.device.autograd import current_task
 from outcore.device.lanes import Handle
 from outcore.memory.arena import Buffer
 from outcore.optim import kernels
@@ -16,33 +17,9 @@ from outcore.runtime.gradients.handle import GradHandle
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.unit.views import flat
 
-
-class GradientStore(Protocol):
-    """What a unit's gradients need of the store that all units share."""
-
-    def refuse_norm_if_promised(self, handle: GradHandle) -> None:
-        """Raise if it was promised that no norm is asked for."""
-
-    def snapshot(self, factor: torch.Tensor) -> torch.Tensor:
-        """A 0-dim copy of a factor."""
-
-    def value(self, gradients: UnitGradients, handle: GradHandle) -> torch.Tensor:
-        """The gradient as the user sees it, on the device (1D, update dtype)."""
-
-    def stored_on_device(self, gradients: UnitGradients) -> list[torch.Tensor]:
-        """All gradients of a unit whose home is the device, as they are stored (1D)."""
-
-    def change(self, gradients: UnitGradients, handle: GradHandle, change: Callable[[torch.Tensor], Any]) -> None:
-        """Apply an in-place change to the stored gradient."""
-
-    def replace(self, gradients: UnitGradients, handle: GradHandle, value: torch.Tensor) -> None:
-        """Store another value."""
-
-    def is_in_backward(self) -> bool:
-        """Whether autograd is running on this thread."""
-
-    def deposit(self, unit: Unit, grads: dict[int, torch.Tensor]) -> None:
-        """Take gradients that autograd made in the pass that is running now."""
+if TYPE_CHECKING:
+    from outcore.runtime.gradients.homes import GradientHomes
+    from outcore.runtime.gradients.passes import Gradients
 
 
 @dataclass(slots=True, eq=False)
@@ -74,9 +51,15 @@ class UnitGradients:
         version: Counts changes of what is stored.
     """
 
-    def __init__(self, unit: Unit, store: GradientStore) -> None:
-        """Hold nothing."""
-        self.unit, self._store = unit, store
+    def __init__(self, unit: Unit, store: Gradients, home: GradientHomes) -> None:
+        """Hold nothing.
+
+        Args:
+            unit: Whose they are.
+            store: Those of all units.
+            home: Has the values.
+        """
+        self.unit, self.store, self._home = unit, store, home
         self.handles: dict[int, GradHandle] = {}
         self.norms: dict[int, torch.Tensor] = {}
         self.is_native = False
@@ -118,7 +101,11 @@ class UnitGradients:
 
     def gradient_norm(self, handle: GradHandle, order: float) -> torch.Tensor:
         """Norm as the plain loop takes it: by the device's kernel, over the accumulated and scaled gradient."""
-        self._store.refuse_norm_if_promised(handle)
+        if not self.store.clipping:
+            raise ConfigError(
+                "expected no gradient norm after outcore.prepare(..., clipping=False), "
+                f"but that of '{self.gradient_name(handle)}' was asked for; prepare with clipping=True"
+            )
         self._refuse_stale(handle)
         is_stored_norm = order == 2 and not handle.is_zero and not handle.factors
         if is_stored_norm and self.unit.plan.gradients == "device" and handle.index not in self.norms:
@@ -126,7 +113,7 @@ class UnitGradients:
         scale = handle.norm_scale if handle.factors else 1.0
         if order == 2 and not handle.is_zero and scale is not None and handle.index in self.norms:
             return self.norms[handle.index] if scale == 1 else self.norms[handle.index] * scale
-        value = self._store.value(self, handle)
+        value = self._home.value(self, handle)
         norm = kernels.norms([value])[0] if order == 2 else torch.linalg.vector_norm(value, order)
         if is_stored_norm:
             self.norms[handle.index] = norm
@@ -134,7 +121,7 @@ class UnitGradients:
 
     def _take_norms_on_device(self) -> None:
         """Those that are not known: whoever asks for one will ask for the others."""
-        stored = self._store.stored_on_device(self)
+        stored = self._home.stored_on_device(self)
         wanted = [i for i, h in self.handles.items() if i not in self.norms and not h.is_zero and not h.factors]
         self.norms.update(zip(wanted, kernels.norms([stored[i] for i in wanted]), strict=True))
 
@@ -145,13 +132,13 @@ class UnitGradients:
     def gradient_value(self, handle: GradHandle) -> torch.Tensor:
         """The gradient as the user sees it, on the device (1D, in the order of memory)."""
         self._refuse_stale(handle)
-        return self._store.value(self, handle).to(handle.dtype)
+        return self._home.value(self, handle).to(handle.dtype)
 
     def replace_gradient(self, handle: GradHandle, value: torch.Tensor) -> None:
         """Write another value home."""
         self._refuse_stale(handle)
         self.version += 1
-        self._store.replace(self, handle, flat(self.unit.spec.params[handle.index], value))
+        self._home.replace(self, handle, flat(self.unit.spec.params[handle.index], value))
 
     def lose(self) -> None:
         """A backward ended in an exception while the unit was at it: no gradient of it can be trusted."""
@@ -178,19 +165,15 @@ class UnitGradients:
                 "there before it was set to None, whose bytes may be overwritten by now; clone a gradient to keep it"
             )
 
-    def snapshot(self, factor: torch.Tensor) -> torch.Tensor:
-        """A copy of a factor, shared by the parameters that it scales."""
-        return self._store.snapshot(factor)
-
     def add_to_gradient(self, handle: GradHandle, more: torch.Tensor) -> bool:
-        """Autograd accumulates by itself: a parameter used outside of its unit's forward."""
-        if not self._store.is_in_backward():
+        """Autograd accumulates by itself: a parameter used outside of its unit. False outside of a backward."""
+        if current_task() < 0:
             return False
-        self._store.deposit(self.unit, self.unit.gradient_form.native({handle.index: more}))
+        self.store.deposit(self.unit, self.unit.gradient_form.native({handle.index: more}))
         return True
 
     def change_gradient(self, handle: GradHandle, change: Callable[[torch.Tensor], Any]) -> None:
         """Fetch, change, write back."""
         self._refuse_stale(handle)
         self.version += 1
-        self._store.change(self, handle, change)
+        self._home.change(self, handle, change)

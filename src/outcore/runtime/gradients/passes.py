@@ -15,11 +15,11 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
-from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.core.errors import UnsupportedError
 from outcore.device.autograd import at_end_of_task, current_task
 from outcore.device.device import Device
 from outcore.device.lanes import Handle
@@ -56,8 +56,8 @@ class Gradients:
         accumulation_steps: Micro-batches per step, if promised. clipping: False promises no norms.
         """
         self._order, self._device, self._resting = order, device, resting
-        self._accumulation_steps, self._clipping = accumulation_steps, clipping
-        self.of = {unit.name: UnitGradients(unit, self) for unit in units}
+        self._accumulation_steps, self.clipping = accumulation_steps, clipping
+        self.of = {unit.name: UnitGradients(unit, self, resting) for unit in units}
         self._recovery = recovery
         recovery.signs.append(self._notice)
         recovery.parts.append(self._reset)
@@ -70,42 +70,12 @@ class Gradients:
         self.on_last: Callable[[UnitGradients], None] = _nothing
         """Called when the last promised gradient of a unit that is updated early is on its way home."""
 
-    # What handles ask for.
-
-    def refuse_norm_if_promised(self, handle: GradHandle) -> None:
-        """Raise if ``clipping=False`` was promised."""
-        if not self._clipping:
-            raise ConfigError(
-                "expected no gradient norm after outcore.prepare(..., clipping=False), "
-                f"but that of '{handle.owner.gradient_name(handle)}' was asked for; prepare with clipping=True"
-            )
-
     def snapshot(self, factor: torch.Tensor) -> torch.Tensor:
         """Copy a factor; clipping multiplies all gradients by one, so one copy serves them all."""
         known = self._last_factor
         if known is None or known[0] is not factor or known[1] != factor._version:
             known = self._last_factor = (factor, factor._version, factor.detach().clone().reshape(()))
         return known[2]
-
-    def value(self, gradients: UnitGradients, handle: GradHandle) -> torch.Tensor:
-        """See ``GradientHomes.value``."""
-        return self._resting.value(gradients, handle)
-
-    def stored_on_device(self, gradients: UnitGradients) -> list[torch.Tensor]:
-        """See ``GradientHomes.stored_on_device``."""
-        return self._resting.stored_on_device(gradients)
-
-    def change(self, gradients: UnitGradients, handle: GradHandle, change: Callable[[torch.Tensor], Any]) -> None:
-        """See ``GradientHomes.change``."""
-        self._resting.change(gradients, handle, change)
-
-    def replace(self, gradients: UnitGradients, handle: GradHandle, value: torch.Tensor) -> None:
-        """See ``GradientHomes.replace``."""
-        self._resting.replace(gradients, handle, value)
-
-    def is_in_backward(self) -> bool:
-        """Whether autograd is running on this thread."""
-        return current_task() >= 0
 
     # What calls of units and autograd's own accumulation give.
 
@@ -214,7 +184,7 @@ class Gradients:
         """Outside of a backward none is left: autograd's thread may let go of one that an exception ended later."""
         if self._tasks:
             with self._breaking_off:
-                if self._tasks and (not self.is_in_backward() or any(end() is None for end in self._tasks.values())):
+                if self._tasks and (current_task() < 0 or any(end() is None for end in self._tasks.values())):
                     self.break_off()
 
     def end_without_callback(self, task: int) -> None:
@@ -317,7 +287,7 @@ class Gradients:
     def _take_norms(self, gradients: UnitGradients, current: Pass, added: set[int]) -> None:
         for i in current.present:
             gradients.norms.pop(i, None)
-        if not self._clipping or gradients.unit.plan.gradients == "device":
+        if not self.clipping or gradients.unit.plan.gradients == "device":
             return  # on the device a norm is taken when it is asked for, as in the plain loop
         unit = gradients.unit
         bucket, specs = unit.ledger.bucket, unit.spec.params

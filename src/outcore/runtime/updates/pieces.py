@@ -39,7 +39,7 @@ def pieces_of(
     unit = gradients.unit
     views, weight_views = _views(unit, states), unit.views.flat(weights)
     old_views, stored = _views(unit, old_states), gradients.stored_views(grads)
-    moments, old_moments = ([(n, v) for n, v in every.items() if n != "master"] for every in (views, old_views))
+    moments = [(name, view) for name, view in views.items() if name != "master"]
     old_targets = old_views.get("master") if old_weights is None else unit.views.flat(old_weights)
     pieces = []
     for i, change in changes.items():
@@ -54,7 +54,7 @@ def pieces_of(
                 factors=change.factors,
                 zero=change.is_zero,
                 old_target=None if old_targets is None else old_targets[i],
-                old_states={name: view[i] for name, view in old_moments} if old_moments else {},
+                old_states={name: old_views[name][i] for name, _ in moments} if old_views else {},
             )
         )
     return pieces
