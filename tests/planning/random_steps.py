@@ -9,10 +9,11 @@ import itertools
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from unittest import mock
 
+from outcore.core.quantities import PAGE_BYTES, align_up
 from outcore.planning import schedule
 from outcore.planning.bound import bound_of
 from outcore.planning.pools import Comfort, pools_for
@@ -75,6 +76,7 @@ def random_plan(model: ModelSpec, chance: random.Random, micro_batches: int, *, 
     """Homes that many units share, as in plans that are found; sometimes of each its own."""
     kinds = [chance.choice(LEGAL) for _ in range(chance.randint(1, 3))]
     cut = sorted(chance.randrange(len(model.units) + 1) for _ in kinds[1:])
+    sends_away = chance.random() < 0.3
     is_wild, early_share, units = chance.random() < 0.15, chance.choice([0.0, 0.0, 0.5, 1.0]), []
     for i, spec in enumerate(model.units):
         weights, gradients, states = chance.choice(LEGAL) if is_wild else kinds[sum(i >= c for c in cut)]
@@ -89,7 +91,12 @@ def random_plan(model: ModelSpec, chance: random.Random, micro_batches: int, *, 
             states=rest[1],
             policy=chance.choice(["keep", "recompute"]) if spec.name else "keep",
         )
-        units.append(replace(homes, early=can_be_early(spec, homes) and chance.random() < early_share))
+        homes = replace(homes, early=can_be_early(spec, homes) and chance.random() < early_share)
+        tier = chance.choice(TIERS) if spec.name and sends_away else "device"
+        if tier != "device":
+            saved = align_up(int(spec.weight_bytes * chance.uniform(0.2, 2)) or 1, PAGE_BYTES)
+            homes = replace(homes, policy="keep", activations=tier, saved_bytes=saved)
+        units.append(homes)
     units = share_updates(units, chance.choice([0.0, 0.0, 0.5, 1.0]))
     depth, buckets, slots = (
         (2, 2, 3) if is_roomy else (chance.randint(0, 3), chance.randint(1, 3), chance.randint(1, 4))
@@ -189,26 +196,33 @@ def reordered(tasks: Sequence[Task], ends: Sequence[int], chance: random.Random)
 
 
 def main() -> None:
-    ratios: dict[str, list[float]] = {"roomy": [], "all": [], "reordered": []}
-    for seed in range(int(sys.argv[1])):
+    ratios: dict[str, list[float]] = {"roomy": [], "others": [], "with activations away": [], "reordered": []}
+    for seed in range(*map(int, sys.argv[1:])):
         chance = random.Random(seed)
         step = random_step(chance)
         bound = bound_of(step.model, step.plan, step.rates, step.visits, step.circumstances)
         if not bound.seconds:
             continue
+        if seed % 500 == 499:
+            say(ratios)
         plain, *others = (seconds / bound.seconds for seconds in steps_s(step, chance, num_orders=1))
-        ratios["all"].append(plain)
+        ratios["with activations away" if any(u.saved_bytes for u in step.plan.units) else "others"].append(plain)
         ratios["reordered"] += others
-        if step.is_roomy:
+        if step.is_roomy and not any(u.saved_bytes for u in step.plan.units):
             ratios["roomy"].append(plain)
         if min([plain, *others]) < 1 - 1e-9:  # so few steps may not have settled
             plain, *others = (seconds / bound.seconds for seconds in steps_s(step, chance, num_orders=1, steps=60))
         if min([plain, *others]) < 1 - 1e-9:
             print(f"seed {seed}: {plain:.5f}, {others} of the bound, {dict(bound.parts)}", flush=True)
+    say(ratios)
+
+
+def say(ratios: Mapping[str, list[float]]) -> None:
+    """Least, median, 90% and largest of each kind."""
     for name, found in ratios.items():
-        found.sort()
-        at = {q: found[min(int(q * len(found)), len(found) - 1)] for q in (0.0, 0.5, 0.9, 1.0)}
-        print(name, len(found), {q: round(x, 4) for q, x in at.items()})
+        ordered = sorted(found)
+        at = {q: ordered[min(int(q * len(ordered)), len(ordered) - 1)] for q in (0.0, 0.5, 0.9, 1.0)}
+        print(name, len(ordered), {q: round(x, 4) for q, x in at.items()}, flush=True)
 
 
 if __name__ == "__main__":

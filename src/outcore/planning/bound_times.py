@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import NamedTuple
 
 from outcore.planning.rates import Pace, Rates
@@ -115,6 +116,19 @@ class Times:
                 seen = set()
             seen.add(visit.unit)
         return starts
+
+    def passes(self) -> Iterator[tuple[list[int], dict[int, int]]]:
+        """Forward visits whose backward comes, and the backward visit of each unit; where no unit comes twice."""
+        forward: list[int] = []
+        for phase, group in groupby(enumerate(self.visits), key=lambda pair: pair[1].phase):
+            places = {visit.unit: i for i, visit in group}
+            if phase is Phase.BACKWARD:
+                units = [self.visits[i].unit for i in forward]
+                if len(set(units)) == len(units):
+                    yield [i for i in forward if self.visits[i].unit in places], places
+                forward = []
+            elif phase is Phase.FORWARD:
+                forward += (i for unit, i in places.items() if unit != ROOT)
 
     def trained(self) -> dict[int, Trained]:
         """The units that the step updates, by index."""

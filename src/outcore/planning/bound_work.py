@@ -106,6 +106,7 @@ class _Listing:
             self._gradients(unit)
             self._update(unit)
         self._buckets(list(trained.values()))
+        self._activations()
         self._fetches(trained)
         self._take_off()
         return self.work
@@ -143,6 +144,43 @@ class _Listing:
             for (moment, seconds), then in zip(left, following, strict=True):
                 self.work.jobs.append(Job(name, seconds, *moment, then + 1, 0.0, is_slack=True))
             self.work.slack_s[name] = (num_slots - 1) * max(seconds for _, seconds in left)
+
+    def _activations(self) -> None:
+        """What forward saved leaves before the next call but one, and comes back for backward.
+
+        The last two calls before backward are still there. See [Note: activations away] in ``order.activations``.
+        """
+        times, brought = self._times, [0.0] * len(self._times.visits)
+        for forward, backward in times.passes():
+            for place, i in enumerate(forward[:-1]):
+                plan = times.pairs[times.visits[i].unit][1]
+                if not plan.saved_bytes:
+                    continue
+                leave_s, write_s, read_s, bring_s = (
+                    times.rates.move_s(link, plan.saved_bytes) if link in ("d2h", "h2d") or is_on_disk else 0.0
+                    for link in ("d2h", "disk_write", "disk_read", "h2d")
+                    for is_on_disk in [plan.activations == "disk"]
+                )
+                self.work.total_s["d2h"] += leave_s
+                self.work.total_s["disk_write"] += write_s
+                if place == len(forward) - 2:
+                    continue
+                then, begin = backward[times.visits[i].unit], Moment(i, times.used_s[i])
+                self.work.total_s["disk_read"] += read_s
+                self.work.total_s["h2d"] += bring_s
+                left = begin.plus(leave_s)
+                jobs = [
+                    Job("d2h", leave_s, *begin, forward[place + 2], 0.0),
+                    Job("disk_write", write_s, *left, then, read_s + bring_s),
+                    Job("disk_read", read_s, *left.plus(write_s), then, bring_s),
+                    Job("h2d", bring_s, *left.plus(write_s + read_s), then, 0.0),
+                ]
+                self.work.jobs += [job for job in jobs if job.seconds]
+                brought[then] = bring_s
+        slots = sum(p.num_slots for p in times.plan.pools if (p.tier, p.kind) == ("device", "activations"))
+        if any(brought):
+            name = f"h2d with {slots} slots for activations"
+            self.work.sweeps.append(Sweep(name, brought, [None] * len(brought), slots * max(brought)))
 
     # Updates.
 
