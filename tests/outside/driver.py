@@ -24,7 +24,7 @@ from torch.nn import functional
 import outcore
 from outcore.core.errors import LaneError, OutcoreError, PlanInfeasibleError, RaceError
 
-from .blocks import KINDS, VOCAB, Block
+from .blocks import DEVICE, KINDS, VOCAB, Block
 from .program import Program
 
 SOURCE = str(Path(outcore.__file__).parent)
@@ -284,7 +284,12 @@ class Prepared(Side):
             options["budget"] = self._budget(options, folder)
         self.checker = RaceChecker()
         return prepare_for_test(
-            self.model, self.optimizer, faults=Faults(**spec["faults"]), race_checker=self.checker, **options
+            self.model,
+            self.optimizer,
+            faults=Faults(**spec["faults"]),
+            race_checker=self.checker,
+            device=DEVICE,
+            **options,
         )
 
     def _units(self) -> list[str] | None:
@@ -408,7 +413,7 @@ class Loop:
         self.scaler = (
             None
             if scaler is None
-            else torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2, enabled=scaler == "on")
+            else torch.amp.GradScaler(DEVICE, init_scale=2.0**8, growth_interval=2, enabled=scaler == "on")
         )
         self.where = "start"
 
@@ -485,8 +490,9 @@ class Loop:
 
     def loss(self, micro: dict[str, Any], more: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (micro["rows"], micro["length"])
-        ids = torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(micro["seed"] + more))
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.program["autocast"]):
+        numbers = torch.Generator().manual_seed(micro["seed"] + more)
+        ids = torch.randint(0, VOCAB, shape, generator=numbers, device="cpu").to(DEVICE)
+        with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=self.program["autocast"]):
             logits, aux = self.side.model(ids, micro["order"])
             loss = functional.cross_entropy(logits.flatten(0, 1).float(), ids.roll(1, 1).flatten())
         return loss, aux
@@ -574,10 +580,13 @@ class Loop:
     def snapshot(self) -> Any:
         named = [b for b in self.side.model.modules()]
         buffers = [(m, n, b, b.detach().clone()) for m in named for n, b in m._buffers.items() if b is not None]
-        return torch.get_rng_state(), buffers, list(self.side.calls)
+        states = torch.get_rng_state(), None if DEVICE == "cpu" else torch.cuda.get_rng_state()
+        return states, buffers, list(self.side.calls)
 
     def restore(self, state: Any) -> None:
-        torch.set_rng_state(state[0])
+        torch.set_rng_state(state[0][0])
+        if state[0][1] is not None:
+            torch.cuda.set_rng_state(state[0][1])
         with torch.no_grad():
             for module, name, buffer, value in state[1]:
                 module._buffers[name] = buffer
@@ -678,6 +687,11 @@ def run_program(program: Program) -> dict[str, Any]:
 
     Some steps may make much of bf16's rounding. Where they do, the same program must agree closely in fp32.
     """
+    with contextlib.nullcontext() if DEVICE == "cpu" else torch.device(DEVICE):  # tensors that blocks make
+        return _judged(program)
+
+
+def _judged(program: Program) -> dict[str, Any]:
     result = _run_once(program)
     is_low = program["autocast"] or program["precision"] != "fp32"
     if result["verdict"] == "wrong" and is_low and has_documented_rounding(program):
@@ -790,6 +804,7 @@ def _gaps(a: Any, b: Any, path: str) -> Iterator[tuple[str, float]]:  # noqa: C9
         for i, (x, y) in enumerate(zip(a, b, strict=True)):
             yield from _gaps(x, y, f"{path}/{i}")
     elif isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        a, b = a.cpu(), b.cpu()
         if a.shape != b.shape or a.dtype != b.dtype:
             yield f"{path}: {a.dtype} {tuple(a.shape)} != {b.dtype} {tuple(b.shape)}", float("inf")
         elif not torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5)):

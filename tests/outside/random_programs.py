@@ -1,6 +1,7 @@
 """Train random programs plain and prepared, and count how they agree. Writes a JSON report.
 
 python tests/outside/random_programs.py --count 200 --seed 0 --json report.json
+python tests/outside/random_programs.py --count 200 --simulated    # on the simulated GPU, with streams that are late
 python tests/outside/random_programs.py --only 17            # one program, with everything that is known of it
 python tests/outside/random_programs.py --shrink 17          # the smallest program found with the same verdict
 """
@@ -20,8 +21,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+TESTS = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(TESTS))
 
+LATE_S = 0.0005
+"""At most, before each operation of a stream of the simulated GPU."""
 GOOD = ("equal", "rounding", "refused", "plain raises")
 
 
@@ -32,6 +36,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=60.0, help="the longest that one program may take")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no further program after so long")
+    parser.add_argument("--simulated", action="store_true", help="on the simulated GPU; alone: run this file by run.py")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", type=int)
     parser.add_argument("--shrink", type=int)
@@ -42,7 +47,8 @@ def main() -> int:
     if args.only is not None or args.shrink is not None:
         return show(args.only, args.shrink)
     start_s = time.monotonic()
-    results = Pool(args.jobs, args.seconds, args.minutes * 60).run(range(args.seed, args.seed + args.count))
+    pool = Pool(args.jobs, args.seconds, args.minutes * 60, is_simulated=args.simulated)
+    results = pool.run(range(args.seed, args.seed + args.count))
     report = summary(results, time.monotonic() - start_s)
     if args.json:
         args.json.write_text(json.dumps({**report, "results": results}, indent=1) + "\n")
@@ -70,7 +76,8 @@ def summary(results: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
 class Pool:
     """Workers that run one program after another; one that takes too long, or dies, is replaced."""
 
-    def __init__(self, jobs: int, longest_s: float, all_s: float) -> None:
+    def __init__(self, jobs: int, longest_s: float, all_s: float, *, is_simulated: bool) -> None:
+        self._is_simulated = is_simulated
         self._jobs, self._longest_s, self._end_s = jobs, longest_s, time.monotonic() + all_s
 
     def run(self, seeds: Any) -> list[dict[str, Any]]:
@@ -92,7 +99,7 @@ class Pool:
                 seed = waiting.get_nowait()
             except queue.Empty:
                 break
-            worker = worker or Worker()
+            worker = worker or Worker(is_simulated=self._is_simulated)
             result = worker.ask(seed, self._longest_s)
             if result["verdict"] in ("hang", "crash"):
                 worker = None
@@ -113,9 +120,12 @@ class Pool:
 class Worker:
     """One process."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_simulated: bool) -> None:
         command = [sys.executable, __file__, "--worker"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if is_simulated:
+            command.insert(1, str(TESTS / "simulated_gpu" / "run.py"))
+            environment["OUTCORE_TEST_DEVICE"] = "cuda"
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -162,6 +172,9 @@ def work() -> int:
     from outside.driver import run_program
     from outside.program import make_program
 
+    simulator = sys.modules.get("simulator")
+    if simulator is not None:
+        simulator.set_knobs(delay_s=LATE_S)
     for line in sys.stdin:
         seed = int(line)
         start_s = time.monotonic()
