@@ -1,4 +1,4 @@
-"""What stands beneath parameters: in and between calls, lent to state dicts, gathered, and after what was cut short."""
+"""What stands beneath parameters: in calls and between, in a state dict, gathered, and after what was cut short."""
 
 from __future__ import annotations
 
@@ -47,6 +47,19 @@ def test_a_state_dict_that_was_cut_short(model, optimizer):
         model.state_dict()
     hook.remove()
     return losses + train(model, optimizer, 3)
+
+
+@agrees(*KINDS, "device keep", "host keep", "disk keep")
+def test_a_state_dict_between_forward_and_backward(model, optimizer):
+    """The graph still ends at the parameters as they were."""
+    losses = []
+    for step in range(3):
+        loss = model.loss(batch(step))
+        losses += [loss.detach(), {name: value.clone() for name, value in model.state_dict().items()}]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
 
 
 class LooksAtItself(Block):
@@ -114,7 +127,6 @@ def test_changes_are_those_of_the_table(was, is_resident):
     changes = {
         Beneath.ABSENT: lambda p: p.hide(device=torch.device("cpu")),
         Beneath.AT_HOME if is_resident else Beneath.BOUND: lambda p: p.show([torch.zeros(3)]),
-        Beneath.LENT: lambda p: p.lend(0, torch.zeros(3)),
         Beneath.GATHERED: lambda p: p.gather([torch.zeros(3)]),
     }
     for becomes, change in changes.items():

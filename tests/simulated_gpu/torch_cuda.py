@@ -45,7 +45,8 @@ def install(library: ctypes.CDLL) -> None:
             if module is torch.cuda or hasattr(module, name):
                 setattr(module, name, value)
     torch.cuda._initialized = True  # torch's own checkpoint takes the device's random state only then
-    torch.UntypedStorage.clone = _clone  # what copy.deepcopy makes of a tensor
+    torch.UntypedStorage.clone = lambda self: _storage_on(self, self.device)  # of copy.deepcopy
+    torch.UntypedStorage.to = lambda self, *, device, **_: _storage_on(self, device)  # of torch.load
     torch.backends.cuda.is_built = _yes
     _C._cuda_getCurrentRawStream = lambda device: current_stream(device).stream_id
 
@@ -84,8 +85,8 @@ def _yes(*_: object, **__: object) -> bool:
     return True
 
 
-def _clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
-    return torch.empty(self.nbytes(), dtype=torch.uint8, device=self.device).untyped_storage().copy_(self)
+def _storage_on(storage: torch.UntypedStorage, device: Any) -> torch.UntypedStorage:
+    return torch.empty(storage.nbytes(), dtype=torch.uint8, device=device).untyped_storage().copy_(storage)
 
 
 class Stream(torch.Stream):

@@ -136,7 +136,6 @@ class Engine:
         hypers = self.settings.of(groups)
         self._refuse_while_gathered()
         self.attached.guard.refuse_if_changed()
-        self.weights.end_lending()
         steps = self._stepper.steps_of(hypers, self.attached.guard.refuse_if_adapted)  # before anything is done
         with self._refusing_what_follows():
             self._stepper.take(steps)

@@ -3,8 +3,10 @@
 ``state_dict`` gives real values, ``load_state_dict`` writes them home, and what would move or copy its tensors behind
 outcore's back raises.
 
-[Note: own parameters] Hooks sit on every module that directly owns parameters and handle just those, so a state dict
-is built parameter by parameter and nothing is read twice.
+[Note: own parameters] Every module that directly owns parameters handles just those, so a state dict is built parameter
+by parameter and nothing is read twice. Others stand in for them in the module. They themselves must not get values in
+host memory: torch makes a new node for a parameter whose data changes device, and gradients of graphs made before,
+which come to the old one, would be lost.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -133,7 +135,6 @@ class ModuleGuard:
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _before_forward(self, *_: object) -> None:
         refuse_process_group("forward")
-        self._engine.weights.end_lending()
 
     def _guard_module(self, module: nn.Module) -> None:
         if not any(id(p) in self._engine.places for p in module.parameters()):
@@ -150,45 +151,51 @@ class ModuleGuard:
             self._undo.append(functools.partial(module.__dict__.pop, name, None))
 
     def _guard_state_dict(self, module: nn.Module, owned: dict[str, Parameter]) -> None:
-        own = _OwnParameters(self._engine, owned)
-
-        def after_state_dict(*_: Any) -> None:  # a function, since torch sets an attribute on it
-            own.after_state_dict()
-
-        handles = [
-            module.register_state_dict_pre_hook(own.before_state_dict),
-            module.register_state_dict_post_hook(after_state_dict),
-            module.register_load_state_dict_pre_hook(own.before_load),
-            module.register_load_state_dict_post_hook(own.after_load),
-        ]
-        self._undo.extend(handle.remove for handle in handles)
+        own = _OwnParameters(self._engine, module, owned)
+        for name, around in {"_save_to_state_dict": own.save, "_load_from_state_dict": own.load}.items():
+            module.__dict__[name] = around
+            self._undo.append(functools.partial(module.__dict__.pop, name, None))
+        self._undo.append(module.register_load_state_dict_pre_hook(own.before_load).remove)
 
 
 class _OwnParameters:
-    """The parameters that one module owns directly: given values for a moment. See [Note: own parameters]."""
+    """The parameters that one module owns directly: others stand in for a moment. See [Note: own parameters]."""
 
-    def __init__(self, engine: Engine, owned: dict[str, Parameter]) -> None:
-        self._engine, self._owned = engine, owned
-        self._before: dict[int, torch.Tensor] = {}
+    def __init__(self, engine: Engine, module: nn.Module, owned: dict[str, Parameter]) -> None:
+        self._engine, self._registered, self._owned = engine, module._parameters, owned
+        self._save, self._load = module._save_to_state_dict, module._load_from_state_dict
+        self._before: dict[str, torch.Tensor] = {}
 
-    def before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: FBT001 (torch calls it so)
-        """Give real values."""
+    def save(self, destination: Any, prefix: str, keep_vars: bool) -> None:  # noqa: FBT001 (torch calls it so)
+        """Give real values; the dict keeps the tensors."""
         if keep_vars:
             raise UnsupportedError(
                 f"state_dict(keep_vars=True) at '{prefix}': expected keep_vars=False, "
                 "since the parameters themselves hold no values between calls; use state_dict(), "
                 "or outcore.gathered(model)"
             )
-        self._materialise(may_change=False)
+        try:
+            self._stand_in(may_change=False)
+            self._save(destination, prefix, keep_vars)
+        finally:
+            self._put_back()
 
-    def after_state_dict(self) -> None:
-        """Take them away again; the dict keeps the tensors."""
-        self._dematerialise()
+    def load(self, *arguments: Any) -> None:
+        """Write home what was loaded."""
+        try:
+            self._load(*arguments)
+            for name, before in self._before.items():
+                value = cast(Parameter, self._registered[name]).data
+                if not same_bytes(value, before):
+                    unit, index = self._engine.places[id(self._owned[name])]
+                    self._engine.access.write_weight(unit, index, value)
+        finally:
+            self._put_back()
 
     def before_load(
         self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *_: Any
     ) -> None:
-        """Give torch something to copy into."""
+        """Give torch something to copy into. Comes behind hooks that rename what is loaded."""
         if local_metadata.get("assign_to_params_buffers"):
             raise UnsupportedError(
                 f"load_state_dict(assign=True) at '{prefix}': expected assign=False, since assigning would replace "
@@ -196,41 +203,22 @@ class _OwnParameters:
                 "and the optimizer know"
             )
         if any(prefix + name in state_dict for name in self._owned):
-            self._materialise(may_change=True)
+            self._stand_in(may_change=True)
 
-    def after_load(self, *_: Any) -> None:
-        """Write home what was loaded."""
-        changed = {
-            key: self._param(key).data
-            for key in self._before
-            if not same_bytes(self._param(key).data, self._before[key])
-        }
-        for key, value in changed.items():
-            unit, index = self._engine.places[key]
-            self._engine.access.write_weight(unit, index, value)
-        self._dematerialise()
-
-    def _param(self, key: int) -> Parameter:
-        unit, index = self._engine.places[key]
-        return unit.params[index]
-
-    def _materialise(self, *, may_change: bool) -> None:
+    def _stand_in(self, *, may_change: bool) -> None:
         self._engine.refuse_if_closed()
-        self._dematerialise()  # what an interrupted call left
-        for param in self._owned.values():
+        for name, param in self._owned.items():
             unit, index = self._engine.places[id(param)]
-            if unit.presence.now is Beneath.GATHERED or id(param) in self._before:
+            if unit.presence.now is Beneath.GATHERED:
                 continue
             take_edits(unit, self._engine.access)
             value = self._engine.access.current_weight(unit, index)
-            self._before[id(param)] = value
-            unit.presence.lend(index, value.clone() if may_change else value)
+            self._before[name] = value
+            self._registered[name] = Parameter(value.clone() if may_change else value, requires_grad=False)
 
-    def _dematerialise(self) -> None:
-        for key in self._before:
-            unit, _ = self._engine.places[key]
-            if unit.presence.take_back():  # else a module further up has parameters of the same unit out
-                self._engine.weights.rest(unit)
+    def _put_back(self) -> None:
+        for name in self._before:
+            self._registered[name] = self._owned[name]
         self._before.clear()
 
 

@@ -1,10 +1,10 @@
 """What stands beneath the parameters of a unit, and which changes of it are legal.
 
 [Note: presence] Between calls the parameters of most units have no bytes. While a call runs they are views of a slot.
-Weights that live on the device are views of their home, between calls too. For a moment a state dict, and for the
-length of a block ``gathered``, gives them tensors of their own. ``LEGAL`` has all changes between these; any other is a
-bug of outcore and raises at once. Whether a *slot* holds the weights of a unit is another matter (``order.weights``):
-they are brought there before the parameters are bound, and stay afterwards.
+Weights that live on the device are views of their home, between calls too. For the length of a block ``gathered`` gives
+them tensors of their own. ``LEGAL`` has all changes between these; any other is a bug of outcore and raises at once.
+Whether a *slot* holds the weights of a unit is another matter (``order.weights``): they are brought there before the
+parameters are bound, and stay afterwards.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ class Beneath(enum.Enum):
     """Their home on the device, which calls use and a user may edit."""
     BOUND = "bound"
     """A slot on the device, while calls run."""
-    LENT = "lent"
-    """Some have a tensor of their own, for a state dict."""
     GATHERED = "gathered"
     """Each has a tensor of its own, until ``gathered`` ends. Calls use these."""
 
@@ -42,26 +40,16 @@ LEGAL: Final[Mapping[Beneath, Mapping[Beneath, str]]] = {
         Beneath.ABSENT: "the unit rests, or the engine closes",
         Beneath.AT_HOME: "the home is whole, or is waited for",
         Beneath.BOUND: "the first call begins",
-        Beneath.LENT: "a state dict is made or loaded",
         Beneath.GATHERED: "a block begins",
     },
     Beneath.AT_HOME: {
         Beneath.ABSENT: "an update elsewhere writes the home",
         Beneath.AT_HOME: "a user replaced the data of a parameter",
-        Beneath.LENT: "a state dict is made or loaded",
         Beneath.GATHERED: "a block begins",
     },
     Beneath.BOUND: {
         Beneath.ABSENT: "the last call is over",
-        Beneath.LENT: "a state dict is made inside of a call",
         Beneath.GATHERED: "a block begins inside of a call",
-    },
-    Beneath.LENT: {
-        Beneath.LENT: "another parameter is lent",
-        Beneath.ABSENT: "the last one is given back",
-        Beneath.AT_HOME: "a state dict was cut short",
-        Beneath.BOUND: "a state dict was cut short, and a call begins",
-        Beneath.GATHERED: "a state dict was cut short, and a block begins",
     },
     Beneath.GATHERED: {
         Beneath.ABSENT: "the block is over",
@@ -98,7 +86,6 @@ class Presence:
         self.now = Beneath.ABSENT
         self.num_calls = 0
         """Calls that run; ``Weights`` counts them."""
-        self._num_lent = 0
         self.bound: list[torch.Tensor] | None = None
         """What the parameters were in a call that goes on, while they have tensors of their own."""
         self._visible = Beneath.AT_HOME if is_resident else Beneath.BOUND
@@ -123,35 +110,17 @@ class Presence:
         for param in self._params:
             param.__class__ = self.absent_class
 
-    def lend(self, index: int, tensor: torch.Tensor) -> None:
-        """A parameter has a tensor of its own until ``take_back``."""
-        num_lent = self._num_lent + 1 if self.now is Beneath.LENT else 1
-        self._part_with_bytes(Beneath.LENT)
-        self._num_lent = num_lent
-        self._point_at([tensor], self._params[index : index + 1])
-
-    def take_back(self) -> bool:
-        """A parameter that was lent is not needed any more. Returns whether the unit is to rest now."""
-        if self.now is not Beneath.LENT:  # something else came first, since a state dict was cut short
-            return False
-        self._num_lent -= 1
-        return not self._num_lent
-
     def gather(self, tensors: Iterable[torch.Tensor]) -> None:
         """Each parameter has a tensor of its own until it rests."""
-        self._part_with_bytes(Beneath.GATHERED)
+        self._check(Beneath.GATHERED)
+        if self.now is Beneath.BOUND:
+            self.bound = [param.detach() for param in self._params]
+        self.now = Beneath.GATHERED
         self._point_at(tensors)
 
     def forget(self) -> None:
         """Let go of all memory, so that it can be given back."""
         self._nothing.clear()
-
-    def _part_with_bytes(self, beneath: Beneath) -> None:
-        """They get tensors of their own."""
-        self._check(beneath)
-        if self.now is Beneath.BOUND:
-            self.bound = [param.detach() for param in self._params]
-        self.now = beneath
 
     def _check(self, beneath: Beneath) -> None:
         if beneath not in LEGAL[self.now]:
@@ -161,8 +130,8 @@ class Presence:
                 f"are {self.now.value}"
             )
 
-    def _point_at(self, tensors: Iterable[torch.Tensor], params: Sequence[Parameter] | None = None) -> None:
-        for param, tensor in zip(self._params if params is None else params, tensors, strict=True):
+    def _point_at(self, tensors: Iterable[torch.Tensor]) -> None:
+        for param, tensor in zip(self._params, tensors, strict=True):
             param.__class__ = Parameter
             param.data = tensor
 

@@ -28,8 +28,6 @@ from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
 from outcore.spec.schedule import Phase, Visit
 
-_OWN_TENSORS = (Beneath.LENT, Beneath.GATHERED)
-
 
 class Weights:
     """Brings the weights of units to compute and takes them away again."""
@@ -161,7 +159,7 @@ class Weights:
             if presence.num_calls or unit.ledger.is_resident:
                 continue
             unit.ledger.slot = unit.ledger.fetched = None
-            if presence.now not in _OWN_TENSORS:
+            if presence.now is not Beneath.GATHERED:
                 presence.hide(device=self._device.torch_device)
         self._step.reset(self._held())
         self._round.reset(self._held())
@@ -174,12 +172,6 @@ class Weights:
             self.present(unit)
         elif bound is not None and any(index == ledger.index for index, _, _ in self.calls):
             unit.presence.show(bound)
-
-    def end_lending(self) -> None:
-        """Nobody makes a state dict now: parameters that are lent still are so since one was cut short."""
-        for unit in self._units:
-            if unit.presence.now is Beneath.LENT:
-                self.rest(unit)
 
     def invalidate(self, unit: Unit) -> None:
         """Forget cached weights: the home holds other ones now, or will."""
