@@ -84,6 +84,22 @@ def test_slow_fetches_bind(model):
     assert found.step_s >= (8 + 5) * 5  # three slots keep the last three of forward
 
 
+def test_backward_goes_on_when_its_activations_are_there(model):
+    """Weights are used first, then activations: what backward waits for is no part of it."""
+    plan = plan_of(model, weights="device", policy="keep")
+    units = [dataclasses.replace(u, activations="host", saved_bytes=4 * MIB) if u.name else u for u in plan.units]
+    comfort = Comfort(prefetch_depth=0, num_buckets=1, max_slots_host=3)
+    plan = dataclasses.replace(plan, units=tuple(units), pools=pools_for(model, units, comfort))
+    rates = rates_of(model, h2d=0.5, d2h=0.1)
+    found = simulate(model, plan, rates, usual_visits(model))
+    spans = [span for span in found.timeline.spans if span.name == "backward model.layers.3"]
+    assert [round(span.duration_s, 9) for span in spans] == [2.0, 2.0]
+    # One slot: the sixth layer's come behind the last two layers' backward, others when the slot is free. Besides them
+    # the last gradient and its weights have nothing to hide behind.
+    assert found.step_s == pytest.approx(8 + 16 + 5 * 0.5 + 0.1 + 0.5)
+    assert found.timeline.exposed_s()["h2d"] > 0
+
+
 def tasks(*rows: tuple[str, float, tuple[int, ...]]) -> list[Task]:
     return [Task(lane, f"{i}", seconds, 0, after) for i, (lane, seconds, after) in enumerate(rows)]
 

@@ -25,6 +25,7 @@ from outcore.spec.timeline import COMPUTE, HOST, Span, Timeline
 WARM_UP, MEASURED = 2, 2
 """Steps before those that count, and those: what slots keep may take turns between two kinds of steps."""
 _VISITS = {phase.value for phase in Phase}
+_USE_ACTIVATIONS = "use activations of"
 _ROUNDING = 1e-12
 
 
@@ -98,7 +99,11 @@ def tasks_of(steps: Iterable[Sequence[Operation]], pace: Pace, rates: Rates) -> 
             if rates.visit_s and rates.host_runs_ahead and op.kind in _VISITS:
                 submitted = _append(tasks, Task(HOST, f"submit {op.name}", rates.visit_s, 0, ()), None)
             after = (places[begin + i] for i in op.after if begin + i >= 0)
-            place = _append(tasks, Task(op.lane, op.name, pace.seconds(op), op.nbytes, tuple(after)), submitted)
+            task = Task(op.lane, op.name, pace.seconds(op), op.nbytes, tuple(after))
+            if op.kind == _USE_ACTIVATIONS:  # the backward that was begun goes on when they are there
+                begun = tasks[end]
+                tasks[end], task = begun._replace(seconds=0.0), task._replace(name=begun.name, seconds=begun.seconds)
+            place = _append(tasks, task, submitted)
             places.append(place)
             if op.lane == COMPUTE:
                 end = place
@@ -128,7 +133,8 @@ class Played:
         for i, task in enumerate(self.tasks):
             if task.lane == HOST:
                 continue
-            spans.append(Span(task.lane, task.name, self.start[i], self.end[i], task.nbytes))
+            if task.lane != COMPUTE or self.end[i] > self.start[i]:
+                spans.append(Span(task.lane, task.name, self.start[i], self.end[i], task.nbytes))
             if task.lane == COMPUTE:
                 if self.start[i] > idle_from:
                     waits.append(self._wait(i, idle_from))
