@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +19,10 @@ from torch.nn.utils import clip_grad_norm_
 import outcore
 from outcore.runtime.gradients.passes import _batches
 
-from .rig import Tower, adamw, batch, make, prepared, train
+from .rig import DEVICE, WIDTH, Tower, adamw, batch, make, prepared, train
 
-MOST_CALLS = {"device": 700, "plain": 60, "host": 790}  # per unit and step: a few more than there are
+MOST_CALLS = {"device": 670, "plain": 60, "host": 770}  # per unit and step: a few more than there are
+MOST_FILES = {"forward": 32, "gradient home": 19, "update on the host": 44, "fetch from disk": 20, "prepare": 82}
 KIND = pytest.mark.parametrize("kind", ["device", "plain", "host"])
 POLICY = pytest.mark.parametrize("policy", ["keep", "recompute"])
 SHORT, LONG = 3, 8  # blocks
@@ -63,6 +65,67 @@ def test_calls_per_unit(kind, policy, tmp_path):
                 step(model, optimizer)
             counts.append(min(calls(lambda: step(model, optimizer)) for _ in range(3)))
     assert (counts[1] - counts[0]) / (LONG - SHORT) <= MOST_CALLS[kind]
+
+
+class Entered:
+    """Files of outcore that are entered, also by lanes; on this thread only beneath some functions of the runtime."""
+
+    def __init__(self) -> None:
+        self.thread, self.is_on, self.beneath, self.depth = threading.get_ident(), False, (), 0
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> None:
+        path = frame.f_code.co_filename
+        if not self.is_on or event not in ("call", "return") or not path.startswith(COUNTED[0]):
+            return
+        is_here = threading.get_ident() == self.thread
+        if is_here and frame.f_code.co_name in self.beneath and "runtime" in path:
+            self.depth += 1 if event == "call" else -1
+        if event == "call" and (not is_here or self.depth or not self.beneath):
+            self.files.add(path)
+
+    def count(self, run: Callable[[], object], *beneath: str) -> int:
+        self.files, self.beneath, self.is_on = set(), beneath, True
+        before = sys.getprofile()
+        sys.setprofile(self)
+        try:
+            run()
+        finally:
+            self.is_on = False
+            sys.setprofile(before)
+        return len(self.files)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="an accelerator has files of its own")
+def test_files_on_the_way(tmp_path):
+    """What a reader opens who follows one thing from end to end. See docs/architecture.md."""
+    x, entered, found = torch.randn(2, WIDTH, requires_grad=True), Entered(), {}
+    threading.setprofile(entered)  # of lanes, which start below
+    try:
+        for kind in ("host", "disk"):
+            model = make()
+            with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
+                synchronize = optimizer.engine.device.synchronize
+                for _ in range(9):
+                    step(model, optimizer)
+                if kind == "disk":
+                    with torch.no_grad():
+                        model(batch())
+                        found["fetch from disk"] = entered.count(lambda: (model.blocks[0](x), synchronize()), "bind")
+                    continue
+                synchronize()
+                found["forward"] = entered.count(lambda: (model.blocks[1](x), synchronize()))
+                loss = model.loss(batch())
+                synchronize()
+                found["gradient home"] = entered.count(lambda: (loss.backward(), synchronize()), "deposit", "reached")
+                found["update on the host"] = entered.count(lambda: (optimizer.step(), synchronize()))
+        model, made = make(), []
+        given = {"budget": outcore.Budget(device="40KiB", host="64MiB"), "device": "cpu"}
+        found["prepare"] = entered.count(lambda: made.append(outcore.prepare(model, adamw(model), **given)))
+        outcore.close(made[0].model)
+    finally:
+        threading.setprofile(None)
+    assert not {way: (count, MOST_FILES[way]) for way, count in found.items() if count > MOST_FILES[way]}
+    assert found.keys() == MOST_FILES.keys()
 
 
 @KIND

@@ -30,6 +30,7 @@ from outcore.device.lanes import (
     Handle,
     Lanes,
     Operation,
+    Pace,
     Service,
 )
 from outcore.device.race import RaceChecker
@@ -87,14 +88,15 @@ class Device(abc.ABC):
         self.labels_seen: set[str] = set()
         """Labels under which some handle was ever a dependency, skipped ones included."""
         self._checker = race_checker
-        self._delays = Delays(faults)
+        self._delays = Delays(faults) if faults.delays or faults.throttle else None
         self._execution = execution
         self.stream_name = execution.stream_name
         """Tells the stream on which compute works now."""
         self._failures = Failures()
         self.recorder = Recorder(execution.stopwatch)
         """Adds up what compute waits for; keeps operations if asked to."""
-        service, seed = Service(execution, self._delays.pace, self._failures, self.recorder), faults.permute
+        pace, seed = _at_once if self._delays is None else self._delays.pace, faults.permute
+        service = Service(execution, pace, self._failures, self.recorder)
         self._lanes: Lanes = ThreadedLanes(service) if seed is None else PermutedLanes(service, seed)
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _close_lanes, self._lanes, execution, self._pid)
@@ -157,7 +159,7 @@ class Device(abc.ABC):
         dependencies = self._dependencies(after)
         clock = () if self._checker is None else self._declare(self.stream_name(), name, reads, writes, dependencies)
         self._order_compute(dependencies)
-        if (pause_s := self._delays.compute_s()) > 0:
+        if self._delays is not None and (pause_s := self._delays.compute_s()) > 0:
             self._pause_compute(pause_s)
         return self._point(name, clock, self._compute_point(is_late=True))
 
@@ -352,6 +354,14 @@ class Device(abc.ABC):
     def _refuse_in_child(self, what: str) -> None:
         if os.getpid() != self._pid:
             raise LaneError(_in_child(what, self._pid))
+
+
+_AT_ONCE = Pace()
+
+
+def _at_once(_: Operation) -> Pace:
+    """No operation is slowed down."""
+    return _AT_ONCE
 
 
 def _handles(dependency: Dependency) -> tuple[Handle, ...]:
