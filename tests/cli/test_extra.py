@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from outcore.cli.extra import COMMAND_LINE, TRAINING
+from outcore.core.extra import COMMAND_LINE, TRAINER, TRAINING
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 IMPORTED_AS = {"huggingface-hub": "huggingface_hub", "pyyaml": "yaml"}
@@ -73,6 +73,13 @@ def test_help_and_environment_need_the_command_line_alone(arguments, tmp_path):
     without = tuple(name for name in TRAINING if name not in COMMAND_LINE)
     done = outcore(*arguments, without=without, folder=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("without", "named"), [(("transformers",), "package transformers"), (TRAINER, "packages")])
+def test_the_mixin_says_what_is_missing(without, named, tmp_path):
+    done = python("from outcore.integrations.transformers import OutcoreMixin", without, tmp_path)
+    assert done.stderr.splitlines()[-1].startswith(f"outcore.core.errors.ConfigError: expected the {named}")
+    assert done.stderr.endswith("; pip install 'outcore[train]'\n")
 
 
 JOB = ("--model", "config.json", "--data", "text.txt", "--out", "run")

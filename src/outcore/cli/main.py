@@ -16,10 +16,10 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from outcore.cli.extra import TRAINING, refuse_missing
 from outcore.cli.train.methods import FINE_TUNING, PREFERENCES, Method
 from outcore.cli.train.settings import options
 from outcore.core.errors import ConfigError, OutcoreError, PlanInfeasibleError
+from outcore.core.extra import TRAINING, refuse_missing
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 

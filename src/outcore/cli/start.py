@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from outcore.cli.extra import COMMAND_LINE, refuse_missing
 from outcore.core.errors import ConfigError
+from outcore.core.extra import COMMAND_LINE, refuse_missing
 
 
 def main() -> None:

@@ -6,6 +6,8 @@ once (checkpoints) streams instead. Everything else is the Trainer's own code on
 they always do. ``tests/integrations/test_contract.py`` lists the library's names that this relies on.
 """
 
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 import inspect
@@ -17,6 +19,11 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from outcore.core.extra import TRAINER, refuse_missing
+
+refuse_missing(*TRAINER)  # before Python does, who knows of no extra
+
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 

@@ -1,4 +1,4 @@
-"""Packages that the commands need beside what the library needs: those of the extra ``train``."""
+"""Packages that commands and the mixin for Trainers need beside what the library needs: the extra ``train``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ COMMAND_LINE = ("pydantic", "rich", "typer")
 """What every command needs, under the names that are imported."""
 TRAINING = (*COMMAND_LINE, "accelerate", "datasets", "huggingface_hub", "peft", "transformers", "trl", "yaml")
 """What training needs."""
+TRAINER = ("accelerate", "transformers")
+"""What a Trainer needs."""
 
 
 def refuse_missing(*packages: str) -> None:
