@@ -19,6 +19,8 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 CODE = sorted(path for folder in ("src", "tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py"))
 
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, README_LINES, PUBLIC_NAMES = 450, 70, 300, 150, 15
+ATTRIBUTES = 17  # of an object: more are several ideas
+SEVERAL_IDEAS = {"UnitCall"}
 FORBIDDEN_MODULES = {"utils", "util", "common", "helpers", "helper", "misc", "manager"}
 # What the package is entered by; the command and the integrations are imported when they are asked for.
 ENTRIES = ("outcore", "outcore.__main__", "outcore.cli.main", "outcore.integrations.transformers")
@@ -62,6 +64,23 @@ def test_sizes():
             if type(node) in limits and (lines := node.end_lineno - node.lineno + 1) > limits[type(node)]:
                 too_long.append(f"{name}: {node.name}: {lines} lines, at most {limits[type(node)]}")
     assert not too_long
+
+
+def attributes(kind: ast.ClassDef) -> set[str]:
+    """What methods set on ``self``."""
+    targets = [
+        each
+        for node in ast.walk(kind)
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        for each in (target.elts if isinstance(target, ast.Tuple) else [target])
+    ]
+    return {t.attr for t in targets if isinstance(t, ast.Attribute) and ast.unparse(t.value) == "self"}
+
+
+def test_attributes():
+    kinds = [node for _, path in modules() for node in nodes(path) if isinstance(node, ast.ClassDef)]
+    assert {kind.name for kind in kinds if len(attributes(kind)) > ATTRIBUTES} <= SEVERAL_IDEAS
 
 
 def test_names_of_modules_say_what_they_are():
