@@ -256,15 +256,10 @@ class UpdateOrder(Generic[H]):
         return brought
 
     def _take_home(self, unit: Ledger[H], states: Span, weights: Span, updated: H, work: UpdateWork[H]) -> list[H]:
-        """Copy states and new weights to their homes; what must be over before the slot is free."""
-        left = []
-        if states.nbytes:
-            after = {"updated on the device": updated, **unit.states.before_write()}
-            home = self._port.submit(
-                Lane.STATES_D2H, "states of", unit, reads=[states], writes=[unit.states.span()], after=after
-            )
-            unit.states.written_by(home)
-            left.append(home)
+        """Copy new weights and states to their homes; what must be over before the slot is free.
+
+        Weights go first: the next forward waits for them, and nothing for the states but the next update.
+        """
         sent = self._port.submit(
             Lane.DEVICE_UPDATE if unit.is_resident else Lane.STATES_D2H,
             "new weights of",
@@ -276,4 +271,11 @@ class UpdateOrder(Generic[H]):
         unit.weights.written_by(sent)
         if unit.is_resident:
             work.weights_sent()
-        return [*left, sent]
+        if not states.nbytes:
+            return [sent]
+        after = {"updated on the device": updated, **unit.states.before_write()}
+        home = self._port.submit(
+            Lane.STATES_D2H, "states of", unit, reads=[states], writes=[unit.states.span()], after=after
+        )
+        unit.states.written_by(home)
+        return [sent, home]
