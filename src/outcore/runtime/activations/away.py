@@ -91,6 +91,8 @@ class Away:
         self._memory: torch.Tensor | None = None
         self.nbytes = 0
         self.is_held = self.fits = True
+        self._returned: list[tuple[torch.Tensor, int]] = []
+        self._is_changed = False
         self.memory: _Place | None = None
 
     def hooks(self) -> Any:
@@ -169,6 +171,7 @@ class Away:
     def let_go(self) -> None:
         """See ``order.activations.Saved``."""
         self.is_held = False
+        self._is_changed, self._returned = self._has_changed(), []
         for view in self._views:
             view.let_go()
         self._storages.clear()
@@ -183,8 +186,23 @@ class Away:
         if self._storages:
             self._call = self._order.end_forward(self._unit.ledger, self)
 
+    def among(self, made: Sequence[torch.Tensor]) -> list[int]:
+        """Results whose memory was saved."""
+        return [i for i, t in enumerate(made) if storage_of(t) in self._storages]
+
+    def watch(self, returned: Sequence[tuple[torch.Tensor, int]]) -> None:
+        """Until it is home nobody may change these: versions are not those of the tensors that were saved."""
+        self._returned = list(returned)
+
+    def _has_changed(self) -> bool:
+        return self._is_changed or any(tensor._version != version for tensor, version in self._returned)
+
     def begin_backward(self) -> None:
         """Make it present."""
+        if self._has_changed():
+            raise UnsupportedError(
+                f"a result of {self._where} was changed in place after the call; change a copy instead"
+            )
         if self._call is not None:
             span = self._order.begin_backward(self._call)
             self._memory = None if span is None else span.memory.bytes

@@ -46,6 +46,9 @@ class Saving(Protocol):
     def watched(self, made: Sequence[torch.Tensor]) -> Sequence[int]:
         """Results that must not be changed in place outside."""
 
+    def returned(self, results: list[tuple[torch.Tensor, int]]) -> list[tuple[torch.Tensor, int]]:
+        """Watched results as they were handed out, with their versions then: those that somebody else has to watch."""
+
     def begin_backward(self) -> None:
         """The graph is walked now."""
 
@@ -92,6 +95,10 @@ class Policy:
 
 class _Saving:
     """What most do."""
+
+    def returned(self, results: list[tuple[torch.Tensor, int]]) -> list[tuple[torch.Tensor, int]]:
+        """All."""
+        return results
 
     def begin_backward(self) -> None:
         """All is where it is wanted."""
@@ -305,8 +312,11 @@ class _SentAway(_Saving):
         return inner, edges
 
     def watched(self, made: Sequence[torch.Tensor]) -> Sequence[int]:
-        """None: each saved tensor has its version."""
-        return ()
+        return self._away.among(made)
+
+    def returned(self, results: list[tuple[torch.Tensor, int]]) -> list[tuple[torch.Tensor, int]]:
+        self._away.watch(results)
+        return []
 
     def begin_backward(self) -> None:
         self._away.begin_backward()

@@ -78,7 +78,8 @@ class UnitFunction(torch.autograd.Function):
         # `.data`: no view relation, which would forbid later in-place changes of outputs of a multi-output function.
         results = tuple(t.data for t in call.outputs)
         # Detached: they share memory and version counter, and no node.
-        call.returned = [(t.detach(), t._version) for t in (results[i] for i in call.watched)]
+        returned = [(t.detach(), t._version) for t in (results[i] for i in call.watched)]
+        call.returned = returned if call.saving is None else call.saving.returned(returned)
         call.outputs.clear()
         return results
 

@@ -1,0 +1,284 @@
+"""Activations that leave the device: what a loop may do meanwhile, and what happens where they do not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plans import forced
+from torch import nn
+
+import outcore
+from outcore.core.errors import DiskError
+from outcore.planning.pools import Comfort
+from outcore.runtime.activations import away
+from outcore.runtime.activations.away import Away
+
+from .rig import DEVICE, Tower, adamw, assert_same, batch, make, seen, train
+
+COMFORT = Comfort(prefetch_depth=1, num_buckets=2, max_slots_host=2)
+TIERS = ("host", "disk")
+each_tier = pytest.mark.parametrize("tier", TIERS)
+
+
+@pytest.fixture(autouse=True)
+def _everything_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small."""
+    monkeypatch.setattr(away, "SMALL_BYTES", 64)
+
+
+class Counted:
+    """What becomes of calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_left = self.num_dropped = 0
+        leave, drop = Away.leave, Away._drop
+        monkeypatch.setattr(Away, "leave", lambda mine, target: self.add("num_left") or leave(mine, target))
+        monkeypatch.setattr(Away, "_drop", lambda mine: self.add("num_dropped") or drop(mine))
+
+    def add(self, name: str) -> None:
+        setattr(self, name, getattr(self, name) + 1)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    return Counted(monkeypatch)
+
+
+@contextmanager
+def prepared(model: nn.Module, tier: str, folder: Path, saved_bytes: int = 2**18, homes: str = "host") -> Iterator[Any]:
+    optimizer = adamw(model)
+    _, plan = forced(model, optimizer, homes, policy="keep", activations=tier, comfort=COMFORT)
+    units = [dataclasses.replace(u, saved_bytes=saved_bytes) if u.saved_bytes else u for u in plan.units]
+    plan = dataclasses.replace(plan, units=tuple(units))
+    with outcore.prepare(model, optimizer, plan=plan, budget=outcore.Budget(disk=folder), device=DEVICE) as result:
+        yield result
+
+
+Drive = Callable[[nn.Module, Any], Any]
+
+
+def same(drive: Drive, tier: str, folder: Path, build: Callable[[], nn.Module] = Tower, **more: Any) -> None:
+    model = make(build)
+    plain = adamw(model, fused=True)
+    torch.manual_seed(5)
+    want = seen(drive(model, plain), model, plain)
+    with prepared(make(build), tier, folder, **more) as (model, optimizer):
+        torch.manual_seed(5)
+        assert_same(want, seen(drive(model, optimizer), model, optimizer))
+
+
+def five() -> nn.Module:
+    return Tower(num_blocks=5)
+
+
+def micro_batches(model: nn.Module, optimizer: Any) -> Any:
+    for step in range(3):
+        for i in range(3):
+            model.loss(batch(3 * step + i)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def two_forwards(model: nn.Module, optimizer: Any) -> Any:
+    for step in range(3):
+        losses = [model.loss(batch(step)), model.loss(batch(step + 7))]
+        losses[step % 2].backward()
+        losses[1 - step % 2].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def retained(model: nn.Module, optimizer: Any) -> Any:
+    for step in range(3):
+        loss = model.loss(batch(step))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def shapes(model: nn.Module, optimizer: Any) -> Any:
+    losses = []
+    for step, rows in enumerate((3, 1, 5, 2, 5)):
+        loss = model.loss(batch(step, rows=rows))
+        model.eval()
+        with torch.no_grad():
+            losses.append(model.loss(batch(9)))
+        model.loss(batch(8))  # with a graph that nobody walks
+        model.train()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def parts_of_backward(model: nn.Module, optimizer: Any) -> Any:
+    found = []
+    for step in range(3):
+        loss = model.loss(batch(step))
+        found += torch.autograd.grad(loss, [model.blocks[-1].up.weight], retain_graph=True)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("drive", [micro_batches, two_forwards, retained, shapes, parts_of_backward])
+@each_tier
+def test_whatever_a_loop_does(drive: Any, tier: str, tmp_path: Path, counted: Counted) -> None:
+    same(drive, tier, tmp_path, five)
+    assert counted.num_left >= 6
+
+
+class Twice(Tower):
+    """Comes to a block again, and leaves one out."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for i in (0, 1, 2, 1, 4):
+            x = self.blocks[i](x)
+        return self.head(x)
+
+
+@each_tier
+def test_a_unit_that_is_called_again_is_recomputed_there(tier: str, tmp_path: Path, counted: Counted) -> None:
+    same(train, tier, tmp_path, lambda: Twice(num_blocks=5))
+    assert counted.num_left == 2 * 3, "not the second call of block 1"
+
+
+@pytest.mark.parametrize("saved_bytes", [4096, 8192])
+@each_tier
+def test_what_does_not_fit_is_recomputed(saved_bytes: int, tier: str, tmp_path: Path, counted: Counted) -> None:
+    same(shapes, tier, tmp_path, five, saved_bytes=saved_bytes)
+    assert counted.num_dropped > 0
+    assert saved_bytes == 4096 or counted.num_left > 0, "smaller batches fit"
+
+
+def test_the_last_units_stay(tmp_path: Path, counted: Counted) -> None:
+    """Backward wants them first: the last has not left, that before it is there still."""
+    with prepared(make(five), "host", tmp_path) as (model, optimizer):
+        traffic = optimizer.engine.traffic
+        train(model, optimizer, 1)
+        counted.num_left = 0
+        before = dict(traffic._bytes)
+        model.loss(batch()).backward()
+        moved = {lane.value: traffic._bytes[lane] - before[lane] for lane in before}
+        left = optimizer.engine.order.activations
+    assert counted.num_left == 4
+    assert left.homes_are_used
+    weights = sum(u.spec.weight_bytes for u in optimizer.engine.units[1:])
+    assert 0 < moved["h2d"] < 2 * weights + 4 * 2**16
+
+
+class InPlace(nn.Module):
+    """Saves a result that somebody changes afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(13, 13)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.up(x))
+
+
+class Changed(Tower):
+    def __init__(self) -> None:
+        super().__init__(InPlace, num_blocks=4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            if i == self.at:
+                x.mul_(2)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("at", [0, 2, 3])
+def test_what_is_saved_must_not_be_changed(at: int, tmp_path: Path) -> None:
+    """Whether it has left by then or not."""
+    with prepared(make(Changed), "host", tmp_path) as (model, _):
+        model.at = at
+        loss = model.loss(batch())
+        with pytest.raises(outcore.UnsupportedError, match="was changed in place"):
+            loss.backward()
+
+
+class StopError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@each_tier
+def test_an_exception_in_the_middle(where: str, tier: str, tmp_path: Path) -> None:
+    def stop(*_: Any) -> None:
+        raise StopError
+
+    def drive(model: nn.Module, optimizer: Any) -> Any:
+        losses = train(model, optimizer, 1)
+        up = model.blocks[2].up
+        hook = up.register_forward_hook(stop) if where == "forward" else up.register_full_backward_hook(stop)
+        torch.manual_seed(1)
+        with pytest.raises(StopError):
+            model.loss(batch(5)).backward()
+        hook.remove()
+        optimizer.zero_grad()
+        torch.manual_seed(2)
+        return losses + train(model, optimizer, 2)
+
+    same(drive, tier, tmp_path, five)
+
+
+def test_autocast(tmp_path: Path) -> None:
+    def drive(model: nn.Module, optimizer: Any) -> Any:
+        losses = []
+        for step in range(3):
+            with torch.autocast(DEVICE, torch.bfloat16):
+                loss = model.loss(batch(step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return losses
+
+    same(drive, "host", tmp_path, five)
+
+
+class Frozen(Tower):
+    """Nothing is trained before the third block, and little behind."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=5)
+        self.requires_grad_(False)
+        self.blocks[2].up.weight.requires_grad_()
+        self.blocks[4].down.bias.requires_grad_()
+
+
+@each_tier
+def test_frozen_units_send_only_what_backward_needs(tier: str, tmp_path: Path, counted: Counted) -> None:
+    same(train, tier, tmp_path, Frozen)
+    assert counted.num_left == 2 * 2, "blocks 2 and 3; there is no backward through the first two"
+
+
+@pytest.mark.parametrize("call", ["pread", "pwrite"])
+def test_a_disk_that_fails_is_said(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from outcore.memory import disk_file
+
+    with prepared(make(five), "disk", tmp_path, homes="device") as (model, optimizer):
+        train(model, optimizer, 1)
+
+        def fail(*_: Any) -> int:
+            raise OSError(errno.EIO, "input/output error")
+
+        monkeypatch.setattr(disk_file.OsDiskIO, call, fail)
+        with pytest.raises(DiskError, match="activations"):
+            train(model, optimizer, 2)
+        outcore.close(model, keep_weights=False)
