@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from outcore.core.errors import ConfigError, OutcoreError
+from outcore.core.errors import ConfigError, OutcoreError, PlanInfeasibleError
 from outcore.device.device import Device
 from outcore.device.faults import Faults
 from outcore.device.opening import open_device
@@ -21,6 +21,7 @@ from outcore.device.race import RaceChecker
 from outcore.device.threads import close_at_exit
 from outcore.memory.limits import disk_free_bytes, host_free_bytes
 from outcore.optim.rules import UpdateRule, rule_for
+from outcore.planning.activations import Sending, saved_bytes
 from outcore.planning.check import check_plan
 from outcore.planning.early import with_early_updates
 from outcore.planning.fits import room_bytes, with_room
@@ -38,7 +39,7 @@ from outcore.saving.first_values import FirstValues
 from outcore.saving.give_back import Origin, give_back, origins_of, take_weights
 from outcore.spec.budget import Budget, Limits
 from outcore.spec.model import ModelSpec, Precision
-from outcore.spec.plan import Plan
+from outcore.spec.plan import AwayTier, Plan
 
 _DEVICE_SHARE = 0.9  # of what is free, where no budget says otherwise: the rest is for the driver and fragmentation
 _HOST_SHARE = 0.8
@@ -83,6 +84,7 @@ def prepare(  # noqa: PLR0913 (one call is the whole configuration)
     units: Sequence[str | type] | None = None,
     plan: Plan | None = None,
     device: torch.device | str | None = None,
+    activations: AwayTier | None = None,
 ) -> Prepared:
     """Make a model train within a memory budget; the loop stays as it is.
 
@@ -91,7 +93,8 @@ def prepare(  # noqa: PLR0913 (one call is the whole configuration)
         optimizer: AdamW, Adam, SGD or Adagrad of ``torch.optim`` over the model's parameters. Param groups stay the
             same list. None:
             evaluation, generation, a frozen reference; all parameters are frozen.
-        sample: The largest micro-batch that will come, for profiling. Not used yet.
+        sample: The largest micro-batch that will come, as keyword arguments of the model's forward. Its shapes tell
+            how much ``activations`` takes; alone it has no effect yet.
         budget: The most to take on each tier; default: what is free, without disk.
         precision: ``fp32``, ``bf16`` (bf16 weights, fp32 masters) or ``pure_bf16``. None: as the model is.
         accumulation_steps: None: any number. A number is a promise: more backward passes per step raise.
@@ -100,6 +103,9 @@ def prepare(  # noqa: PLR0913 (one call is the whole configuration)
         units: Classes or names of the modules that move as a whole, instead of the repeated blocks that are found.
         plan: To obey, instead of a search.
         device: Default: the accelerator if there is one, else the CPU.
+        activations: ``host`` or ``disk``: what forward saves rests there until backward, instead of being recomputed.
+            Needs ``sample``. A call that saves more than the sample's is recomputed. None: what fits is kept on the
+            device, the rest is recomputed.
 
     Returns:
         The model and a ``torch.optim.Optimizer`` (None without one), also usable as a context manager.
@@ -121,6 +127,7 @@ def prepare(  # noqa: PLR0913 (one call is the whole configuration)
         units=units,
         plan=plan,
         device=device,
+        activations=activations,
     )
     return _prepare(model, optimizer, options, Faults(), None)
 
@@ -301,6 +308,7 @@ class _Options(NamedTuple):
     units: Sequence[str | type] | None = None
     plan: Plan | None = None
     device: torch.device | str | None = None
+    activations: AwayTier | None = None
 
 
 def _prepare(
@@ -402,10 +410,17 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
 def _choose_plan(cut: Partition, options: _Options, device: Device) -> Plan:
     limits = _limits(options.budget, device)
     if options.plan is None:
-        steps = options.accumulation_steps
-        plan = place(cut.spec, limits, accumulation_steps=steps, activation_share=device.activation_share)
+        steps, sending = options.accumulation_steps, _sending(cut, options, device)
+        left = limits if sending is None else sending.left(limits)
+        try:
+            plan = place(cut.spec, left, accumulation_steps=steps, activation_share=device.activation_share)
+        except PlanInfeasibleError as error:
+            raise error if sending is None else sending.explained(error) from None
         # With clipping an attempt is lost whenever a step clips, which only a measured run can weigh.
-        plan = plan if steps is None or options.clipping else with_early_updates(cut.spec, plan, limits)
+        plan = plan if steps is None or options.clipping else with_early_updates(cut.spec, plan, left)
+        if sending is not None:
+            plan = sending.applied(plan)
+            check_plan(cut.spec, plan, limits)
         return with_room(cut.spec, plan, limits, clipping=options.clipping)
     promised, given = options.plan.accumulation_steps, options.accumulation_steps
     if given is not None and promised != given:
@@ -421,6 +436,28 @@ def _choose_plan(cut: Partition, options: _Options, device: Device) -> Plan:
         )
     room = min(options.plan.kept_bytes, room_bytes(cut.spec, options.plan, limits))
     return dataclasses.replace(options.plan, kept_bytes=room)
+
+
+def _sending(cut: Partition, options: _Options, device: Device) -> Sending | None:
+    """Which activations leave the device, if the user wants that."""
+    if options.activations is None:
+        return None
+    if options.activations not in ("host", "disk"):
+        raise ConfigError(
+            f"activations: expected 'host' or 'disk', or None to keep what fits on the device, but got "
+            f"{options.activations!r}"
+        )
+    if options.sample is None:
+        raise ConfigError(
+            "activations: expected sample= beside it, the largest micro-batch as keyword arguments of the model's "
+            "forward, from which the room that activations take is worked out, but got none"
+        )
+    if options.activations == "disk" and options.budget.disk is None:
+        raise ConfigError(
+            "activations: expected a folder for the disk tier beside activations='disk', but the budget has none; give "
+            "outcore.Budget(disk=...), --disk DIR in the command"
+        )
+    return Sending(options.activations, saved_bytes(cut, options.sample, device.torch_device))
 
 
 def _limits(budget: Budget, device: Device) -> Limits:

@@ -192,9 +192,13 @@ def test_adapters_are_the_same_over_all_tiers_and_load(command: Run, weights: Pa
 
 def test_the_same_command_trains_the_same_model(command: Run, config_json: Path, text: Path, tmp_path: Path):
     shared = ("train", "--model", config_json, "--data", text, *SHORT)
-    for name, more in (("a", ()), ("b", ("--disk", tmp_path, *TIERS)), ("c", ("--seed", 43))):
+    disk = ("--disk", tmp_path)
+    runs = {"a": (), "b": (*disk, *TIERS), "c": ("--seed", 43), "d": (*disk, "--activations", "disk")}
+    for name, more in runs.items():
         assert command(*shared, "--out", tmp_path / name, *more).status == 0
-    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    assert losses(tmp_path / "a") == losses(tmp_path / "b") == losses(tmp_path / "d")
+    units = json.loads((tmp_path / "d" / "plan.json").read_text())["units"]
+    assert [unit["activations"] for unit in units] == ["device"] + ["disk"] * (len(units) - 1)
     assert losses(tmp_path / "a") != losses(tmp_path / "c")
 
 

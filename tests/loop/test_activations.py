@@ -157,7 +157,8 @@ def test_a_unit_that_is_called_again_is_recomputed_there(tier: str, tmp_path: Pa
 @pytest.mark.parametrize("saved_bytes", [4096, 8192])
 @each_tier
 def test_what_does_not_fit_is_recomputed(saved_bytes: int, tier: str, tmp_path: Path, counted: Counted) -> None:
-    same(shapes, tier, tmp_path, five, saved_bytes=saved_bytes)
+    with pytest.warns(UserWarning, match="saves more than the plan has room for"):
+        same(shapes, tier, tmp_path, five, saved_bytes=saved_bytes)
     assert counted.num_dropped > 0
     assert saved_bytes == 4096 or counted.num_left > 0, "smaller batches fit"
 
@@ -165,17 +166,14 @@ def test_what_does_not_fit_is_recomputed(saved_bytes: int, tier: str, tmp_path: 
 def test_the_last_units_stay(tmp_path: Path, counted: Counted) -> None:
     """Backward wants them first: the last has not left, that before it is there still."""
     with prepared(make(five), "host", tmp_path) as (model, optimizer):
-        traffic = optimizer.engine.traffic
         train(model, optimizer, 1)
         counted.num_left = 0
-        before = dict(traffic._bytes)
+        before = optimizer.traffic()
         model.loss(batch()).backward()
-        moved = {lane.value: traffic._bytes[lane] - before[lane] for lane in before}
-        left = optimizer.engine.order.activations
+        moved = optimizer.traffic()["h2d"] - before["h2d"]
     assert counted.num_left == 4
-    assert left.homes_are_used
-    weights = sum(u.spec.weight_bytes for u in optimizer.engine.units[1:])
-    assert 0 < moved["h2d"] < 2 * weights + 4 * 2**16
+    weights = sum(unit.spec.weight_bytes for unit in optimizer.engine.units[1:])
+    assert moved <= 2 * weights + 3 * 2**14, "three of five come back"
 
 
 class InPlace(nn.Module):

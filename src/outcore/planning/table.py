@@ -144,7 +144,9 @@ def _follows(name: str, next_name: str) -> bool:
 
 
 def _policies(plan: Plan) -> str:
-    counts = Counter(u.policy for u in plan.units if u.name)
+    counts = Counter(
+        u.policy if u.activations == "device" else f"{u.policy} on {u.activations}" for u in plan.units if u.name
+    )
     if len(counts) < 2:
         return next(iter(counts), "keep")
     return ", ".join(f"{policy} ({count} units)" for policy, count in sorted(counts.items()))

@@ -15,6 +15,7 @@ from outcore.spec.model import PRECISIONS, Precision
 
 Tier = Literal["device", "host", "disk"]
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
+AwayTier = Literal["host", "disk"]
 Policy = Literal["keep", "recompute"]
 POLICIES: tuple[Policy, ...] = ("keep", "recompute")
 PoolKind = Literal[

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, final
 
+import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
@@ -207,8 +208,28 @@ def _plan_model(settings: Settings, source: ModelSource, budget: Budget) -> Plan
             plan=given,
             accumulation_steps=args.gradient_accumulation_steps if promises else None,
             device=args.device,
+            **_activations(settings, args),
         )
     )
+
+
+def _activations(settings: Settings, args: Any) -> dict[str, Any]:
+    """Where they rest, and the largest batch that may come."""
+    if settings.activations is None:
+        return {}
+    if settings.plan is not None:
+        raise ConfigError(
+            "--activations: expected it without --plan, which says where activations rest, but got both; leave one out"
+        )
+    if args.max_length is None:
+        raise ConfigError(
+            "--activations: expected --seq-len N, from which the room that activations take is worked out, but rows "
+            "may have any length; set it"
+        )
+    rows = args.per_device_train_batch_size * settings.method.rows_per_example
+    ids = torch.zeros(rows, args.max_length, dtype=torch.long)
+    sample = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    return {"activations": settings.activations, "sample": sample}
 
 
 def _plan_reference(settings: Settings, source: ModelSource, budget: Budget) -> Planned:

@@ -33,6 +33,9 @@ class Method(ABC):
     has_reference: ClassVar[bool]
     """A frozen copy of the model runs beside it, unless adapters can be switched off instead."""
 
+    rows_per_example: ClassVar[int]
+    """Rows that go through the model for one of the data."""
+
     @abstractmethod
     def config_class(self) -> Any:
         """TRL's class of settings."""
@@ -66,6 +69,7 @@ class FineTuning(Method):
     metrics = _MEASURED
     kinds = ("messages", "prompt_completion", "text")
     has_reference = False
+    rows_per_example = 1
 
     def config_class(self) -> Any:
         """TRL's class of settings."""
@@ -107,6 +111,7 @@ class Preferences(Method):
     )
     kinds = ("preferences",)
     has_reference = True
+    rows_per_example = 2  # both answers at once
 
     def config_class(self) -> Any:
         """TRL's class of settings."""

@@ -21,11 +21,10 @@ from outcore.device.lanes import Handle
 from outcore.memory.arena import Region
 from outcore.order.activations import ActivationOrder, SavedCall
 from outcore.order.ledger import Span
+from outcore.planning.activations import ALIGN_BYTES, SMALL_BYTES
 from outcore.runtime.activations.saved import Kept, by_place, changed, escaped, storage_of
 from outcore.runtime.unit.unit import Unit
 
-SMALL_BYTES = 4096
-_ALIGN_BYTES = 512  # as allocators do: kernels are chosen by how their arguments lie
 _calls = itertools.count()
 
 
@@ -125,7 +124,7 @@ class Away:
             return None
         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(whole)
         storage = self._storages[place] = _Storage(memory, self.nbytes)
-        self.nbytes = align_up(self.nbytes + whole.nbytes(), _ALIGN_BYTES)
+        self.nbytes = align_up(self.nbytes + whole.nbytes(), ALIGN_BYTES)
         return storage
 
     def _give(self, packed: Any) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
@@ -305,6 +306,11 @@ class _SentAway(_Saving):
 
     def end(self, inner: Sequence[torch.Tensor], made: Sequence[torch.Tensor], owner: object) -> Graph | None:
         if not self._away.fits:
+            warnings.warn(  # the same words for all units, so that Python says it once
+                "a call saves more than the plan has room for on host or disk, and is recomputed in backward, which "
+                "changes no result; give outcore.prepare() the largest batch as sample=",
+                stacklevel=2,
+            )
             return None
         self._away.end_forward(owner)
         edges = [torch.autograd.graph.get_gradient_edge(t) for t in made]

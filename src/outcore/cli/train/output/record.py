@@ -32,7 +32,8 @@ from outcore.core.errors import ConfigError
 from outcore.memory.weights_file import WeightsDirectory
 
 _FREE = {
-    *("device_memory", "host_memory", "disk", "plan", "device", "trace", "on_nonfinite", "eval_data", "use_cpu"),
+    *("device_memory", "host_memory", "disk", "plan", "activations", "device", "use_cpu"),
+    *("trace", "on_nonfinite", "eval_data"),
     *("save_steps", "save_strategy", "save_total_limit", "save_on_each_node", "report_to", "run_name", "project"),
     *("load_best_model_at_end", "metric_for_best_model", "greater_is_better", "per_device_eval_batch_size"),
     *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers", "dataset_num_proc"),

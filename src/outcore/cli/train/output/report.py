@@ -149,7 +149,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return self._summary | {
             "time": f"{took}, evaluation and saving included",
-            "peak memory": f"{planned}, without activations; this process {format_bytes(resident)} resident",
+            "peak memory": f"{planned}, without device activations; this process {format_bytes(resident)} resident",
         }
 
     def _add_up(self, loss: float, steps: int, tokens: int, took_s: float) -> None:

@@ -26,6 +26,8 @@ def describe(settings: Settings) -> dict[str, str]:
         for name, value in settings.training.items()
         if name not in _SAID and DEFAULTS.get(name, dataclasses.MISSING) != value
     }
+    if settings.activations is not None:
+        rest["activations"] = f"on {settings.activations} between forward and backward"
     if settings.on_nonfinite != RunOptions.on_nonfinite:
         rest["on nonfinite"] = settings.on_nonfinite
     if settings.trace is not None:

@@ -160,6 +160,12 @@ _SHARED: Mapping[str, Any] = {
         kind=list[str],
     ),
     "plan": _option(_WHERE, "FILE", "A plan.json to obey, from another run or edited."),
+    "activations": _option(
+        _WHERE,
+        "TIER",
+        "host or disk: what forward saves rests there until backward, instead of being recomputed. Kept on the device "
+        "by default, as far as it fits.",
+    ),
     "device": _option(_WHERE, "NAME", "cpu or cuda; the accelerator if there is one."),
     "out": _option(_OUTPUT, "DIR", "Folder to write to; new or empty, unless --resume."),
     "save_every": _option(_OUTPUT, "N", "Save a checkpoint every N steps and at the end; none by default."),

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator
 from pydantic_core import PydanticCustomError
 
 from outcore.spec.model import Precision
+from outcore.spec.plan import AwayTier
 
 OnNonfinite = Literal["stop", "skip", "go"]
 Resume = bool | Literal["auto"]
@@ -36,6 +37,8 @@ class RunOptions:
     eval_data: Name | None = None
     precision: Precision = "bf16"
     plan: File | None = None
+    activations: AwayTier | None = None
+    """Where what forward saves rests until backward; None: on the device, as far as it fits."""
     device: str | None = None
     """``cpu`` or an accelerator; None: the accelerator if there is one."""
     resume: Resume = False

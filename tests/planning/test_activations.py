@@ -1,0 +1,151 @@
+"""What forwards save is known before the run, to the byte, and plans have room for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loop.rig import DEVICE, Tower, adamw, assert_same, batch, make, seen
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+import outcore
+from outcore.api import plan_for
+from outcore.core.errors import ConfigError, PlanInfeasibleError
+from outcore.planning.check import check_plan
+from outcore.runtime.activations.away import Away
+
+IDS = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2}
+WIDTH = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4, **IDS}
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**WIDTH)),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(n_embd=48, n_layer=3, n_head=4, n_positions=64, **IDS)),
+}
+
+
+def sample_of(rows: int = 2, length: int = 32) -> dict[str, torch.Tensor]:
+    ids = torch.randint(96, (rows, length), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    return {"input_ids": ids, "labels": ids}
+
+
+def train(model: nn.Module, optimizer: Any, steps: int = 2) -> list[torch.Tensor]:
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        loss = model(**sample_of()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of what calls have saved."""
+    found: list[int] = []
+    end = Away.end_forward
+    monkeypatch.setattr(Away, "end_forward", lambda mine, owner: (end(mine, owner), found.append(mine.nbytes)))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_call_saves_what_was_planned(
+    name: str, dtype: torch.dtype, tier: str, tmp_path: Path, sizes: list[int]
+) -> None:
+    model = make(MODELS[name], dtype)
+    options = {"sample": sample_of(), "activations": tier, "device": DEVICE, "budget": outcore.Budget(disk=tmp_path)}
+    with outcore.prepare(model, adamw(model), precision="pure_bf16" if dtype != torch.float32 else None, **options) as (
+        model,
+        optimizer,
+    ):
+        planned = [unit.saved_bytes for unit in optimizer.engine.plan.units[1:]]
+        train(model, optimizer)
+    assert sizes == planned * 2
+    assert min(planned) > 0
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_trained_as_in_the_plain_loop(tier: str, tmp_path: Path) -> None:
+    model = make(MODELS["gpt2"])
+    plain = adamw(model, fused=True)
+    want = seen(train(model, plain), model, plain)
+    model = make(MODELS["gpt2"])
+    budget = outcore.Budget(disk=tmp_path)
+    options = {"sample": sample_of(), "activations": tier, "device": DEVICE, "budget": budget}
+    with outcore.prepare(model, adamw(model), **options) as (model, optimizer):
+        assert_same(want, seen(train(model, optimizer), model, optimizer))
+
+
+def test_experts_that_tokens_choose_are_no_shapes() -> None:
+    model = MixtralForCausalLM(MixtralConfig(num_local_experts=4, num_key_value_heads=4, **WIDTH)).bfloat16()
+    spec, plan = plan_for(model, adamw(model), sample=sample_of(), activations="host", device=DEVICE)
+    assert all(unit.saved_bytes for unit in plan.units[1:])
+    check_plan(spec, plan)
+
+
+def test_a_smaller_batch_fits_and_a_larger_one_is_recomputed(sizes: list[int]) -> None:
+    model = make(MODELS["llama"])
+    with outcore.prepare(model, adamw(model), sample=sample_of(), activations="host", device=DEVICE) as (model, _):
+        model(**sample_of(1, 16)).loss.backward()
+        assert len(sizes) == 3
+        with pytest.warns(UserWarning, match="saves more than the plan has room for"):
+            model(**sample_of(4, 32)).loss.backward()
+        assert len(sizes) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"activations": "moon", "sample": {}}, "activations: expected 'host' or 'disk', or None .* but got 'moon'"),
+        ({"activations": "disk", "sample": sample_of()}, "activations: expected a folder for the disk tier"),
+        ({"activations": "host"}, "activations: expected sample= beside it"),
+        ({"activations": "host", "sample": {"x": torch.ones(2)}}, "sample: expected keyword arguments with which"),
+    ],
+)
+def test_is_refused_before_anything_moves(options: dict[str, Any], message: str) -> None:
+    model = make(MODELS["llama"])
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ConfigError, match=message):
+        outcore.prepare(model, adamw(model), device=DEVICE, **options)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_what_an_error_names_is_enough(tmp_path: Path) -> None:
+    model = make(MODELS["llama"])
+    options = {"sample": sample_of(), "activations": "disk", "device": DEVICE}
+    budget = outcore.Budget(device=2**16, host=2**16, disk=tmp_path, disk_bytes=2**20)
+    with pytest.raises(
+        PlanInfeasibleError, match="Activations that rest on disk take .* on device, .* on host"
+    ) as caught:
+        outcore.prepare(model, adamw(model), budget=budget, **options)
+    need = caught.value.required_bytes
+    enough = outcore.Budget(device=need["device"], host=need["host"], disk=tmp_path, disk_bytes=need["disk"])
+    with outcore.prepare(model, adamw(model), budget=enough, **options) as (model, optimizer):
+        train(model, optimizer, 1)
+
+
+def test_a_disk_that_is_too_small_for_them_is_refused(tmp_path: Path) -> None:
+    model = make(MODELS["llama"])
+    budget = outcore.Budget(device=2**30, host=2**30, disk=tmp_path, disk_bytes=2**16)
+    with pytest.raises(PlanInfeasibleError, match="activations of the units"):
+        outcore.prepare(model, adamw(model), sample=sample_of(), activations="disk", device=DEVICE, budget=budget)
+
+
+def test_a_plan_goes_through_json(tmp_path: Path) -> None:
+    model = make(MODELS["llama"])
+    budget = outcore.Budget(disk=tmp_path)
+    spec, plan = plan_for(model, adamw(model), sample=sample_of(), activations="disk", device=DEVICE, budget=budget)
+    again = outcore.Plan.from_json(plan.to_json())
+    assert again == plan
+    check_plan(spec, again)
+
+
+def test_a_tower_with_positional_arguments_has_no_sample() -> None:
+    model = make(Tower)
+    with pytest.raises(ConfigError, match="sample: expected keyword arguments"):
+        outcore.prepare(model, adamw(model), sample={"tokens": batch()}, activations="host", device=DEVICE)
