@@ -136,8 +136,8 @@ class _Search:
         best = sorted(fillings[: self._budget // 4], key=self._seconds)
         changed = [self._descend(start, most) for start, most in zip(best, self._turns(), strict=False)]
         uniform = [candidate for candidate in self._uniform().values() if self._fits(candidate)]
-        chosen = self._plan(min([*changed, *uniform], key=self._seconds, default=self._choice.of(self._today)))
-        return self._found(min([chosen, self._today], key=lambda plan: self._settled(plan).step_s))
+        plans = [self._plan(candidate) for candidate in sorted([*changed, *uniform], key=self._seconds)[:1]]
+        return self._found(min([*plans, self._today], key=lambda plan: self._settled(plan).step_s))
 
     def _found(self, plan: Plan) -> Found:
         bound, runners_up = self._bound(plan), tuple(self._runners_up(plan))
