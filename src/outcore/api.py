@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,20 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from outcore.core.errors import ConfigError, OutcoreError, PlanInfeasibleError
-from outcore.device.device import Device
+from outcore.choice import Options, choose_plan, limits_of
+from outcore.core.errors import ConfigError, OutcoreError
 from outcore.device.faults import Faults
 from outcore.device.opening import open_device
 from outcore.device.race import RaceChecker
 from outcore.device.threads import close_at_exit
-from outcore.memory.limits import disk_free_bytes, host_free_bytes
 from outcore.optim.rules import UpdateRule, rule_for
-from outcore.planning.activations import Sending, saved_bytes
-from outcore.planning.check import check_plan
-from outcore.planning.early import with_early_updates
-from outcore.planning.fits import room_bytes, with_room
 from outcore.planning.partition import Partition, partition
-from outcore.planning.placement import place
 from outcore.runtime.engine import Engine, Promises
 from outcore.runtime.gather import gathered_units
 from outcore.runtime.module_guard import attachment_of, engine_of, is_guarded
@@ -37,12 +30,9 @@ from outcore.saving.conversions import refuse_prefixes
 from outcore.saving.export import save_model, stream_tensors
 from outcore.saving.first_values import FirstValues
 from outcore.saving.give_back import Origin, give_back, origins_of, take_weights
-from outcore.spec.budget import Budget, Limits
+from outcore.spec.budget import Budget
 from outcore.spec.model import ModelSpec, Precision
 from outcore.spec.plan import AwayTier, Plan
-
-_DEVICE_SHARE = 0.9  # of what is free, where no budget says otherwise: the rest is for the driver and fragmentation
-_HOST_SHARE = 0.8
 
 
 class Prepared(NamedTuple):
@@ -117,7 +107,7 @@ def prepare(  # noqa: PLR0913 (one call is the whole configuration)
 
     Memory: everything that training takes but activations is allocated here, and nothing later.
     """
-    options = _Options(
+    options = Options(
         sample=sample,
         budget=budget or Budget(),
         precision=precision,
@@ -141,7 +131,7 @@ def prepare_for_test(
     **options: Any,
 ) -> Prepared:
     """``prepare`` with injected faults and a race checker. For tests; not part of the contract."""
-    return _prepare(model, optimizer, _Options(**options), faults or Faults(), race_checker)
+    return _prepare(model, optimizer, Options(**options), faults or Faults(), race_checker)
 
 
 def plan_for(model: nn.Module, optimizer: torch.optim.Optimizer | None, **options: Any) -> tuple[ModelSpec, Plan]:
@@ -159,16 +149,16 @@ def plan_for(model: nn.Module, optimizer: torch.optim.Optimizer | None, **option
         ConfigError: An argument that cannot be used.
         PlanInfeasibleError: The budget does not suffice.
     """
-    given = _Options(**{name: value for name, value in options.items() if value is not None})
+    given = Options(**{name: value for name, value in options.items() if value is not None})
     _, cut = _cut(model, optimizer, given)
     with open_device(given.device, Faults(), None) as device:
-        return cut.spec, _choose_plan(cut, given, device)
+        return cut.spec, choose_plan(cut, given, device)
 
 
 def free_budget(budget: Budget, *, device: torch.device | str | None = None) -> Budget:
     """A budget with a number for every tier that is allowed: what it leaves open becomes what would be taken now."""
     with open_device(device, Faults(), None) as opened:
-        limits = _limits(budget, opened)
+        limits = limits_of(budget, opened)
     return Budget(device=limits.device_bytes, host=limits.host_bytes, disk=budget.disk, disk_bytes=limits.disk_bytes)
 
 
@@ -298,23 +288,10 @@ _GIVEN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers that were prepared once: their states ended with that run, or go on elsewhere."""
 
 
-class _Options(NamedTuple):
-    sample: Mapping[str, torch.Tensor] | None = None
-    budget: Budget = Budget()
-    precision: Precision | None = None
-    accumulation_steps: int | None = None
-    clipping: bool = True
-    weights: str | Path | None = None
-    units: Sequence[str | type] | None = None
-    plan: Plan | None = None
-    device: torch.device | str | None = None
-    activations: AwayTier | None = None
-
-
 def _prepare(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    options: _Options,
+    options: Options,
     faults: Faults,
     race_checker: RaceChecker | None,
 ) -> Prepared:
@@ -323,7 +300,7 @@ def _prepare(
     first_values = FirstValues(model, options.weights)
     device = open_device(options.device, faults, race_checker)
     try:
-        plan = _choose_plan(cut, options, device)
+        plan = choose_plan(cut, options, device)
     except BaseException:
         device.close()
         raise
@@ -356,7 +333,7 @@ def _prepare(
 
 
 def _cut(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, options: _Options
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Options
 ) -> tuple[UpdateRule | None, Partition]:
     """Check the arguments and cut the model into units. Without an optimizer everything is frozen."""
     _check_arguments(model, optimizer, options)
@@ -368,7 +345,7 @@ def _cut(
     return rule, partition(model, units=options.units, state_names=names, precision=options.precision)
 
 
-def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None, options: _Options) -> None:
+def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Options) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"prepare: expected a torch.nn.Module as model, but got a {type(model).__name__}")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -405,70 +382,6 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
     held = next((n for n, p in model.named_parameters() if p.grad is not None), None)
     if held is not None:
         raise ConfigError(f"prepare: expected no gradients yet, but '{held}' has one; call optimizer.zero_grad() first")
-
-
-def _choose_plan(cut: Partition, options: _Options, device: Device) -> Plan:
-    limits = _limits(options.budget, device)
-    if options.plan is None:
-        steps, sending = options.accumulation_steps, _sending(cut, options, device)
-        left = limits if sending is None else sending.left(limits)
-        try:
-            plan = place(cut.spec, left, accumulation_steps=steps, activation_share=device.activation_share)
-        except PlanInfeasibleError as error:
-            raise error if sending is None else sending.explained(error) from None
-        # With clipping an attempt is lost whenever a step clips, which only a measured run can weigh.
-        plan = plan if steps is None or options.clipping else with_early_updates(cut.spec, plan, left)
-        if sending is not None:
-            plan = sending.applied(plan)
-            check_plan(cut.spec, plan, limits)
-        return with_room(cut.spec, plan, limits, clipping=options.clipping)
-    promised, given = options.plan.accumulation_steps, options.accumulation_steps
-    if given is not None and promised != given:
-        raise ConfigError(
-            f"prepare: expected the accumulation_steps that the plan was made for ({promised}), but got {given}; "
-            "leave it out, or make the plan again"
-        )
-    check_plan(cut.spec, options.plan, limits)
-    if options.plan.plain and not options.clipping:
-        raise ConfigError(
-            "prepare: expected clipping=True with a plan that leaves gradients to autograd (plain), but got False; "
-            "set plain to false in the plan, or make the plan again"
-        )
-    room = min(options.plan.kept_bytes, room_bytes(cut.spec, options.plan, limits))
-    return dataclasses.replace(options.plan, kept_bytes=room)
-
-
-def _sending(cut: Partition, options: _Options, device: Device) -> Sending | None:
-    """Which activations leave the device, if the user wants that."""
-    if options.activations is None:
-        return None
-    if options.activations not in ("host", "disk"):
-        raise ConfigError(
-            f"activations: expected 'host' or 'disk', or None to keep what fits on the device, but got "
-            f"{options.activations!r}"
-        )
-    if options.sample is None:
-        raise ConfigError(
-            "activations: expected sample= beside it, the largest micro-batch as keyword arguments of the model's "
-            "forward, from which the room that activations take is worked out, but got none"
-        )
-    if options.activations == "disk" and options.budget.disk is None:
-        raise ConfigError(
-            "activations: expected a folder for the disk tier beside activations='disk', but the budget has none; give "
-            "outcore.Budget(disk=...), --disk DIR in the command"
-        )
-    return Sending(options.activations, saved_bytes(cut, options.sample, device.torch_device))
-
-
-def _limits(budget: Budget, device: Device) -> Limits:
-    free_host = host_free_bytes()
-    shared = 0.5 if device.has_host_memory else 1.0  # what is free is free for both tiers
-    device_bytes = budget.device if budget.device is not None else int(_DEVICE_SHARE * shared * device.memory_bytes())
-    host_bytes = budget.host if budget.host is not None else int(_HOST_SHARE * shared * free_host)
-    disk_bytes = budget.disk_bytes
-    if budget.disk is not None and disk_bytes is None:
-        disk_bytes = sum(disk_free_bytes(Path(p)) for p in budget.paths)
-    return Limits(device_bytes=device_bytes, host_bytes=host_bytes, disk_bytes=disk_bytes)
 
 
 def _switch_off_checkpointing(model: nn.Module) -> None:

@@ -103,7 +103,18 @@ def test_the_commands_and_options_are_these():
     command = typer.main.get_command(cli.app)
     options = {name: sorted(p.name for p in sub.params) for name, sub in command.commands.items()}
     trains = [
-        *("assignments", "batch_size", "config", "data", "device", "device_memory", "disk", "dry_run", "epochs"),
+        *(
+            "activations",
+            "assignments",
+            "batch_size",
+            "config",
+            "data",
+            "device",
+            "device_memory",
+            "disk",
+            "dry_run",
+            "epochs",
+        ),
         *("eval_data", "grad_accum", "host_memory", "keep", "lora", "lr", "max_grad_norm", "model", "out"),
         *(
             "on_nonfinite",

@@ -18,7 +18,7 @@ import outcore
 from outcore.core.errors import DiskError
 from outcore.planning.pools import Comfort
 from outcore.runtime.activations import away
-from outcore.runtime.activations.away import Away
+from outcore.runtime.activations.away import Away, _Packing
 
 from .rig import DEVICE, Tower, adamw, assert_same, batch, make, seen, train
 
@@ -38,9 +38,9 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_left = self.num_dropped = 0
-        leave, drop = Away.leave, Away._drop
+        leave, drop = Away.leave, _Packing._drop
         monkeypatch.setattr(Away, "leave", lambda mine, target: self.add("num_left") or leave(mine, target))
-        monkeypatch.setattr(Away, "_drop", lambda mine: self.add("num_dropped") or drop(mine))
+        monkeypatch.setattr(_Packing, "_drop", lambda mine: self.add("num_dropped") or drop(mine))
 
     def add(self, name: str) -> None:
         setattr(self, name, getattr(self, name) + 1)

@@ -227,7 +227,7 @@ def _activations(settings: Settings, args: Any) -> dict[str, Any]:
             "may have any length; set it"
         )
     rows = args.per_device_train_batch_size * settings.method.rows_per_example
-    ids = torch.zeros(rows, args.max_length, dtype=torch.long)
+    ids = torch.zeros(rows, args.max_length, dtype=torch.long, device="cpu")
     sample = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
     return {"activations": settings.activations, "sample": sample}
 

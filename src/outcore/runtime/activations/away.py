@@ -40,7 +40,7 @@ class _Storage:
     __slots__ = ("memory", "start")
 
     def __init__(self, memory: torch.Tensor, start: int) -> None:
-        self.memory: torch.Tensor | None = memory  # 1D uint8, until it is home
+        self.memory = memory  # 1D uint8
         self.start = start
 
 
@@ -69,30 +69,20 @@ class _View:
         )
 
 
-class Away:
-    """Packs what autograd saves in one call, and unpacks it in backward."""
+class _Packing:
+    """Hooks under which storages are gathered that leave, and found again when they are back."""
 
-    def __init__(
-        self,
-        unit: Unit,
-        order: ActivationOrder[Handle],
-        device: torch.device,
-        staying: Iterable[torch.Tensor],
-        where: str,
-    ) -> None:
-        """Args: device: That it leaves. staying: Tensors whose memory the caller keeps. where: For errors."""
-        self._unit, self._order, self._device, self._where = unit, order, device, where
+    def __init__(self, unit: Unit, device: torch.device, staying: Iterable[torch.Tensor], where: str) -> None:
+        """Args: device: That they leave. staying: Tensors whose memory the caller keeps. where: For errors."""
+        self._unit, self._device, self._where = unit, device, where
         self._staying = {0, *map(storage_of, staying)}
-        self._storages: dict[int, _Storage] = {}
+        self.storages: dict[int, _Storage] = {}
+        """By address, until they are home."""
         self._views: list[_View] = []
-        self._call: SavedCall[Handle] | None = None
-        self._owner: Callable[[], object] = _nobody
-        self._memory: torch.Tensor | None = None
         self.nbytes = 0
-        self.is_held = self.fits = True
-        self._returned: list[tuple[torch.Tensor, int]] = []
-        self._is_changed = False
-        self.memory: _Place | None = None
+        self.fits = True
+        self.memory: torch.Tensor | None = None
+        """Where they are back, while backward is at the unit."""
 
     def hooks(self) -> Any:
         """To run the block under, with its weights bound."""
@@ -103,14 +93,13 @@ class Away:
         return torch.autograd.graph.saved_tensors_hooks(self._keep, self._give)
 
     def _keep(self, tensor: torch.Tensor) -> Any:
-        """Hook that packs. What has to leave is taken by its storage."""
         packed = self._pack(tensor) if self.fits else None
         if not isinstance(packed, Kept) or tensor.device != self._device:
             return packed
         place = storage_of(tensor)
         if place in self._staying or tensor.untyped_storage().nbytes() <= SMALL_BYTES:
             return packed
-        storage = self._storages.get(place) or self._take(place, tensor)
+        storage = self.storages.get(place) or self._take(place, tensor)
         if storage is None:
             return None
         view = _View(tensor, storage.start)
@@ -123,9 +112,17 @@ class Away:
             self._drop()
             return None
         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(whole)
-        storage = self._storages[place] = _Storage(memory, self.nbytes)
+        storage = self.storages[place] = _Storage(memory, self.nbytes)
         self.nbytes = align_up(self.nbytes + whole.nbytes(), ALIGN_BYTES)
         return storage
+
+    def _drop(self) -> None:
+        """Keep nothing: it does not fit."""
+        self.fits = False
+        self.storages.clear()
+        for view in self._views:
+            view.tensor = None
+        self._views.clear()
 
     def _give(self, packed: Any) -> torch.Tensor:
         if packed is None:
@@ -136,17 +133,47 @@ class Away:
             raise UnsupportedError(changed(packed.size, self._where))
         if packed.tensor is not None:
             return packed.tensor
-        if self._memory is None:
+        if self.memory is None:
             raise UnsupportedError(escaped(self._where))
-        return packed.again(self._memory)
+        return packed.again(self.memory)
 
-    def _drop(self) -> None:
-        """Keep nothing: it does not fit."""
-        self.fits = False
-        self._storages.clear()
+    def let_go(self) -> None:
+        """All is home."""
         for view in self._views:
-            view.tensor = None
-        self._views.clear()
+            view.let_go()
+        self.storages.clear()
+
+
+class Away:
+    """What one call has saved: off the device and back. It is what ``ActivationOrder`` moves."""
+
+    def __init__(
+        self,
+        unit: Unit,
+        order: ActivationOrder[Handle],
+        device: torch.device,
+        staying: Iterable[torch.Tensor],
+        where: str,
+    ) -> None:
+        """Args: device: That it leaves. staying: Tensors whose memory the caller keeps. where: For errors."""
+        self._unit, self._order, self._where = unit, order, where
+        self._packing = _Packing(unit, device, staying, where)
+        self._call: SavedCall[Handle] | None = None
+        self._owner: Callable[[], object] = _nobody
+        self._returned: list[tuple[torch.Tensor, int]] = []
+        self._is_changed = False
+        self.nbytes = 0
+        self.is_held = True
+        self.memory: _Place | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the unit's home can hold it, as far as forward has come."""
+        return self._packing.fits
+
+    def hooks(self) -> Any:
+        """To run the block under, with its weights bound."""
+        return self._packing.hooks()
 
     # What the order asks for.
 
@@ -156,10 +183,8 @@ class Away:
 
     def leave(self, target: Span) -> Callable[[], None]:
         """Copy all storages to where they rest, or to a slot on the way there."""
-        pairs = []
-        for storage in self._storages.values():
-            if (memory := storage.memory) is not None:
-                pairs.append((target.memory.bytes[storage.start : storage.start + memory.numel()], memory))
+        storages, into = self._packing.storages.values(), target.memory.bytes
+        pairs = [(into[s.start : s.start + s.memory.numel()], s.memory) for s in storages]
 
         def copy() -> None:
             for to, origin in pairs:
@@ -171,23 +196,21 @@ class Away:
         """See ``order.activations.Saved``."""
         self.is_held = False
         self._is_changed, self._returned = self._has_changed(), []
-        for view in self._views:
-            view.let_go()
-        self._storages.clear()
+        self._packing.let_go()
 
     # What the call does.
 
     def end_forward(self, owner: object) -> None:
         """The block has run, and what it saved will leave. Args: owner: Lives as long as backward may come."""
-        self.nbytes = align_up(self.nbytes, PAGE_BYTES)
+        self.nbytes = align_up(self._packing.nbytes, PAGE_BYTES)
         self._owner = weakref.ref(owner)
         self.memory = _Place(Region(f"activations of {self._unit.label}, call {next(_calls)}", 0, self.nbytes))
-        if self._storages:
+        if self._packing.storages:
             self._call = self._order.end_forward(self._unit.ledger, self)
 
     def among(self, made: Sequence[torch.Tensor]) -> list[int]:
         """Results whose memory was saved."""
-        return [i for i, t in enumerate(made) if storage_of(t) in self._storages]
+        return [i for i, t in enumerate(made) if storage_of(t) in self._packing.storages]
 
     def watch(self, returned: Sequence[tuple[torch.Tensor, int]]) -> None:
         """Until it is home nobody may change these: versions are not those of the tensors that were saved."""
@@ -204,11 +227,11 @@ class Away:
             )
         if self._call is not None:
             span = self._order.begin_backward(self._call)
-            self._memory = None if span is None else span.memory.bytes
+            self._packing.memory = None if span is None else span.memory.bytes
 
     def end_backward(self, *, is_over: bool) -> None:
         """Compute is done with it. Args: is_over: The graph is not walked again."""
-        self._memory = None
+        self._packing.memory = None
         if self._call is not None:
             self._order.end_backward(self._call, is_over=is_over)
 

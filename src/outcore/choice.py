@@ -1,0 +1,112 @@
+"""Which plan a run follows: arguments of the user's, what is free on this machine, and the planner between them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from outcore.core.errors import ConfigError, PlanInfeasibleError
+from outcore.device.device import Device
+from outcore.memory.limits import disk_free_bytes, host_free_bytes
+from outcore.planning.activations import Sending, saved_bytes
+from outcore.planning.check import check_plan
+from outcore.planning.early import with_early_updates
+from outcore.planning.fits import room_bytes, with_room
+from outcore.planning.partition import Partition
+from outcore.planning.placement import place
+from outcore.spec.budget import Budget, Limits
+from outcore.spec.model import Precision
+from outcore.spec.plan import AwayTier, Plan
+
+_DEVICE_SHARE = 0.9  # of what is free, where no budget says otherwise: the rest is for the driver and fragmentation
+_HOST_SHARE = 0.8
+
+
+class Options(NamedTuple):
+    """Arguments of ``prepare``."""
+
+    sample: Mapping[str, torch.Tensor] | None = None
+    budget: Budget = Budget()
+    precision: Precision | None = None
+    accumulation_steps: int | None = None
+    clipping: bool = True
+    weights: str | Path | None = None
+    units: Sequence[str | type] | None = None
+    plan: Plan | None = None
+    device: torch.device | str | None = None
+    activations: AwayTier | None = None
+
+
+def choose_plan(cut: Partition, options: Options, device: Device) -> Plan:
+    """The plan that was given, if it can be obeyed, or one for what the budget leaves.
+
+    Raises:
+        ConfigError: Arguments that cannot be used, or a plan for another model.
+        PlanInfeasibleError: The budget does not suffice.
+    """
+    limits = limits_of(options.budget, device)
+    if options.plan is None:
+        steps, sending = options.accumulation_steps, _sending(cut, options, device)
+        left = limits if sending is None else sending.left(limits)
+        try:
+            plan = place(cut.spec, left, accumulation_steps=steps, activation_share=device.activation_share)
+        except PlanInfeasibleError as error:
+            raise error if sending is None else sending.explained(error) from None
+        # With clipping an attempt is lost whenever a step clips, which only a measured run can weigh.
+        plan = plan if steps is None or options.clipping else with_early_updates(cut.spec, plan, left)
+        if sending is not None:
+            plan = sending.applied(plan)
+            check_plan(cut.spec, plan, limits)
+        return with_room(cut.spec, plan, limits, clipping=options.clipping)
+    promised, given = options.plan.accumulation_steps, options.accumulation_steps
+    if given is not None and promised != given:
+        raise ConfigError(
+            f"prepare: expected the accumulation_steps that the plan was made for ({promised}), but got {given}; "
+            "leave it out, or make the plan again"
+        )
+    check_plan(cut.spec, options.plan, limits)
+    if options.plan.plain and not options.clipping:
+        raise ConfigError(
+            "prepare: expected clipping=True with a plan that leaves gradients to autograd (plain), but got False; "
+            "set plain to false in the plan, or make the plan again"
+        )
+    room = min(options.plan.kept_bytes, room_bytes(cut.spec, options.plan, limits))
+    return dataclasses.replace(options.plan, kept_bytes=room)
+
+
+def _sending(cut: Partition, options: Options, device: Device) -> Sending | None:
+    """Which activations leave the device, if the user wants that."""
+    if options.activations is None:
+        return None
+    if options.activations not in ("host", "disk"):
+        raise ConfigError(
+            f"activations: expected 'host' or 'disk', or None to keep what fits on the device, but got "
+            f"{options.activations!r}"
+        )
+    if options.sample is None:
+        raise ConfigError(
+            "activations: expected sample= beside it, the largest micro-batch as keyword arguments of the model's "
+            "forward, from which the room that activations take is worked out, but got none"
+        )
+    if options.activations == "disk" and options.budget.disk is None:
+        raise ConfigError(
+            "activations: expected a folder for the disk tier beside activations='disk', but the budget has none; give "
+            "outcore.Budget(disk=...), --disk DIR in the command"
+        )
+    return Sending(options.activations, saved_bytes(cut, options.sample, device.torch_device))
+
+
+def limits_of(budget: Budget, device: Device) -> Limits:
+    """The most to take on each tier: what the budget says, else most of what is free now."""
+    free_host = host_free_bytes()
+    shared = 0.5 if device.has_host_memory else 1.0  # what is free is free for both tiers
+    device_bytes = budget.device if budget.device is not None else int(_DEVICE_SHARE * shared * device.memory_bytes())
+    host_bytes = budget.host if budget.host is not None else int(_HOST_SHARE * shared * free_host)
+    disk_bytes = budget.disk_bytes
+    if budget.disk is not None and disk_bytes is None:
+        disk_bytes = sum(disk_free_bytes(Path(p)) for p in budget.paths)
+    return Limits(device_bytes=device_bytes, host_bytes=host_bytes, disk_bytes=disk_bytes)
