@@ -56,7 +56,7 @@ def forced(
     """
     names = () if optimizer is None else rule_for(optimizer).state_names(optimizer.param_groups)
     spec = partition(model, units=units, state_names=names, precision=precision).spec
-    assert len(spec.units) > 1, "nothing moves"
+    assert len(spec.units) > 1 or units is not None, "nothing moves"
     plans = []
     for i, unit in enumerate(spec.units):
         weights, gradients, states = (homes,) * 3 if isinstance(homes, str) else homes(i)
