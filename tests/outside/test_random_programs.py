@@ -22,7 +22,10 @@ def _is_steady(program: Program) -> bool:
 SEEDS = list(itertools.islice((s for s in itertools.count(30_001) if _is_steady(make_program(s))), NUM_PROGRAMS))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+ONCE_WRONG = [400_092]  # a forward behind backward still read the weights that an early update replaced
+
+
+@pytest.mark.parametrize("seed", SEEDS + ONCE_WRONG)
 def test_random_program(seed: int) -> None:
     program = make_program(seed)
     result = run_program(program)

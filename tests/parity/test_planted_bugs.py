@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from outcore.api import prepare_for_test
 from outcore.core.errors import OutcoreError, RaceError
+from outcore.device.faults import Faults
+from outcore.device.race import RaceChecker
 
-from .cases import Case, run_checked
-from .loops import Setting
+from . import zoo
+from .cases import Case, run, run_checked
+from .loops import Record, Setting, assert_equal, plain_backward, plain_loop
 
 STEPS = 3
 SCENARIOS = [
@@ -54,7 +61,9 @@ def test_there_are_enough_waits_to_drop(users: dict[str, list[Case]]) -> None:
 
 
 IMPLIED = {"states read"}
-"""Whoever reads states at home also writes them afterwards, or runs on the lane that does."""
+"""Of the operations that write states at home each comes after whoever read them in any case: it is on that one's lane
+(an update on the host behind an early one), or what it writes was made of what was read (states that pass through the
+device, or a slot). Only a user who writes states has to wait, see the last test."""
 
 
 def test_no_wait_can_be_dropped_unnoticed(users: dict[str, list[Case]], tmp_path: Path) -> None:
@@ -76,3 +85,31 @@ def _verdicts(label: str, cases: list[Case], folder: Path) -> dict[str, str]:
         else:
             verdicts[str(case)] = "no race found"
     return verdicts
+
+
+def test_who_writes_states_waits_for_an_early_update_that_reads_them(tmp_path: Path) -> None:
+    case = Case("llama", "host", Setting(clipping="off", steps=STEPS), promised=True, early=True)
+    dropped = {"skip": frozenset({"states read"}), "delays": {"update": 0.01}}
+    with pytest.raises(RaceError, match="update early"):
+        _with_states_written(case, tmp_path, RaceChecker(), **dropped)
+    # No result can tell: what the early update makes of a state that is written meanwhile is thrown away.
+    assert_equal(plain_loop(case.name, case.setting), _with_states_written(case, tmp_path, None, **dropped))
+
+
+def _with_states_written(case: Case, folder: Path, checker: RaceChecker | None, **faults: Any) -> Record:
+    """Write all states between backward and step, as they are."""
+    optimizers: list[Any] = []
+
+    def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Any:
+        prepared = prepare_for_test(model, optimizer, faults=Faults(**faults), race_checker=checker, **options)
+        optimizers.append(prepared[1])
+        return prepared
+
+    def backward(model: nn.Module, batch: zoo.Batch, micro_batches: int) -> torch.Tensor:
+        loss = plain_backward(model, batch, micro_batches)
+        for state in optimizers[0].state.values():
+            if "exp_avg" in state:
+                state["exp_avg"].mul_(1.0)
+        return loss
+
+    return run(case, folder, prepare=prepare, backward=backward)

@@ -13,6 +13,8 @@ from torch import _meta_registrations as metas
 
 _C = torch._C
 _library: ctypes.CDLL
+TOTAL_BYTES = 8 << 30
+"""Of each device, if nobody sets its capacity."""
 _COMPILED = ("Meta", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional", "CompositeImplicitAutograd")
 
 
@@ -188,14 +190,21 @@ def reset_peak_memory_stats(device: Any = None) -> None:
     _library.sim_reset_peaks(_index(device))
 
 
+def memory_stats(device: Any = None) -> dict[str, int]:
+    return {"num_alloc_retries": 0}
+
+
+def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None:
+    _library.sim_set(b"capacity_bytes", float(int(fraction * TOTAL_BYTES)))
+
+
 def empty_cache() -> None:
     _library.sim_empty_cache(_index())
 
 
 def get_device_properties(device: Any = None) -> SimpleNamespace:
-    _, total = mem_get_info(device)
     return SimpleNamespace(
-        name="simulated GPU", total_memory=total, major=8, minor=0, multi_processor_count=1, is_integrated=False
+        name="simulated GPU", total_memory=TOTAL_BYTES, major=8, minor=0, multi_processor_count=1, is_integrated=False
     )
 
 
@@ -211,6 +220,6 @@ def _sleep(cycles: int) -> None:
 
 _OURS = (
     "set_device current_stream default_stream stream synchronize mem_get_info memory_allocated max_memory_allocated "
-    "memory_reserved max_memory_reserved reset_peak_memory_stats empty_cache get_device_properties "
-    "set_sync_debug_mode _sleep _exchange_device"
+    "memory_reserved max_memory_reserved memory_stats reset_peak_memory_stats empty_cache get_device_properties "
+    "set_per_process_memory_fraction set_sync_debug_mode _sleep _exchange_device"
 ).split()

@@ -211,7 +211,7 @@ class UpdateOrder(Generic[H]):
             sent = self._send_weights(unit, unit.next_weights.span(), unit.next_weights.ready, work)
         for home in (unit.next_states, unit.next_weights):
             if home.tier == "host" and home.nbytes:
-                self._port.freed(home, Lane.UPDATE, {"new weights sent": sent})
+                self._port.freed(home, Lane.UPDATE, {"new weights sent": sent, **home.before_write()})
 
     # On the device, of states in host memory. See [Note: staged updates].
 
