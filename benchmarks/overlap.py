@@ -1,12 +1,16 @@
-"""How near a step comes to the bound of its plan, on the CPU with lanes that are as slow as they are told to be.
+"""How near a step comes to the bound of its plan, with lanes that are as slow as they are told to be.
 
 Prints one JSON object. The model is a row of equal blocks whose forward and backward sleep: compute takes known time
 and none of the machine's cores. Every lane is throttled to a known bandwidth, so the bound is known (docs/overlap.md),
 and each setting lets another resource bind. ``serial_s`` is the same step with overlap off: every operation is waited
-for at once. A step is from the return of one ``optimizer.step()`` to that of the next.
+for at once. A step is from the end of one ``optimizer.step()`` to that of the next, as compute sees it.
+
+On the CPU lanes are threads. With ``--device cuda`` copies and compute sleep on their streams: exactly so long on the
+simulated GPU (docs/simulated-gpu.md), by its clock on a real one.
 
     python benchmarks/overlap.py
     python benchmarks/overlap.py --settings h2d --windows forward --picture
+    python tests/simulated_gpu/run.py benchmarks/overlap.py --device cuda
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import outcore
 from outcore.api import prepare_for_test
+from outcore.device.cuda import sleep_on_stream
 from outcore.device.faults import Faults
 from outcore.planning.bound import bound_of
 from outcore.planning.early import with_early_updates
@@ -71,18 +76,26 @@ SETTINGS = {
 WINDOWS = ("forward", "backward", "speculation")
 
 
+def keep_busy(x: torch.Tensor, seconds: float) -> None:
+    """Let what computes on a tensor take time."""
+    if x.is_cuda:
+        sleep_on_stream(seconds)
+    else:
+        time.sleep(seconds)
+
+
 class Sleep(torch.autograd.Function):
     """Takes time in forward and backward, and gives a weight a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
-        time.sleep(forward_s)
+        keep_busy(x, forward_s)
         ctx.shape, ctx.backward_s = weight.shape, backward_s
         return x + weight[0]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        time.sleep(ctx.backward_s)
+        keep_busy(grad, ctx.backward_s)
         return grad, grad.new_full(ctx.shape, 1e-6), None, None
 
 
@@ -124,7 +137,7 @@ class Case:
         unit_s = args.milliseconds / 1e3
         spec = partition(self._model(), units=[Block], state_names=STATES).spec
         self.plan = plan_for(spec, setting, args, is_early=window != "forward")
-        self.throttle, rates = paces(spec, self.plan, setting, unit_s)
+        self.throttle, rates = paces(spec, self.plan, setting, unit_s, device=args.device)
         step = (spec, self.plan, rates, usual_visits(spec), Circumstances(clips=self._clips))
         self.bound = bound_of(*step)
         self.simulated_s = simulate(*step).step_s
@@ -134,14 +147,13 @@ class Case:
         with self._prepared(serial=serial) as (model, optimizer):
             if not serial:
                 self._step(model, optimizer)
-            with optimizer.recording(num_steps=steps) as recorder:
-                self._step(model, optimizer)
-                ends = [time.perf_counter()]
-                for _ in range(steps):
+            with optimizer.recording(num_steps=steps + 1) as recorder:
+                for _ in range(steps + 1):
                     self._step(model, optimizer)
-                    ends.append(time.perf_counter())
             optimizer.engine.device.synchronize()
-            timeline = recorder.timeline().between(ends[0], ends[-1])
+            timeline = recorder.timeline()
+        ends = [span.end_s for span in timeline.spans if (span.lane, span.name) == (COMPUTE, "step")]
+        timeline = timeline.between(ends[0], ends[-1])
         return [end - start for start, end in itertools.pairwise(ends)], timeline
 
     def _model(self) -> Row:
@@ -160,13 +172,13 @@ class Case:
                 budget=outcore.Budget(disk=folder),
                 units=[Block],
                 clipping=self._clips,
-                device="cpu",
+                device=self._args.device,
             ) as prepared,
         ):
             yield prepared
 
     def _step(self, model: nn.Module, optimizer: StreamedOptimizer) -> None:
-        model(torch.ones(4)).backward()
+        model(torch.ones(4, device=self._args.device)).backward()
         if self._clips:
             clip_grad_norm_(model.parameters(), 1e9)
         optimizer.step()
@@ -190,7 +202,9 @@ def plan_for(model: ModelSpec, setting: Setting, args: argparse.Namespace, *, is
     return with_early_updates(model, plan, ample) if is_early else plan
 
 
-def paces(model: ModelSpec, plan: Plan, setting: Setting, unit_s: float) -> tuple[dict[str, float], Rates]:
+def paces(
+    model: ModelSpec, plan: Plan, setting: Setting, unit_s: float, *, device: str
+) -> tuple[dict[str, float], Rates]:
     """What makes every lane as slow as the setting wants it: bytes per second of lanes, and the same as rates."""
     spec, unit = model.units[-1], plan.units[-1]
     states = states_bytes(spec, unit, model)
@@ -210,7 +224,7 @@ def paces(model: ModelSpec, plan: Plan, setting: Setting, unit_s: float) -> tupl
         backward_s=dict.fromkeys(names, BACKWARD * unit_s),
         bytes_per_s={link: rate for link, rate in links.items() if link != "update"},
         parameters_per_s={"update": numel / (setting.update * unit_s)},
-        host_runs_ahead=False,
+        host_runs_ahead=device != "cpu",
     )
     return throttle, rates
 
@@ -262,6 +276,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=SETTINGS)
     parser.add_argument("--windows", nargs="*", default=["forward", "backward"], choices=WINDOWS)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--blocks", type=int, default=20)
     parser.add_argument("--numel", type=int, default=2**16, help="parameters of a block")
     parser.add_argument("--milliseconds", type=float, default=14.0, help="forward of a block")
