@@ -13,7 +13,9 @@ import torch
 from parity import zoo
 from parity.cases import MIXED, Case, run
 from parity.loops import Setting, assert_equal, plain_loop
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import outcore
 from outcore.api import prepare_for_test
 from outcore.optim.rules import rule_for
 from outcore.planning.partition import partition
@@ -103,3 +105,38 @@ def test_peak_of_a_random_plan(seed, activations, tmp_path):
     assert 0 <= seen.prepared - seen.planned <= LOOSE_BYTES
     assert seen.between_steps - seen.prepared <= LOOSE_BYTES
     assert seen.peak - seen.prepared <= 1.1 * activations + LOOSE_BYTES
+
+
+def peak_of_a_step(activations: str | None, folder: Path) -> tuple[int, int]:
+    """Device bytes beside the arena in a step, and those of slots for activations."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=344, num_hidden_layers=12, num_attention_heads=4, vocab_size=64
+    )
+    model, ids = LlamaForCausalLM(config), torch.randint(64, (2, 128)).cuda()
+    sample = {"input_ids": ids, "labels": ids}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"sample": sample, "activations": activations, "device": "cuda", "budget": outcore.Budget(disk=folder)}
+    peaks = []
+    with outcore.prepare(model, optimizer, **options) as (model, optimizer):
+        for _ in range(3):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            model(**sample).loss.backward()
+            torch.cuda.synchronize()
+            peaks.append(torch.cuda.max_memory_allocated() - before)
+            optimizer.step()
+            optimizer.zero_grad()
+        slots = [p.total_bytes for p in optimizer.plan.pools if p.kind == "activations" and p.tier == "device"]
+    return max(peaks[1:]), sum(slots)
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_activations_that_leave_are_not_there(tier: str, tmp_path: Path) -> None:
+    """Everything fits, so without this all are kept. Now there are slots for two units, and what three have beside."""
+    kept, none = peak_of_a_step(None, tmp_path)
+    away, slots = peak_of_a_step(tier, tmp_path)
+    assert none == 0
+    assert slots > 0
+    assert away + slots <= 0.53 * kept, f"{away} and {slots} instead of {kept}"
