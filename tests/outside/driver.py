@@ -23,11 +23,13 @@ from torch.nn import functional
 
 import outcore
 from outcore.core.errors import LaneError, OutcoreError, PlanInfeasibleError, RaceError
+from outcore.runtime.activations import away
 
 from .blocks import DEVICE, KINDS, VOCAB, Block
 from .program import Program
 
 SOURCE = str(Path(outcore.__file__).parent)
+away.SMALL_BYTES = 64  # models are tiny
 INJECTS = "device/faults.py"
 """Is there for tests alone. An interrupt there, where a ``with`` ends, which no signal hits, would keep its lock."""
 
@@ -329,6 +331,7 @@ class Prepared(Side):
             self.optimizer,
             lambda i: spec["homes"][i % len(spec["homes"])],
             policy=lambda i: spec["policies"][i % len(spec["policies"])],
+            activations=lambda i: spec["activations"][i % len(spec["activations"])],
             units=options["units"],
             precision=self.precision,
             comfort=Comfort(prefetch_depth=slots - 1, num_buckets=min(slots, 2), max_slots_host=slots),

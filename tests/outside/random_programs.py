@@ -297,6 +297,9 @@ def simpler(program: dict[str, Any]) -> Any:  # noqa: C901, PLR0912
             new = copy.deepcopy(program)
             if policy == "recompute" and set_at(new["plan"], ("policies", i), policy):
                 yield new
+        new = copy.deepcopy(program)
+        if set_at(new["plan"], ("activations", i), "device"):
+            yield new
 
 
 def without_block(program: dict[str, Any], b: int) -> dict[str, Any] | None:  # noqa: C901
@@ -304,7 +307,7 @@ def without_block(program: dict[str, Any], b: int) -> dict[str, Any] | None:  # 
         return None
     new = copy.deepcopy(program)
     del new["model"]["blocks"][b]
-    for name in ("homes", "policies"):
+    for name in ("homes", "policies", "activations"):
         del new["plan"][name][b + 1]
     for name in ("same", "shared"):
         if new["model"][name]:
