@@ -37,6 +37,7 @@ def forced(
     steps: int | None = None,
     early: bool = False,
     share: float = 0.0,
+    may_be_one: bool = False,
 ) -> tuple[ModelSpec, Plan]:
     """What the units are, and the plan.
 
@@ -53,10 +54,11 @@ def forced(
         steps: Micro-batches per step that are promised.
         early: Every unit that can be is updated inside backward.
         share: Of the units that can be, updated on the device through staging slots.
+        may_be_one: The root may be all there is.
     """
     names = () if optimizer is None else rule_for(optimizer).state_names(optimizer.param_groups)
     spec = partition(model, units=units, state_names=names, precision=precision).spec
-    assert len(spec.units) > 1 or units is not None, "nothing moves"
+    assert may_be_one or len(spec.units) > 1, "nothing moves"
     plans = []
     for i, unit in enumerate(spec.units):
         weights, gradients, states = (homes,) * 3 if isinstance(homes, str) else homes(i)

@@ -117,7 +117,7 @@ def _compare(  # noqa: PLR0911
                 for group in optimizer.param_groups:
                     group["fused"] = None
                 named = None if units is None else units(model)
-                _, plan = forced(model, optimizer, home, units=named)
+                _, plan = forced(model, optimizer, home, units=named, may_be_one=True)
                 budget = outcore.Budget(disk=folder)
                 with outcore.prepare(model, optimizer, plan=plan, budget=budget, units=named) as (model, prepared):
                     got = train(model, prepared, lambda: call(model))
