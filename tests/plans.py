@@ -17,7 +17,7 @@ from outcore.planning.share import share_updates
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, UnitPlan
 
-SAVED_BYTES = 2**18
+SAVED_BYTES = 2**20
 """Room for the activations of one call that leave."""
 Homes = Callable[[int], Sequence[str]]
 """Number of a unit -> tiers of weights, gradients and states. 0 is the root, whose weights stay on the device."""

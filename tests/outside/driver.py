@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from plans import forced
@@ -29,7 +30,6 @@ from .blocks import DEVICE, KINDS, VOCAB, Block
 from .program import Program
 
 SOURCE = str(Path(outcore.__file__).parent)
-away.SMALL_BYTES = 64  # models are tiny
 INJECTS = "device/faults.py"
 """Is there for tests alone. An interrupt there, where a ``with`` ends, which no signal hits, would keep its lock."""
 
@@ -688,6 +688,7 @@ def has_documented_rounding(program: Program) -> bool:
     )
 
 
+@mock.patch.object(away, "SMALL_BYTES", 64)  # models are tiny
 def run_program(program: Program) -> dict[str, Any]:
     """Run a program on both sides; returns its verdict, and details of what is not equal.
 
