@@ -48,9 +48,9 @@ def choose_plan(cut: Partition, options: Options, device: Device) -> Plan:
         ConfigError: Arguments that cannot be used, or a plan for another model.
         PlanInfeasibleError: The budget does not suffice.
     """
-    limits = limits_of(options.budget, device)
+    limits, sending = limits_of(options.budget, device), _sending(cut, options, device)
     if options.plan is None:
-        steps, sending = options.accumulation_steps, _sending(cut, options, device)
+        steps = options.accumulation_steps
         left = limits if sending is None else sending.left(limits)
         try:
             plan = place(cut.spec, left, accumulation_steps=steps, activation_share=device.activation_share)
@@ -86,6 +86,10 @@ def _sending(cut: Partition, options: Options, device: Device) -> Sending | None
         raise ConfigError(
             f"activations: expected 'host' or 'disk', or None to keep what fits on the device, but got "
             f"{options.activations!r}"
+        )
+    if options.plan is not None:
+        raise ConfigError(
+            "activations: expected it without plan=, which says where activations rest, but got both; leave one out"
         )
     if options.sample is None:
         raise ConfigError(

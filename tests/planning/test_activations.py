@@ -145,6 +145,14 @@ def test_a_plan_goes_through_json(tmp_path: Path) -> None:
     check_plan(spec, again)
 
 
+def test_a_plan_says_where_activations_rest() -> None:
+    model = make(MODELS["llama"])
+    options = {"sample": sample_of(), "activations": "host", "device": DEVICE}
+    _, plan = plan_for(model, adamw(model), **options)
+    with pytest.raises(ConfigError, match="activations: expected it without plan="):
+        outcore.prepare(model, adamw(model), plan=plan, **options)
+
+
 def test_a_tower_with_positional_arguments_has_no_sample() -> None:
     model = make(Tower)
     with pytest.raises(ConfigError, match="sample: expected keyword arguments"):
