@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from outcore.core.errors import ConfigError
+from outcore.spec.text_file import content_of, replace_file
 
 HARDWARE_VERSION = 1
 _MOST = 1e19
@@ -133,15 +134,7 @@ class Hardware:
         Raises:
             ConfigError: The file cannot be written.
         """
-        target = Path(path)
-        try:
-            partial = target.with_name(target.name + ".partial")
-            partial.write_text(self.to_json())
-            partial.replace(target)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"hardware: expected a path to write to, but '{path}' cannot be written: {error}"
-            ) from error
+        replace_file(path, self.to_json(), "hardware")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -150,11 +143,7 @@ class Hardware:
         Raises:
             ConfigError: The file cannot be read or describes no machine.
         """
-        try:
-            text = Path(path).read_text()
-        except (OSError, UnicodeDecodeError, ValueError) as error:
-            raise ConfigError(f"hardware: expected a readable JSON file at '{path}', but got: {error}") from error
-        return cls.from_json(text, where=f"hardware '{path}'")
+        return cls.from_json(content_of(path, "hardware"), where=f"hardware '{path}'")
 
 
 def _refuse_keys(kind: type, data: object, where: str) -> None:

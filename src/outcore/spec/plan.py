@@ -12,6 +12,7 @@ from typing import Any, Literal, Self, get_args
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import PAGE_BYTES
 from outcore.spec.model import PRECISIONS, Precision
+from outcore.spec.text_file import content_of, replace_file
 
 Tier = Literal["device", "host", "disk"]
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
@@ -216,13 +217,7 @@ class Plan:
         Raises:
             ConfigError: The file cannot be written.
         """
-        target = Path(path)
-        try:
-            partial = target.with_name(target.name + ".partial")
-            partial.write_text(self.to_json())
-            partial.replace(target)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"plan: expected a path to write to, but '{path}' cannot be written: {error}") from error
+        replace_file(path, self.to_json(), "plan")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -231,11 +226,7 @@ class Plan:
         Raises:
             ConfigError: The file cannot be read or is no plan.
         """
-        try:
-            text = Path(path).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"plan: expected a readable JSON file at '{path}', but got: {error}") from error
-        return cls.from_json(text, where=f"plan '{path}'")
+        return cls.from_json(content_of(path, "plan"), where=f"plan '{path}'")
 
 
 def _one_of(value: object, allowed: tuple[str, ...], what: str) -> None:
