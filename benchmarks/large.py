@@ -42,13 +42,13 @@ import outcore
 from outcore.core.errors import OutcoreError, PlanInfeasibleError
 from outcore.core.quantities import format_bytes, parse_bytes
 from outcore.memory.limits import disk_free_bytes, host_free_bytes
-from outcore.planning.bound import Bound, bound_of
-from outcore.planning.early import with_early_updates
-from outcore.planning.partition import partition
-from outcore.planning.placement import place
-from outcore.planning.rates import Rates
-from outcore.planning.schedule import usual_visits
-from outcore.planning.table import plan_table
+from outcore.planning.bound.bound import Bound, bound_of
+from outcore.planning.homes.early import with_early_updates
+from outcore.planning.homes.placement import place
+from outcore.planning.homes.table import plan_table
+from outcore.planning.paper.schedule import usual_visits
+from outcore.planning.timing.rates import Rates
+from outcore.planning.units.partition import partition
 from outcore.spec.budget import Limits
 from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import Plan

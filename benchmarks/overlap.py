@@ -36,13 +36,13 @@ import outcore
 from outcore.api import prepare_for_test
 from outcore.device.cuda import sleep_on_stream
 from outcore.device.faults import Faults
-from outcore.planning.bound import bound_of
-from outcore.planning.early import with_early_updates
-from outcore.planning.partition import partition
-from outcore.planning.pools import Comfort, pools_for
-from outcore.planning.rates import Rates
-from outcore.planning.schedule import Circumstances, usual_visits
-from outcore.planning.simulate import simulate
+from outcore.planning.bound.bound import bound_of
+from outcore.planning.homes.early import with_early_updates
+from outcore.planning.homes.pools import Comfort, pools_for
+from outcore.planning.paper.schedule import Circumstances, usual_visits
+from outcore.planning.timing.rates import Rates
+from outcore.planning.timing.simulate import simulate
+from outcore.planning.units.partition import partition
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.spec.budget import Limits
 from outcore.spec.layout import states_bytes

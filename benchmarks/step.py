@@ -27,8 +27,8 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import outcore
-from outcore.planning.partition import partition
-from outcore.planning.pools import Comfort, pools_for
+from outcore.planning.homes.pools import Comfort, pools_for
+from outcore.planning.units.partition import partition
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, Tier, UnitPlan
 

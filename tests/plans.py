@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from outcore.optim.rules import rule_for
-from outcore.planning.partition import partition
-from outcore.planning.pools import LEAST, Comfort, pools_for
-from outcore.planning.reservations import can_be_early
-from outcore.planning.share import share_updates
+from outcore.planning.homes.pools import LEAST, Comfort, pools_for
+from outcore.planning.homes.reservations import can_be_early
+from outcore.planning.homes.share import share_updates
+from outcore.planning.units.partition import partition
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, UnitPlan
 

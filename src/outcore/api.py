@@ -19,7 +19,7 @@ from outcore.device.opening import open_device
 from outcore.device.race import RaceChecker
 from outcore.device.threads import close_at_exit
 from outcore.optim.rules import UpdateRule, rule_for
-from outcore.planning.partition import Partition, partition
+from outcore.planning.units.partition import Partition, partition
 from outcore.runtime.engine import Engine, Promises
 from outcore.runtime.gather import gathered_units
 from outcore.runtime.module_guard import attachment_of, engine_of, is_guarded

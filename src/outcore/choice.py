@@ -12,12 +12,12 @@ import torch
 from outcore.core.errors import ConfigError, PlanInfeasibleError
 from outcore.device.device import Device
 from outcore.memory.limits import disk_free_bytes, host_free_bytes
-from outcore.planning.activations import Sending, saved_bytes
-from outcore.planning.check import check_plan
-from outcore.planning.early import with_early_updates
-from outcore.planning.fits import room_bytes, with_room
-from outcore.planning.partition import Partition
-from outcore.planning.placement import place
+from outcore.planning.homes.check import check_plan
+from outcore.planning.homes.early import with_early_updates
+from outcore.planning.homes.fits import room_bytes, with_room
+from outcore.planning.homes.placement import place
+from outcore.planning.units.activations import Sending, saved_bytes
+from outcore.planning.units.partition import Partition
 from outcore.spec.budget import Budget, Limits
 from outcore.spec.model import Precision
 from outcore.spec.plan import AwayTier, Plan

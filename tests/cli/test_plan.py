@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outcore.planning.known_hardware import known_hardware
+from outcore.planning.timing.known_hardware import known_hardware
 from outcore.spec.plan import Plan
 
 from .conftest import Run

@@ -20,8 +20,8 @@ from outcore.device.opening import open_device
 from outcore.device.recorder import MAX_SPANS, HostStopwatch, Recorder
 from outcore.memory.arena import Region
 from outcore.optim.rules import rule_for
-from outcore.planning.partition import partition
-from outcore.planning.pools import Comfort, pools_for
+from outcore.planning.homes.pools import Comfort, pools_for
+from outcore.planning.units.partition import partition
 from outcore.runtime.module.timing import timing
 from outcore.spec.lanes import Lane
 from outcore.spec.plan import Plan, UnitPlan

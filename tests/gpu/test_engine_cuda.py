@@ -19,8 +19,8 @@ import outcore
 from outcore.api import prepare_for_test
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
-from outcore.planning.partition import partition
-from outcore.planning.pools import Comfort
+from outcore.planning.homes.pools import Comfort
+from outcore.planning.units.partition import partition
 from outcore.spec.lanes import Lane
 from outcore.spec.plan import Plan
 
@@ -270,7 +270,7 @@ def test_a_recompute_that_differs_is_refused(step, tmp_path):
 
 
 def test_device_memory_is_what_the_plan_says(tmp_path):
-    from outcore.planning.reservations import tier_bytes
+    from outcore.planning.homes.reservations import tier_bytes
 
     model = build("llama", torch.bfloat16)
     plan, spec = plan_for(model, "host"), partition(model, state_names=("exp_avg", "exp_avg_sq")).spec

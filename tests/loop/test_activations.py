@@ -16,7 +16,7 @@ from torch import nn
 
 import outcore
 from outcore.core.errors import DiskError
-from outcore.planning.pools import Comfort
+from outcore.planning.homes.pools import Comfort
 from outcore.runtime.activations import away
 from outcore.runtime.activations.away import Away, _Packing
 

@@ -13,10 +13,10 @@ import outcore
 from outcore.api import prepare_for_test
 from outcore.device.race import RaceChecker
 from outcore.memory.disk_file import OsDiskIO
-from outcore.planning.partition import partition
-from outcore.planning.pools import Comfort, pools_for
-from outcore.planning.reservations import can_be_early
-from outcore.planning.share import share_updates
+from outcore.planning.homes.pools import Comfort, pools_for
+from outcore.planning.homes.reservations import can_be_early
+from outcore.planning.homes.share import share_updates
+from outcore.planning.units.partition import partition
 
 from .rig import adamw, assert_same, batch, make, plan_for, prepared, train
 

@@ -322,7 +322,7 @@ class Prepared(Side):
         return outcore.Budget(**sizes, disk=str(folder))
 
     def _plan(self, options: dict[str, Any]) -> Any:
-        from outcore.planning.pools import Comfort
+        from outcore.planning.homes.pools import Comfort
 
         spec, steps = self.program["plan"], options.get("accumulation_steps")
         slots = spec["slots"]

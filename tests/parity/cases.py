@@ -16,8 +16,8 @@ from plans import forced
 from torch import nn
 
 import outcore
-from outcore.planning.fits import can_be_plain
-from outcore.planning.pools import LEAST, Comfort
+from outcore.planning.homes.fits import can_be_plain
+from outcore.planning.homes.pools import LEAST, Comfort
 from outcore.runtime.activations import away
 from outcore.spec.plan import TIERS
 

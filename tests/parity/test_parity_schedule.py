@@ -16,10 +16,10 @@ import outcore
 from outcore.api import prepare_for_test
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
-from outcore.planning.partition import partition
-from outcore.planning.pools import Comfort, pools_for
-from outcore.planning.schedule import consecutive, schedule
-from outcore.planning.weight_cache import nothing_held
+from outcore.planning.homes.pools import Comfort, pools_for
+from outcore.planning.paper.schedule import consecutive, schedule
+from outcore.planning.paper.weight_cache import nothing_held
+from outcore.planning.units.partition import partition
 from outcore.runtime.module_guard import engine_of
 from outcore.spec.lanes import Lane
 from outcore.spec.plan import Plan, UnitPlan

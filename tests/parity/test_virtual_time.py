@@ -25,14 +25,14 @@ from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
 from outcore.memory.arena import Region
 from outcore.optim.rules import rule_for
-from outcore.planning.partition import partition
-from outcore.planning.pools import Comfort, pools_for
-from outcore.planning.rates import LINKS, Pace, Rates, Shared
-from outcore.planning.reservations import can_be_early
-from outcore.planning.schedule import Circumstances, consecutive
-from outcore.planning.share import share_updates
-from outcore.planning.simulate import play, tasks_of
-from outcore.planning.weight_cache import nothing_held
+from outcore.planning.homes.pools import Comfort, pools_for
+from outcore.planning.homes.reservations import can_be_early
+from outcore.planning.homes.share import share_updates
+from outcore.planning.paper.schedule import Circumstances, consecutive
+from outcore.planning.paper.weight_cache import nothing_held
+from outcore.planning.timing.rates import LINKS, Pace, Rates, Shared
+from outcore.planning.timing.simulate import play, tasks_of
+from outcore.planning.units.partition import partition
 from outcore.runtime.updates.early import EarlyUpdates, _Attempt
 from outcore.spec.lanes import Lane
 from outcore.spec.model import ModelSpec

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from outcore.planning.pools import Comfort, pools_for
-from outcore.planning.schedule import schedule, usual_visits
+from outcore.planning.homes.pools import Comfort, pools_for
+from outcore.planning.paper.schedule import schedule, usual_visits
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, UnitPlan
 from outcore.spec.schedule import Phase, Visit

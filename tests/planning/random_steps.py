@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 from unittest import mock
 
 from outcore.core.quantities import PAGE_BYTES, align_up
-from outcore.planning import schedule
-from outcore.planning.bound import bound_of
-from outcore.planning.pools import Comfort, pools_for
-from outcore.planning.rates import LINKS, Pace, Rates, Shared
-from outcore.planning.reservations import can_be_early
-from outcore.planning.schedule import Circumstances, consecutive, usual_visits
-from outcore.planning.share import share_updates
-from outcore.planning.simulate import Task, play, tasks_of
-from outcore.planning.weight_cache import nothing_held
+from outcore.planning.bound.bound import bound_of
+from outcore.planning.homes.pools import Comfort, pools_for
+from outcore.planning.homes.reservations import can_be_early
+from outcore.planning.homes.share import share_updates
+from outcore.planning.paper import schedule
+from outcore.planning.paper.schedule import Circumstances, consecutive, usual_visits
+from outcore.planning.paper.weight_cache import nothing_held
+from outcore.planning.timing.rates import LINKS, Pace, Rates, Shared
+from outcore.planning.timing.simulate import Task, play, tasks_of
 from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import TIERS, Plan, UnitPlan
 from outcore.spec.schedule import Visit

@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import outcore
 from outcore.api import plan_for
 from outcore.core.errors import ConfigError, PlanInfeasibleError
-from outcore.planning.check import check_plan
+from outcore.planning.homes.check import check_plan
 from outcore.runtime.activations.away import Away
 
 IDS = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2}

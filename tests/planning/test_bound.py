@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from outcore.planning.bound import Bound, bound_of
-from outcore.planning.placement import place
-from outcore.planning.pools import Comfort, pools_for
-from outcore.planning.rates import Rates, Shared
-from outcore.planning.schedule import Circumstances, usual_visits
-from outcore.planning.simulate import simulate
+from outcore.planning.bound.bound import Bound, bound_of
+from outcore.planning.homes.placement import place
+from outcore.planning.homes.pools import Comfort, pools_for
+from outcore.planning.paper.schedule import Circumstances, usual_visits
+from outcore.planning.timing.rates import Rates, Shared
+from outcore.planning.timing.simulate import simulate
 from outcore.spec.budget import Limits
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, UnitPlan

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from outcore.core.errors import ConfigError
-from outcore.planning.known_hardware import BUSES, DEVICES, DISKS, HOSTS, known_hardware
+from outcore.planning.timing.known_hardware import BUSES, DEVICES, DISKS, HOSTS, known_hardware
 from outcore.spec.hardware import Hardware
 
 NUMBERS = [0, -1, 1e30, float("inf"), float("nan"), "fast", None, True, [1], {}]

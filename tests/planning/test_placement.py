@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from outcore.core.errors import PlanInfeasibleError
 from outcore.core.quantities import PAGE_BYTES
-from outcore.planning.check import check_plan
-from outcore.planning.placement import place
-from outcore.planning.reservations import reservations, tier_bytes
+from outcore.planning.homes.check import check_plan
+from outcore.planning.homes.placement import place
+from outcore.planning.homes.reservations import reservations, tier_bytes
 from outcore.spec.budget import Limits
 from outcore.spec.plan import TIERS, Plan
 

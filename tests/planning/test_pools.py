@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from outcore.planning.pools import LEAST, SCRATCH_BYTES, Comfort, pools_for
+from outcore.planning.homes.pools import LEAST, SCRATCH_BYTES, Comfort, pools_for
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import UnitPlan
 

@@ -7,9 +7,9 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from outcore.planning.known_hardware import known_hardware
-from outcore.planning.partition import partition
-from outcore.planning.profile import UnitWork, rates_for, unit_work
+from outcore.planning.timing.known_hardware import known_hardware
+from outcore.planning.timing.profile import UnitWork, rates_for, unit_work
+from outcore.planning.units.partition import partition
 
 from .models import Stack
 

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from outcore.core.errors import PlanInfeasibleError
-from outcore.planning.candidates import KINDS, ROOMY, TIGHT, Candidate, Choice
-from outcore.planning.check import check_plan
-from outcore.planning.placement import place
-from outcore.planning.rates import Rates
-from outcore.planning.reservations import tier_bytes
-from outcore.planning.schedule import Circumstances, usual_visits
-from outcore.planning.search import Found, Job, search
-from outcore.planning.share import balanced_share
-from outcore.planning.simulate import simulate
+from outcore.planning.homes.check import check_plan
+from outcore.planning.homes.placement import place
+from outcore.planning.homes.reservations import tier_bytes
+from outcore.planning.homes.share import balanced_share
+from outcore.planning.paper.schedule import Circumstances, usual_visits
+from outcore.planning.search.candidates import KINDS, ROOMY, TIGHT, Candidate, Choice
+from outcore.planning.search.search import Found, Job, search
+from outcore.planning.timing.rates import Rates
+from outcore.planning.timing.simulate import simulate
 from outcore.spec.budget import Limits
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import PAGE_BYTES
-from outcore.planning.check import check_plan
-from outcore.planning.placement import place
-from outcore.planning.pools import LEAST, pools_for
-from outcore.planning.share import share_updates
+from outcore.planning.homes.check import check_plan
+from outcore.planning.homes.placement import place
+from outcore.planning.homes.pools import LEAST, pools_for
+from outcore.planning.homes.share import share_updates
 from outcore.spec.budget import Limits
 from outcore.spec.layout import staging
 from outcore.spec.plan import UnitPlan

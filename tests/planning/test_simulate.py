@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from outcore.planning.placement import place
-from outcore.planning.pools import Comfort, pools_for
-from outcore.planning.rates import LINK_OF, LINKS, Rates, Shared
-from outcore.planning.schedule import usual_visits
-from outcore.planning.simulate import Task, play, simulate
+from outcore.planning.homes.placement import place
+from outcore.planning.homes.pools import Comfort, pools_for
+from outcore.planning.paper.schedule import usual_visits
+from outcore.planning.timing.rates import LINK_OF, LINKS, Rates, Shared
+from outcore.planning.timing.simulate import Task, play, simulate
 from outcore.spec.budget import Limits
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, UnitPlan

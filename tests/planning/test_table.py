@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from outcore.planning.placement import place
-from outcore.planning.table import plan_table
+from outcore.planning.homes.placement import place
+from outcore.planning.homes.table import plan_table
 from outcore.spec.budget import Limits
 from outcore.spec.plan import Plan, UnitPlan
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outcore.planning.weight_cache import Held, Move, Moves
+from outcore.planning.paper.weight_cache import Held, Move, Moves
 from outcore.runtime.weights.cursor import MAX_VISITS, Cursor, Round
 from outcore.spec.schedule import Phase, Visit
 

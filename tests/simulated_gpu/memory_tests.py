@@ -18,8 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import outcore
 from outcore.api import prepare_for_test
 from outcore.optim.rules import rule_for
-from outcore.planning.partition import partition
-from outcore.planning.reservations import tier_bytes
+from outcore.planning.homes.reservations import tier_bytes
+from outcore.planning.units.partition import partition
 
 pytestmark = pytest.mark.gpu
 NUM_PLANS = 24

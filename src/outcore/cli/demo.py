@@ -26,7 +26,7 @@ from outcore.cli.progress import StepReport, progress
 from outcore.core.errors import ConfigError, DiskError, UnsupportedError
 from outcore.core.quantities import format_bytes
 from outcore.memory.disk import DiskStore
-from outcore.planning.table import plan_table
+from outcore.planning.homes.table import plan_table
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.spec.model import Precision
 

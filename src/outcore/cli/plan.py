@@ -13,11 +13,11 @@ from typing import Any
 from outcore.cli.train.model.source import build_model, find_model
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import format_bytes, parse_bytes
-from outcore.planning.known_hardware import known_hardware
-from outcore.planning.partition import partition
-from outcore.planning.profile import rates_for, unit_work
-from outcore.planning.search import Found, Job, search
-from outcore.planning.table import plan_table
+from outcore.planning.homes.table import plan_table
+from outcore.planning.search.search import Found, Job, search
+from outcore.planning.timing.known_hardware import known_hardware
+from outcore.planning.timing.profile import rates_for, unit_work
+from outcore.planning.units.partition import partition
 from outcore.spec.budget import Limits
 from outcore.spec.hardware import Hardware
 from outcore.spec.model import PRECISIONS, ModelSpec, Precision

@@ -15,7 +15,7 @@ from outcore.core.errors import OutcoreError, UnsupportedError
 from outcore.device.device import Device
 from outcore.optim.rules import UpdateRule
 from outcore.optim.sums import run_here
-from outcore.planning.partition import Partition
+from outcore.planning.units.partition import Partition
 from outcore.runtime.activations.room import Room
 from outcore.runtime.attached import Attached
 from outcore.runtime.gradients.homes import GradientHomes

@@ -20,7 +20,7 @@ from outcore.cli.train.model.source import ModelSource, build_model, find_model,
 from outcore.cli.train.settings.run_settings import Settings
 from outcore.core.errors import ConfigError, DiskError
 from outcore.memory.disk import DiskStore
-from outcore.planning.table import plan_table
+from outcore.planning.homes.table import plan_table
 from outcore.runtime.module_guard import is_guarded
 from outcore.spec.budget import Budget
 from outcore.spec.layout import lay_out_states

@@ -21,7 +21,7 @@ from outcore.device.lanes import Handle
 from outcore.memory.arena import Region
 from outcore.order.activations import ActivationOrder, SavedCall
 from outcore.order.ledger import Span
-from outcore.planning.activations import ALIGN_BYTES, SMALL_BYTES
+from outcore.planning.units.activations import ALIGN_BYTES, SMALL_BYTES
 from outcore.runtime.activations.saved import Kept, by_place, changed, escaped, storage_of
 from outcore.runtime.unit.unit import Unit
 

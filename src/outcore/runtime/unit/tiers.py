@@ -15,7 +15,7 @@ from outcore.memory.arena import Arena, Buffer
 from outcore.memory.disk import DiskStore, Extent
 from outcore.memory.host import HostMemory
 from outcore.order.step import StepOrder
-from outcore.planning.reservations import Reservation, reservations
+from outcore.planning.homes.reservations import Reservation, reservations
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
 

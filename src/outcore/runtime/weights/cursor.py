@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from outcore.planning.weight_cache import Held, Move, Moves
+from outcore.planning.paper.weight_cache import Held, Move, Moves
 from outcore.spec.schedule import Visit
 
 MAX_VISITS = 2**16

@@ -1,7 +1,7 @@
 """Weights on the move: fetch, bind, unbind, prefetch, evict. See [Note: weight slots].
 
-What goes where, and when, is decided beforehand for the visits of a whole step (``planning.weight_cache``), taken to be
-those of the step before. Whatever else is needed is fetched on demand.
+What goes where, and when, is decided beforehand for the visits of a whole step (``planning.paper.weight_cache``). They
+are taken to be those of the step before. Whatever else is needed is fetched on demand.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from outcore.core.errors import MemoryBudgetError, OutcoreError, UnsupportedErro
 from outcore.core.quantities import format_bytes
 from outcore.device.lanes import Handle
 from outcore.order.weights import WeightOrder, WeightSlots
-from outcore.planning.schedule import update_order, usual_visits
-from outcore.planning.weight_cache import NEVER, Held, Move, slots_for, weight_moves
+from outcore.planning.paper.schedule import update_order, usual_visits
+from outcore.planning.paper.weight_cache import NEVER, Held, Move, slots_for, weight_moves
 from outcore.runtime.unit.presence import Beneath
 from outcore.runtime.unit.recovery import Recovery
 from outcore.runtime.unit.unit import Unit

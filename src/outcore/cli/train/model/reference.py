@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from outcore.core.errors import PlanInfeasibleError
 from outcore.core.quantities import format_bytes
-from outcore.planning.reservations import tier_bytes
+from outcore.planning.homes.reservations import tier_bytes
 from outcore.spec.budget import Budget
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, Tier

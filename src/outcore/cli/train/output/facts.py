@@ -11,7 +11,7 @@ from outcore.cli.train.job import Job
 from outcore.cli.train.output.record import Content
 from outcore.core.quantities import format_bytes
 from outcore.device.opening import device_name
-from outcore.planning.reservations import reservations
+from outcore.planning.homes.reservations import reservations
 from outcore.spec.model import ParamSpec
 
 _STATE = ("weights", "gradients", "states", "buffers")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from outcore.core.quantities import format_bytes
-from outcore.planning.reservations import Reservation, reservations
+from outcore.planning.homes.reservations import Reservation, reservations
 from outcore.spec.budget import Limits
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import TIERS, Plan, Tier

@@ -8,9 +8,9 @@ from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
-from outcore.planning.rates import Pace, Rates
-from outcore.planning.schedule import Circumstances
-from outcore.planning.weight_cache import changed_units
+from outcore.planning.paper.schedule import Circumstances
+from outcore.planning.paper.weight_cache import changed_units
+from outcore.planning.timing.rates import Pace, Rates
 from outcore.spec.layout import Staging, has_master, staging, states_bytes
 from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import Plan, Tier, UnitPlan

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from outcore.core.errors import ConfigError
-from outcore.planning.rates import Rates
+from outcore.planning.timing.rates import Rates
 from outcore.spec.plan import UnitPlan
 
 

@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.core.quantities import PAGE_BYTES, PARAM_ALIGN_BYTES, align_up
-from outcore.planning.blocks import find_units, output_embeddings, select_units
+from outcore.planning.units.blocks import find_units, output_embeddings, select_units
 from outcore.spec.model import (
     DTYPE_BYTES,
     PRECISIONS,

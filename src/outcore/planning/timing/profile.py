@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from outcore.planning.blocks import output_embeddings
-from outcore.planning.rates import Rates, Shared
+from outcore.planning.timing.rates import Rates, Shared
+from outcore.planning.units.blocks import output_embeddings
 from outcore.spec.hardware import Hardware
 from outcore.spec.model import ModelSpec
 

@@ -21,7 +21,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from outcore.core.errors import PlanInfeasibleError
-from outcore.planning.pools import (
+from outcore.planning.homes.pools import (
     DEVICE_COMFORTS,
     HOST_COMFORTS,
     LEAST,
@@ -32,8 +32,8 @@ from outcore.planning.pools import (
     needs_of,
     pools_for,
 )
-from outcore.planning.reservations import tier_bytes
-from outcore.planning.table import infeasible_table
+from outcore.planning.homes.reservations import tier_bytes
+from outcore.planning.homes.table import infeasible_table
 from outcore.spec.budget import Limits
 from outcore.spec.layout import lay_out_states
 from outcore.spec.model import ModelSpec, UnitSpec

@@ -15,13 +15,23 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from outcore.core.quantities import format_bytes
-from outcore.planning.bound import Bound, bound_of
-from outcore.planning.candidates import ALL_DEVICE, ALL_DISK, ALL_HOST, KINDS, ROOMY, TIGHT, Candidate, Choice, Kind
-from outcore.planning.placement import Room, place
-from outcore.planning.rates import Rates
-from outcore.planning.schedule import Circumstances, usual_visits
-from outcore.planning.share import balanced_share
-from outcore.planning.simulate import Simulation, simulate
+from outcore.planning.bound.bound import Bound, bound_of
+from outcore.planning.homes.placement import Room, place
+from outcore.planning.homes.share import balanced_share
+from outcore.planning.paper.schedule import Circumstances, usual_visits
+from outcore.planning.search.candidates import (
+    ALL_DEVICE,
+    ALL_DISK,
+    ALL_HOST,
+    KINDS,
+    ROOMY,
+    TIGHT,
+    Candidate,
+    Choice,
+    Kind,
+)
+from outcore.planning.timing.rates import Rates
+from outcore.planning.timing.simulate import Simulation, simulate
 from outcore.spec.budget import Limits
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, Policy, Pool, Tier, UnitPlan

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from outcore.planning.fair import Fair
-from outcore.planning.rates import LINK_OF, LINKS, Pace, Rates
-from outcore.planning.schedule import Circumstances, consecutive
-from outcore.planning.weight_cache import nothing_held
+from outcore.planning.paper.schedule import Circumstances, consecutive
+from outcore.planning.paper.weight_cache import nothing_held
+from outcore.planning.timing.fair import Fair
+from outcore.planning.timing.rates import LINK_OF, LINKS, Pace, Rates
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
 from outcore.spec.schedule import Operation, Phase, Visit

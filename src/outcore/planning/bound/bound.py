@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from outcore.planning.bound_work import Job, Sweep, Work, work_of
-from outcore.planning.rates import LINKS, Rates
-from outcore.planning.schedule import Circumstances
+from outcore.planning.bound.work import Job, Sweep, Work, work_of
+from outcore.planning.paper.schedule import Circumstances
+from outcore.planning.timing.rates import LINKS, Rates
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
 from outcore.spec.schedule import Visit

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from outcore.planning.rates import LINKS, Rates
+from outcore.planning.timing.rates import LINKS, Rates
 
 
 class _Room(NamedTuple):

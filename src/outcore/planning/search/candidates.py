@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
-from outcore.planning.pools import Comfort, Need, Needs, build_pools, needs_of
-from outcore.planning.reservations import can_be_early, tier_bytes
-from outcore.planning.share import can_be_staged, spread
+from outcore.planning.homes.pools import Comfort, Need, Needs, build_pools, needs_of
+from outcore.planning.homes.reservations import can_be_early, tier_bytes
+from outcore.planning.homes.share import can_be_staged, spread
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, Policy, Tier, UnitPlan
 

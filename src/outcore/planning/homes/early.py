@@ -6,7 +6,7 @@ import bisect
 import dataclasses
 from collections.abc import Iterable
 
-from outcore.planning.reservations import can_be_early, tier_bytes
+from outcore.planning.homes.reservations import can_be_early, tier_bytes
 from outcore.spec.budget import Limits
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, Pool

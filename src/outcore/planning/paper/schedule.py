@@ -20,8 +20,8 @@ from outcore.order.activations import SavedCall
 from outcore.order.ledger import Ledger, Span
 from outcore.order.slots import SlotPool
 from outcore.order.step import StepOrder
-from outcore.planning.paper import Entry, Paper
-from outcore.planning.weight_cache import Held, Move, Moves, changed_units, nothing_held, weight_moves
+from outcore.planning.paper.port import Entry, Paper
+from outcore.planning.paper.weight_cache import Held, Move, Moves, changed_units, nothing_held, weight_moves
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
 from outcore.spec.schedule import ROOT, Phase, Schedule, Visit

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from outcore.planning.bound_times import Moment, Times, Trained
-from outcore.planning.rates import Rates
-from outcore.planning.schedule import Circumstances
-from outcore.planning.weight_cache import slot_sizes
+from outcore.planning.bound.times import Moment, Times, Trained
+from outcore.planning.paper.schedule import Circumstances
+from outcore.planning.paper.weight_cache import slot_sizes
+from outcore.planning.timing.rates import Rates
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, PoolKind, Tier
 from outcore.spec.schedule import Visit

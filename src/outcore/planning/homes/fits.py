@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from outcore.planning.reservations import tier_bytes
+from outcore.planning.homes.reservations import tier_bytes
 from outcore.spec.budget import Limits
 from outcore.spec.layout import has_master
 from outcore.spec.model import ModelSpec

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from outcore.core.errors import ConfigError, PlanInfeasibleError
 from outcore.core.quantities import format_bytes
-from outcore.planning.fits import can_be_plain
-from outcore.planning.pools import pools_for
-from outcore.planning.reservations import can_be_early, tier_bytes
-from outcore.planning.table import infeasible_table
+from outcore.planning.homes.fits import can_be_plain
+from outcore.planning.homes.pools import pools_for
+from outcore.planning.homes.reservations import can_be_early, tier_bytes
+from outcore.planning.homes.table import infeasible_table
 from outcore.spec.budget import Limits
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import TIERS, Plan

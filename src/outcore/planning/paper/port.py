@@ -8,7 +8,7 @@ from typing import Any
 
 from outcore.order.ledger import After, Dependency, Home, Ledger, Slot, Span
 from outcore.order.port import COPY, NOTHING, Work
-from outcore.planning.weight_cache import Move
+from outcore.planning.paper.weight_cache import Move
 from outcore.spec.lanes import Lane
 from outcore.spec.schedule import Access, Kind, Operation
 from outcore.spec.timeline import COMPUTE, HOST

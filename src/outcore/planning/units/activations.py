@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from outcore.core.errors import ConfigError, PlanInfeasibleError
 from outcore.core.quantities import PAGE_BYTES, align_up, format_bytes
-from outcore.planning.partition import Partition
+from outcore.planning.units.partition import Partition
 from outcore.spec.budget import Limits
 from outcore.spec.model import row_major
 from outcore.spec.plan import AwayTier, Plan, Pool, Tier

@@ -1,0 +1,1 @@
+"""What no legal order of a step beats."""

@@ -1,0 +1,1 @@
+"""The order of a step on paper: which weights stand where, and every operation in a row."""

@@ -1,0 +1,1 @@
+"""Finding the plan whose step is the shortest."""
