@@ -92,7 +92,7 @@ def test_sigterm_unwinds(monkeypatch):
     assert run(monkeypatch) == 143
 
 
-@pytest.mark.parametrize("args", [("demo", "--steps", "0"), ("demo", "--step", "3"), ("probe",)])
+@pytest.mark.parametrize("args", [("demo", "--steps", "0"), ("demo", "--step", "3"), ("prove",)])
 def test_wrong_usage_is_2(monkeypatch, capsys, args):
     assert run(monkeypatch, *args) == 2
     assert "Traceback" not in capsys.readouterr().err
@@ -138,12 +138,13 @@ def test_the_commands_and_options_are_these():
                 *("host_memory", "model", "out", "precision", "seq_len"),
             ]
         ),
+        "probe": ["device", "disk_dir", "out"],
         "train": sorted([*trains, "packing"]),
         "dpo": sorted([*trains, "beta"]),
     }
 
 
-@pytest.mark.parametrize("name", ["demo", "plan", "train", "dpo"])
+@pytest.mark.parametrize("name", ["demo", "plan", "probe", "train", "dpo"])
 def test_help_explains_every_option_and_fits_a_terminal(monkeypatch, capsys, name):
     command = typer.main.get_command(cli.app).commands[name]
     assert [p.name for p in command.params if len(p.help or "") < 12] == []

@@ -27,7 +27,7 @@ def test_known_machines_are_whole_and_come_back_from_json(name: str, tmp_path: P
 
 def test_every_figure_has_a_source():
     for part in itertools.chain(DEVICES.values(), BUSES.values(), HOSTS.values(), DISKS.values()):
-        fields = {f.name: f.default for f in dataclasses.fields(part) if f.name != "sources"}
+        fields = {f.name: f.default for f in dataclasses.fields(part) if f.name not in ("sources", "parts")}
         said = {name for name, default in fields.items() if getattr(part, name) != default}
         assert said <= set(part.sources), part
         assert all(len(source) > 10 for source in part.sources.values())
@@ -73,6 +73,8 @@ def test_absurd_numbers_are_refused(field: str, value: Any):
         (lambda data: data["host"].update(memory=1), "host: unknown key 'memory'"),
         (lambda data: data.update(disk=[]), "disk: expected a JSON object, but got list"),
         (lambda data: data.update(name=3), "name: expected a string"),
+        (lambda data: data["host"].update(parts={"h2d": 1.5}), "host: parts: expected numbers from 0 to 1"),
+        (lambda data: data["host"].update(parts={"gpu": 0.5}), "host: parts: expected numbers from 0 to 1"),
         (lambda data: data.update(version=9), "expected version 1, but got 9"),
         (lambda data: data["device"].update(sources={"bytes_per_s": 3}), "sources: expected names of fields"),
     ],

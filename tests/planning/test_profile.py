@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import transformers
@@ -10,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from outcore.planning.timing.known_hardware import known_hardware
 from outcore.planning.timing.profile import UnitWork, rates_for, unit_work
 from outcore.planning.units.partition import partition
+from outcore.spec.model import ModelSpec
 
 from .models import Stack
 
@@ -73,3 +76,12 @@ def test_seconds_of_a_machine():
     assert memory.parts["update"] == pytest.approx(0.52, rel=0.01)
     assert all(0 < part <= 1 for shared in rates.shared for part in shared.parts.values())
     assert "disk_read" not in rates_for(known_hardware("rtx-4090+no-disk"), spec, work).bytes_per_s
+
+
+def test_measured_parts_count_before_bytes():
+    hardware = known_hardware("rtx-4090")
+    spec = ModelSpec(units=(), state_names=(), precision="bf16")
+    parts = {"update": 0.8, "h2d": 0.3, "compute": 1.0}
+    measured = dataclasses.replace(hardware, host=dataclasses.replace(hardware.host, parts=parts))
+    assert rates_for(measured, spec, {}).shared[0].parts == parts
+    assert "compute" not in rates_for(hardware, spec, {}).shared[0].parts

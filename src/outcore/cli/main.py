@@ -69,6 +69,23 @@ def env(
     print(report(as_json=as_json))
 
 
+@app.command()
+def probe(
+    *,
+    disk_dir: Annotated[
+        list[Path] | None, typer.Option(help="Folder of the disk tier, to be measured too; may be given again.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Such as cpu or cuda:0; the accelerator by default.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="File to write the machine to, for --hardware.")
+    ] = None,
+) -> None:
+    """Measure this machine in under half a minute, for plans: links, updates, compute, and what they share."""
+    from outcore.cli.probe import probe as measured
+
+    print(measured(disks=disk_dir or [], device=device, out=out))
+
+
 @app.command(no_args_is_help=True)
 def plan(  # noqa: PLR0913 (one option each)
     *,

@@ -35,6 +35,8 @@ class DevicePart:
     """Of its memory."""
     update_parameters_per_s: float
     """AdamW over states in its memory."""
+    kernel_s: float = 0
+    """Of every kernel besides, as compute sees it."""
     runs_ahead: float = 1
     """1: it is given its work, as an accelerator is; 0: the thread that submits computes."""
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -65,6 +67,9 @@ class HostPart:
     """AdamW by all its cores, of fp32 masters with bf16 weights and gradients."""
     visit_s: float = 0
     """Of the engine, for every visit of a unit."""
+    parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Link, or ``compute`` -> the part of host memory and cores that it takes at full speed; where none were measured,
+    they are worked out from ``bytes_per_s``."""
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -84,9 +89,10 @@ class DiskPart:
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-_ZERO_IS_FINE = {"latency_s", "visit_s", "endurance_bytes", "runs_ahead"}
-_AT_MOST = {"both": 2.0, "runs_ahead": 1.0, "latency_s": 10.0, "visit_s": 10.0}
+_ZERO_IS_FINE = {"latency_s", "visit_s", "kernel_s", "endurance_bytes", "runs_ahead"}
+_AT_MOST = {"both": 2.0, "runs_ahead": 1.0, "latency_s": 10.0, "visit_s": 10.0, "kernel_s": 10.0}
 _AT_LEAST = {"both": 0.5}
+_SHARING = ("compute", "h2d", "d2h", "update", "disk_read", "disk_write")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,9 +180,24 @@ def _refuse_numbers(data: Mapping[str, Any], where: str) -> None:
             if not isinstance(value, Mapping) or not all(isinstance(s, str) for pair in value.items() for s in pair):
                 raise ConfigError(f"{where}: sources: expected names of fields with sentences, but got {value!r}")
             continue
+        if name == "parts":
+            _refuse_parts(value, where)
+            continue
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         most, least = _AT_MOST.get(name, _MOST), _AT_LEAST.get(name, 0.0)
         if not is_number or not math.isfinite(value) or value > most or value < least:
             raise ConfigError(f"{where}: {name}: expected a number from {least:g} to {most:g}, but got {value!r}")
         if not value and name not in _ZERO_IS_FINE:
             raise ConfigError(f"{where}: {name}: expected a number above 0, but got {value!r}")
+
+
+def _refuse_parts(parts: object, where: str) -> None:
+    """Refuse what is no part of anything."""
+    if not isinstance(parts, Mapping) or not all(name in _SHARING and _is_part(part) for name, part in parts.items()):
+        raise ConfigError(
+            f"{where}: parts: expected numbers from 0 to 1 under names of {', '.join(_SHARING)}, but got {parts!r}"
+        )
+
+
+def _is_part(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1

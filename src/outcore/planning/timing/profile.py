@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from outcore.planning.timing.rates import Rates, Shared
+from outcore.planning.timing.rates import LINKS, Link, Rates, Shared
 from outcore.planning.units.blocks import output_embeddings
-from outcore.spec.hardware import Hardware
+from outcore.spec.hardware import Hardware, HostPart
 from outcore.spec.model import ModelSpec
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -101,9 +101,7 @@ def rates_for(hardware: Hardware, spec: ModelSpec, work: Mapping[str, UnitWork])
     if disk is not None:
         bytes_per_s |= {"disk_read": disk.read_bytes_per_s, "disk_write": disk.write_bytes_per_s}
     updates = device.update_parameters_per_s
-    parts = {link: rate / host.bytes_per_s for link, rate in bytes_per_s.items()}
-    parts["update"] = host.update_parameters_per_s * _UPDATE_BYTES / host.bytes_per_s
-    shared = [Shared(name="host memory", parts={link: min(part, 1.0) for link, part in parts.items()})]  # type: ignore[misc]
+    shared = [Shared(name="host memory", parts=_parts_of(host, bytes_per_s))]
     shared.append(Shared(name="bus", parts=dict.fromkeys(("h2d", "d2h"), 1 / bus.both)))
     latency = dict.fromkeys(("h2d", "d2h"), bus.latency_s)
     if disk is not None:
@@ -120,3 +118,12 @@ def rates_for(hardware: Hardware, spec: ModelSpec, work: Mapping[str, UnitWork])
         visit_s=host.visit_s,
         host_runs_ahead=bool(device.runs_ahead),
     )
+
+
+def _parts_of(host: HostPart, bytes_per_s: Mapping[str, float]) -> dict[Link, float]:
+    """What links take of host memory: as it was measured, else by the bytes that they move there."""
+    parts: dict[str, float] = dict(host.parts)
+    if not parts:
+        parts = {link: rate / host.bytes_per_s for link, rate in bytes_per_s.items()}
+        parts["update"] = host.update_parameters_per_s * _UPDATE_BYTES / host.bytes_per_s
+    return {link: min(parts[link], 1.0) for link in LINKS if link in parts}

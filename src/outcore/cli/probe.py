@@ -1,0 +1,74 @@
+"""``outcore probe``: how fast this machine is, as text and as a file that plans are made for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from outcore.core.errors import ConfigError, DiskError
+from outcore.core.quantities import format_bytes
+from outcore.probe.kept import Machine, Measured
+from outcore.spec.hardware import Hardware
+
+
+def probe(*, disks: Sequence[Path], device: str | None, out: Path | None) -> str:
+    """Measure this machine, keep that, and say it.
+
+    Args:
+        disks: Folders of the disk tier; they must be there.
+        device: Default: the accelerator if there is one, else the CPU.
+        out: File to write the machine to.
+
+    Raises:
+        ConfigError: A folder, device or file that cannot be used.
+    """
+    for folder in disks:
+        if not folder.is_dir():
+            raise ConfigError(
+                f"--disk-dir: expected a folder that is there, but got '{folder}'; make it, or name another"
+            )
+    if out is not None and not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out: expected a file in a folder that is there, but got '{out}'")
+    machine = Machine(device, tuple(disks))
+    try:
+        found = machine.measure("whole")
+    except DiskError as error:
+        raise ConfigError(f"--disk-dir: {error}") from error
+    if out is not None:
+        found.hardware.save(out)
+    return _text(machine, found)
+
+
+def _text(machine: Machine, found: Measured) -> str:
+    rows = [("machine", found.hardware.name), *_rows(found.hardware)]
+    rows.append(("kept", str(machine.path) if machine.path.is_file() else f"nowhere: {machine.path} cannot be written"))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _rows(machine: Hardware) -> Iterator[tuple[str, str]]:
+    device, bus, host, disk = machine.device, machine.bus, machine.host, machine.disk
+    products = f"products {_ops(device.bf16_flops)} in bf16, {_ops(device.fp32_flops)} in fp32"
+    yield "device", f"{products}, attention {_ops(device.attention_flops)}"
+    yield "", f"memory {_rate(device.bytes_per_s)}, {_updates(device.update_parameters_per_s)}"
+    ways = f"{_rate(bus.h2d_bytes_per_s)} to the device, {_rate(bus.d2h_bytes_per_s)} back"
+    yield "bus", f"{ways}, both at once {bus.both:.2f} times one, {1e6 * bus.latency_s:.0f} us a copy besides"
+    yield "host", f"{_updates(host.update_parameters_per_s)}, {1e6 * host.visit_s:.0f} us of the engine per visit"
+    if disk is not None:
+        ways = f"{_rate(disk.read_bytes_per_s)} read, {_rate(disk.write_bytes_per_s)} written"
+        size, how = format_bytes(int(disk.size_bytes)), disk.sources["read_bytes_per_s"]
+        yield "disk", f"{ways}, both at once {disk.both:.2f} times one, {size} free; {how}"
+    shared = ", ".join(f"{link} {part:.2f}" for link, part in host.parts.items())
+    yield "shared", f"{shared} of host memory and cores: parts above 1 together slow each other down"
+
+
+def _rate(per_s: float) -> str:
+    return f"{format_bytes(int(per_s))}/s"
+
+
+def _ops(per_s: float) -> str:
+    return f"{per_s / 1e12:.3g} TFLOP/s"
+
+
+def _updates(per_s: float) -> str:
+    return f"{per_s / 1e6:.0f} million parameters/s updated"

@@ -1,0 +1,153 @@
+"""Measurements are kept, one per machine, and go stale when what they depend on changes.
+
+[Note: which machine] A machine is told by its processor, its memory, the cores that this process may keep busy, the
+device and the file systems of the disk tier; not by its name, since containers have a new one each time. The versions
+of torch and of the measurement say whether what was kept still holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from outcore.core.errors import ConfigError
+from outcore.device.opening import device_name, open_device
+from outcore.memory.topology import processor_name, read_topology
+from outcore.probe.measure import QUICK, WHOLE, Effort, host_bytes, measure
+from outcore.spec.hardware import Hardware
+from outcore.spec.text_file import content_of, replace_file
+
+PROBE_VERSION = "1"
+"""Of how it is measured: older measurements are stale."""
+_EFFORTS: Mapping[str, Effort] = {"whole": WHOLE, "quick": QUICK}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A machine, and how and when it was measured."""
+
+    hardware: Hardware
+    effort: str
+    """``whole`` or ``quick``."""
+    at: str
+    """Date and time."""
+    versions: Mapping[str, str]
+    """What it depends on besides the machine."""
+
+    def to_json(self) -> str:
+        """As JSON text."""
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, where: str) -> Self:
+        """Read what ``to_json`` wrote.
+
+        Raises:
+            ConfigError: Anything else.
+        """
+        try:
+            data = json.loads(text)
+            hardware = Hardware.from_json(json.dumps(data.pop("hardware")), where=where)
+            return cls(hardware=hardware, **data)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ConfigError(f"{where}: expected a measurement that outcore kept, but got: {error}") from error
+
+
+@dataclass(frozen=True)
+class Machine:
+    """This machine: a device, and folders of a disk tier."""
+
+    torch_device: torch.device | str | None
+    disks: tuple[Path, ...] = ()
+
+    @property
+    def path(self) -> Path:
+        """Where its measurement is kept. See [Note: which machine]."""
+        facts = [device_name(self.torch_device), processor_name(), str(read_topology().num_cores), str(host_bytes())]
+        facts += sorted({str(_existing(folder).stat().st_dev) for folder in self.disks})
+        digest = hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()
+        return cache_folder() / f"hardware-{digest}.json"
+
+    def kept(self) -> Measured | None:
+        """What was kept, if it still holds. Says why if not."""
+        path = self.path
+        if not path.is_file():
+            return None
+        try:
+            found = Measured.from_json(content_of(path, "kept measurement"), where=f"'{path}'")
+        except ConfigError as error:
+            _say(f"the measurement of this machine is of no use: {error}")
+            return None
+        before, now = found.versions, _versions()
+        changed = [f"{name} was {before.get(name)}" for name, version in now.items() if before.get(name) != version]
+        if changed:
+            _say(f"the measurement of this machine of {found.at} is stale: {', '.join(changed)}; it is measured again")
+            return None
+        return found
+
+    def measure(self, effort: str) -> Measured:
+        """Measure it and keep that.
+
+        Args:
+            effort: ``whole`` or ``quick``.
+
+        Raises:
+            DiskError: A folder cannot serve the disk tier.
+            MemoryBudgetError: There is no room to measure in.
+        """
+        opened = partial(open_device, self.torch_device)
+        hardware = measure(opened, self.disks, _EFFORTS[effort])
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        found = Measured(hardware=hardware, effort=effort, at=now, versions=_versions())
+        path = self.path
+        with suppress(ConfigError, OSError):  # a home that cannot be written to: it is measured again next time
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, found.to_json(), "kept measurement")
+        return found
+
+    def at_hand(self) -> Hardware:
+        """What was kept, or else a quick measurement, which is said.
+
+        Raises:
+            DiskError: A folder cannot serve the disk tier.
+            MemoryBudgetError: There is no room to measure in.
+        """
+        kept = self.kept()
+        if kept is None:
+            kept = self.measure("quick")
+            _say(
+                f"this machine was measured for its plans, once, in some seconds, and that is kept in '{self.path}'; "
+                "outcore probe measures it better"
+            )
+        return kept.hardware
+
+
+def cache_folder() -> Path:
+    """Where measurements are kept: below ``XDG_CACHE_HOME``, by default ``~/.cache``."""
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(named) if os.path.isabs(named) else Path.home() / ".cache") / "outcore"
+
+
+def _versions() -> dict[str, str]:
+    return {"torch": torch.__version__, "probe": PROBE_VERSION}
+
+
+def _existing(folder: Path) -> Path:
+    absolute = folder.absolute()
+    return next(path for path in (absolute, *absolute.parents) if path.exists())
+
+
+def _say(text: str) -> None:
+    warnings.warn(text, stacklevel=2)

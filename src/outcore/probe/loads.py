@@ -1,0 +1,95 @@
+"""Loads of single links, run alone or beside one another, and how fast each of them went meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+
+from outcore.probe.samples import usual_s
+
+_LEAST_TURNS = 3
+
+
+@dataclass(frozen=True)
+class Load:
+    """Work for one link, again and again."""
+
+    link: str
+    amount: float
+    """Of one turn: bytes, parameters or operations."""
+    turn: Callable[[], object]
+    """Returns when its work is over."""
+    is_compute: bool = False
+    """Only the calling thread can do it."""
+
+
+@dataclass
+class _Run:
+    """The turns of one load."""
+
+    load: Load
+    turns: list[tuple[float, float]] = field(default_factory=list)
+    error: BaseException | None = None
+
+    def go(self, is_over: Callable[[], bool]) -> None:
+        try:
+            while not is_over():
+                start_s = time.perf_counter()
+                self.load.turn()
+                self.turns.append((start_s, time.perf_counter()))
+        except BaseException as error:
+            self.error = error
+
+    def number(self, start_s: float, end_s: float) -> float:
+        """Turns between two moments, with the parts of those that only overlap."""
+        return sum(max(min(end, end_s) - max(start, start_s), 0.0) / (end - start) for start, end in self.turns)
+
+
+def usual_speed(load: Load, window_s: float) -> float:
+    """Amount per second of a load that is alone, as if no other program ran on the machine.
+
+    Args:
+        load: The load.
+        window_s: For so long, and until it has had a few turns.
+    """
+    (run,) = _run([load], window_s)
+    return load.amount / usual_s([end - start for start, end in run.turns])
+
+
+def speeds(loads: Sequence[Load], window_s: float) -> dict[str, float]:
+    """Amount per second of each, while all of them run.
+
+    Args:
+        loads: At most one of them is compute.
+        window_s: For so long, and until each has had a few turns.
+    """
+    runs = _run(loads, window_s)
+    start_s, end_s = max(run.turns[0][0] for run in runs), min(run.turns[-1][1] for run in runs)
+    return {run.load.link: run.load.amount * run.number(start_s, end_s) / (end_s - start_s) for run in runs}
+
+
+def _run(loads: Sequence[Load], window_s: float) -> list[_Run]:
+    runs = [_Run(load) for load in loads]
+    until_s = time.perf_counter() + window_s
+
+    def is_over() -> bool:
+        is_late = time.perf_counter() >= until_s
+        return any(run.error for run in runs) or (is_late and all(len(run.turns) >= _LEAST_TURNS for run in runs))
+
+    with ExitStack() as threads:
+        for run in runs:
+            if not run.load.is_compute:
+                thread = threading.Thread(target=partial(run.go, is_over), name=f"outcore-probe-{run.load.link}")
+                thread.start()
+                threads.callback(thread.join)
+        for run in runs:
+            if run.load.is_compute:
+                run.go(is_over)
+    for run in runs:
+        if run.error is not None:
+            raise run.error
+    return runs

@@ -1,0 +1,237 @@
+"""Measure this machine: every link at several sizes, alone and beside the others, in seconds.
+
+[Note: what is shared] Links run in pairs, and what is left of their speeds tells how much each takes of what they
+share: host memory and, where the device is the CPU, the cores (``samples.parts``). Both directions of the bus, and
+reading and writing of the drive, have a figure of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from outcore.device.device import Device
+from outcore.device.opening import device_name
+from outcore.memory.disk import DiskStore
+from outcore.memory.host import HostMemory
+from outcore.memory.limits import disk_free_bytes, host_free_bytes, host_limit_bytes, host_total_bytes
+from outcore.probe import work
+from outcore.probe.loads import Load, speeds, usual_speed
+from outcore.probe.samples import Line, line, parts
+from outcore.probe.visits import visit_s
+from outcore.runtime.updates.workers import UpdateWorkers
+from outcore.spec.hardware import BusPart, DevicePart, DiskPart, Hardware, HostPart
+from outcore.spec.lanes import Lane
+
+MIB = 2**20
+_OF_FREE = 16
+"""No buffer takes more than this part of what is free."""
+_MOVED_BYTES = 28.0
+"""By an update, per parameter."""
+_KERNELS = 500
+_FLOAT32, _BFLOAT16 = torch.float32, torch.bfloat16
+_BUS, _DISK = ("h2d", "d2h"), ("disk_write", "disk_read")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How much is measured, and how long."""
+
+    window_s: float
+    """Of every measurement."""
+    buffer_bytes: int
+    """On either side of the bus; more than caches hold."""
+    sizes: Sequence[int]
+    """Bytes of copies and transfers, the largest last."""
+    disk_bytes: int
+    """That are written and read."""
+    steps: int
+    """Of a small model."""
+
+
+WHOLE = Effort(window_s=0.3, buffer_bytes=256 * MIB, sizes=(MIB // 16, MIB, 16 * MIB), disk_bytes=512 * MIB, steps=40)
+QUICK = Effort(window_s=0.05, buffer_bytes=64 * MIB, sizes=(MIB // 16, 8 * MIB), disk_bytes=64 * MIB, steps=8)
+
+
+def measure(open_device: Callable[[], Device], disks: Sequence[Path], effort: Effort = WHOLE) -> Hardware:
+    """Measure the machine. What it takes is given back; random numbers go on as if nothing had been.
+
+    Args:
+        open_device: Opens the device that computes.
+        disks: Folders of the disk tier; none: the disk is not measured.
+        effort: How much is measured.
+
+    Raises:
+        DiskError: A folder cannot serve; nothing is left behind.
+        MemoryBudgetError: There is not even room for this.
+
+    Time: the whole effort some 15 s, the quick one 3 s. Memory: up to 0.5 GiB of the device, 1 GiB of the host.
+    """
+    with ExitStack() as closing:
+        device = open_device()
+        closing.callback(device.close)
+        closing.callback(device.set_rng_state, device.rng_state())
+        closing.enter_context(torch.enable_grad())
+        closing.enter_context(torch.autocast(device.torch_device.type, enabled=False))
+        store = None
+        if disks:
+            store = closing.enter_context(DiskStore.open(list(disks), effort.disk_bytes))
+        visit = visit_s(open_device, effort.steps)
+        probe, name = _Probe(device, effort, closing), device_name(device.torch_device)
+        computing = probe.device_part()
+        links = probe.links(store)
+    return Hardware(
+        name=name,
+        device=computing,
+        bus=_bus(links),
+        host=_host(links, visit, device),
+        disk=None if store is None else _disk(links, disks, store),
+    )
+
+
+class _Links(NamedTuple):
+    """What was found out about links."""
+
+    lines: Mapping[str, Line]
+    """Of those that move bytes."""
+    alone: Mapping[str, float]
+    """Link -> bytes or parameters per second, with copies as large as they come."""
+    left: Mapping[tuple[str, str], tuple[float, float]]
+    """Two links -> what is left of their speeds while both run."""
+
+    def both(self, pair: tuple[str, str]) -> float:
+        """What two that run at once come to, counted in one that runs alone."""
+        return min(max(sum(self.left[pair]), 0.5), 2.0)
+
+
+class _Probe:
+    """Buffers and workers to measure with; they are closed with the stack."""
+
+    def __init__(self, device: Device, effort: Effort, closing: ExitStack) -> None:
+        self._device, self._effort, self._closing = device, effort, closing
+        least = 2 * effort.sizes[-1]
+        most = min(effort.buffer_bytes, host_free_bytes() // _OF_FREE, device.memory_bytes() // _OF_FREE)
+        self._buffer_bytes = max(least, most // least * least)
+
+    def device_part(self) -> DevicePart:
+        """What computes."""
+        device, through_bytes = self._device, self._effort.sizes[-1]
+        update = work.device_updates(device, device.allocate(self._buffer_bytes))
+        return DevicePart(
+            memory_bytes=host_bytes() / 2 if device.has_host_memory else device.memory_bytes(),
+            fp32_flops=self._rate(work.products(device, _FLOAT32)),
+            bf16_flops=self._rate(work.products(device, _BFLOAT16)),
+            attention_flops=self._rate(work.attention(device, _BFLOAT16)),
+            bytes_per_s=self._rate(work.elementwise(device, through_bytes)),
+            update_parameters_per_s=self._rate(update),
+            kernel_s=1 / self._rate(work.kernels(device, _KERNELS)),
+            runs_ahead=float(not device.computes_on_host),
+            sources=_measured(DevicePart, "runs_ahead")
+            | {"memory_bytes": "half of host memory" if device.has_host_memory else "what was free"},
+        )
+
+    def links(self, store: DiskStore | None) -> _Links:
+        """Everything else: alone at several sizes, then in pairs."""
+        sizes = self._effort.sizes
+        moves = self._moves(store)
+        points = {link: {size: size / self._rate(load) for size, load in moves[link].items()} for link in moves}
+        spare = 0 if self._device.computes_on_host else 1
+        workers = self._closing.enter_context(UpdateWorkers(spare_cores=spare))
+        loads = [each[sizes[-1]] for each in moves.values()]
+        loads.append(work.updates(workers, self._host_memory(self._buffer_bytes)))
+        if self._device.computes_on_host:
+            loads.append(work.products(self._device, _FLOAT32))
+        window_s = self._effort.window_s
+        usual = {load.link: self._rate(load) for load in loads}
+        alone = {load.link: speeds([load], window_s)[load.link] for load in loads}
+        left = {}
+        for one, other in itertools.combinations(loads, 2):
+            found = speeds([one, other], window_s)
+            left[one.link, other.link] = (found[one.link] / alone[one.link], found[other.link] / alone[other.link])
+        return _Links({link: line(found) for link, found in points.items()}, usual, left)
+
+    def _rate(self, load: Load) -> float:
+        load.turn()  # kernels are chosen, memory is touched
+        return usual_speed(load, self._effort.window_s)
+
+    def _moves(self, store: DiskStore | None) -> dict[str, dict[int, Load]]:
+        """Link -> size -> copies or transfers."""
+        half, sizes = self._buffer_bytes // 2, self._effort.sizes
+        here, there = self._host_memory(self._buffer_bytes), self._device.allocate(self._buffer_bytes)
+        there.zero_()
+        ways = {Lane.H2D: (there[:half], here[:half]), Lane.D2H: (here[half:], there[half:])}
+        found = {
+            lane.value: {size: work.copies(self._device, lane, *way, size) for size in sizes}
+            for lane, way in ways.items()
+        }
+        if store is not None:
+            own = self._host_memory(2 * sizes[-1]).random_()
+            halves = {"disk_write": own[: sizes[-1]], "disk_read": own[sizes[-1] :]}
+            for link, memory in halves.items():  # written before anything is read
+                part = store.take(store.nbytes // 2, owner="probe")
+                found[link] = {size: work.transfers(store, part, memory[:size], link) for size in sizes}
+        return found
+
+    def _host_memory(self, nbytes: int) -> torch.Tensor:
+        """As the arenas of a run: pinned, where there is something to pin."""
+        memory = self._closing.enter_context(HostMemory.open(nbytes)).tensor
+        if self._device.register_host(memory):
+            self._closing.callback(self._device.unregister_host, memory)
+        return memory
+
+
+def _bus(links: _Links) -> BusPart:
+    there, back = links.lines["h2d"], links.lines["d2h"]
+    return BusPart(
+        h2d_bytes_per_s=there.per_s,
+        d2h_bytes_per_s=back.per_s,
+        both=links.both(_BUS),
+        latency_s=(there.latency_s + back.latency_s) / 2,
+        sources=_measured(BusPart),
+    )
+
+
+def _host(links: _Links, visit: float, device: Device) -> HostPart:
+    update = links.alone["update"]
+    return HostPart(
+        memory_bytes=host_bytes() / (2 if device.has_host_memory else 1),
+        bytes_per_s=max(update * _MOVED_BYTES, 2 * max(links.alone[link] for link in _BUS)),
+        update_parameters_per_s=update,
+        visit_s=visit,
+        parts=parts(links.left),
+        sources=_measured(HostPart)
+        | {
+            "memory_bytes": "half of host memory" if device.has_host_memory else "of the machine or the container",
+            "bytes_per_s": "28 bytes per parameter updated, or two per byte copied: whichever is more",
+        },
+    )
+
+
+def _disk(links: _Links, disks: Sequence[Path], store: DiskStore) -> DiskPart:
+    read, write = links.lines["disk_read"], links.lines["disk_write"]
+    how = "measured, through the page cache" if store.buffered_paths else "measured, with direct I/O"
+    return DiskPart(
+        size_bytes=max(sum(disk_free_bytes(path) for path in disks), 1),
+        read_bytes_per_s=read.per_s,
+        write_bytes_per_s=write.per_s,
+        both=links.both(_DISK),
+        latency_s=(read.latency_s + write.latency_s) / 2,
+        sources=_measured(DiskPart, "endurance_bytes", how=how) | {"size_bytes": "what was free"},
+    )
+
+
+def _measured(part: type, *but: str, how: str = "measured") -> dict[str, str]:
+    names = (field.name for field in dataclasses.fields(part))
+    return {name: how for name in names if name not in (*but, "sources")}
+
+
+def host_bytes() -> int:
+    """Of the machine, or of the container around this process."""
+    return host_limit_bytes() or host_total_bytes()

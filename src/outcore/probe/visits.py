@@ -1,0 +1,62 @@
+"""Seconds of the engine for every visit of a unit: a model with next to nothing to compute, streamed and plain."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from outcore.device.device import Device
+from outcore.optim.rules import rule_for
+from outcore.planning.search.candidates import ALL_HOST, Choice
+from outcore.planning.units.partition import partition
+from outcore.probe.samples import usual_s
+from outcore.runtime.engine import Engine, Promises
+from outcore.runtime.optimizer import StreamedOptimizer
+from outcore.saving.first_values import FirstValues
+
+_UNITS, _WIDTH, _WARM_UP = 8, 16, 3
+
+
+def visit_s(open_device: Callable[[], Device], steps: int) -> float:
+    """Seconds that a visit takes besides its work.
+
+    Args:
+        open_device: Opens the device; it is closed again.
+        steps: To time; the median counts.
+    """
+    device = open_device()
+    plain_s = _step_s(*_model(device), device, steps)
+    model, optimizer = _model(device)
+    rule, cut = rule_for(optimizer), partition(model, units=[nn.Linear], state_names=("exp_avg", "exp_avg_sq"))
+    choice = Choice(cut.spec, policy="recompute", accumulation_steps=None, may_be_early=False)
+    engine = Engine(cut, choice.plan(choice.uniform(ALL_HOST)), device, [], rule, Promises())
+    try:
+        values = FirstValues(model, None)
+        values.take_over(device.torch_device)
+        engine.attach(values.of)
+        streamed_s = _step_s(model, StreamedOptimizer(engine, optimizer), device, steps)
+    finally:
+        engine.close()
+    return max(streamed_s - plain_s, 0.0) / (2 * _UNITS)
+
+
+def _model(device: Device) -> tuple[nn.Module, torch.optim.Optimizer]:
+    layers = [nn.Linear(_WIDTH, _WIDTH, device=device.torch_device, dtype=torch.float32) for _ in range(_UNITS)]
+    model = nn.Sequential(*layers)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+
+def _step_s(model: nn.Module, optimizer: torch.optim.Optimizer, device: Device, steps: int) -> float:
+    batch = torch.ones(1, _WIDTH, dtype=torch.float32, device=device.torch_device)
+    seconds = []
+    for _ in range(_WARM_UP + steps):
+        start_s = time.perf_counter()
+        model(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        device.mark("probe").wait()
+        seconds.append(time.perf_counter() - start_s)
+    return usual_s(seconds[_WARM_UP:])

@@ -1,0 +1,155 @@
+"""What links do in a run, as loads over buffers of their own: copies, updates, products, transfers of the disk."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.nn import functional
+
+from outcore.device.device import Device
+from outcore.device.lanes import Handle
+from outcore.memory.arena import Region
+from outcore.memory.disk import DiskStore, Extent
+from outcore.optim.blocks import Piece, update_blocks
+from outcore.optim.rules import AdamHyper
+from outcore.probe.loads import Load
+from outcore.runtime.updates.workers import UpdateWorkers
+from outcore.spec.lanes import Lane
+
+_HYPER = AdamHyper(
+    lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, amsgrad=False, maximize=False, decoupled=True
+)
+UPDATED_BYTES = 16
+"""Of memory per parameter: fp32 master and moments, a bf16 gradient and weight."""
+_LEAST_TURN_S = 4e-3
+"""Of compute: what takes less is doubled, as long as it is no larger than a large model's."""
+_MOST_WIDTH, _MOST_TOKENS = 8192, 4096
+_HEADS, _HEAD_SIZE = 8, 64
+_QUEUED = 4  # copies at a time, so that the link does not wait for whoever submits
+
+
+def copies(device: Device, lane: Lane, to: torch.Tensor, origin: torch.Tensor, nbytes: int) -> Load:
+    """Copies of so many bytes, going round two buffers of equal size."""
+    places = _places(to.numel(), nbytes)
+
+    def submit() -> Handle:
+        here = next(places)
+        target, source = to[here : here + nbytes], origin[here : here + nbytes]
+        region = Region("probe", 0, nbytes)
+        return device.submit(lane, "probe", lambda: target.copy_(source, non_blocking=True), writes=[region])
+
+    def turn() -> None:
+        handles = [submit() for _ in range(_QUEUED)]
+        handles[-1].wait()
+
+    return Load(lane.value, _QUEUED * nbytes, turn)
+
+
+def updates(workers: UpdateWorkers, memory: torch.Tensor) -> Load:
+    """AdamW by the workers, over all of a buffer."""
+    pieces = _pieces(memory)
+    return Load("update", pieces[0].target.numel(), lambda: workers.run(pieces))
+
+
+def device_updates(device: Device, memory: torch.Tensor) -> Load:
+    """AdamW by the device, over all of a buffer there."""
+    pieces = _pieces(memory)
+    room = device.allocate(min(4 * pieces[0].target.numel(), device.update_block_bytes))
+
+    def turn() -> None:
+        update_blocks(pieces, room)
+        device.mark("probe").wait()
+
+    return Load("device_update", pieces[0].target.numel(), turn, is_compute=True)
+
+
+def _pieces(memory: torch.Tensor) -> list[Piece]:
+    numel = memory.numel() // UPDATED_BYTES // 1024 * 1024
+
+    def column(start: int, dtype: torch.dtype, value: float) -> torch.Tensor:
+        found = memory[start * numel : (start + dtype.itemsize) * numel].view(dtype)
+        return found.fill_(value)
+
+    states = {"exp_avg": column(4, torch.float32, 1e-3), "exp_avg_sq": column(8, torch.float32, 1e-4)}
+    grad, weights = column(12, torch.bfloat16, 1e-3), column(14, torch.bfloat16, 0.02)
+    target = column(0, torch.float32, 0.02)
+    return [Piece(target=target, grad=grad, states=states, weights=weights, step=10, hyper=_HYPER)]
+
+
+def products(device: Device, dtype: torch.dtype) -> Load:
+    """Square matrix products, so wide that one takes some milliseconds."""
+
+    def sized(width: int) -> tuple[float, Callable[[], object]]:
+        a, b = (torch.full((width, width), 0.01, dtype=dtype, device=device.torch_device) for _ in range(2))
+        return 2.0 * width**3, lambda: a @ b
+
+    return _sized(device, sized, 256, _MOST_WIDTH)
+
+
+def attention(device: Device, dtype: torch.dtype) -> Load:
+    """Causal attention, so long that one call takes some milliseconds."""
+
+    def sized(tokens: int) -> tuple[float, Callable[[], object]]:
+        shape = (1, _HEADS, tokens, _HEAD_SIZE)
+        q, k, v = (torch.full(shape, 0.01, dtype=dtype, device=device.torch_device) for _ in range(3))
+        operations = 4 * tokens**2 / 2 * _HEADS * _HEAD_SIZE
+        return operations, lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return _sized(device, sized, 256, _MOST_TOKENS)
+
+
+def elementwise(device: Device, nbytes: int) -> Load:
+    """Activation functions into new memory, as between the products of a model."""
+    values = torch.full((nbytes // 4,), 0.01, dtype=torch.float32, device=device.torch_device)
+    return _compute(device, 2.0 * values.nbytes, lambda: functional.relu(values))
+
+
+def kernels(device: Device, number: int) -> Load:
+    """Kernels with next to nothing to do."""
+    values = torch.zeros(64, dtype=torch.float32, device=device.torch_device, requires_grad=True)
+
+    def work() -> None:
+        found = values
+        for _ in range(number):
+            found = functional.relu(found)
+
+    return _compute(device, number, work)
+
+
+def _sized(device: Device, sized: Callable[[int], tuple[float, Callable[[], object]]], size: int, most: int) -> Load:
+    while True:
+        load = _compute(device, *sized(size))
+        load.turn()
+        start_s = time.perf_counter()
+        load.turn()
+        if time.perf_counter() - start_s >= _LEAST_TURN_S or size >= most:
+            return load
+        size *= 2
+
+
+def _compute(device: Device, amount: float, work: Callable[[], object]) -> Load:
+    def turn() -> None:
+        work()
+        device.mark("probe").wait()
+
+    return Load("compute", amount, turn, is_compute=True)
+
+
+def transfers(store: DiskStore, extent: Extent, memory: torch.Tensor, link: str) -> Load:
+    """Reads into memory, or writes of it, going round an extent."""
+    move = store.read if link == "disk_read" else store.write
+    places = _places(extent.nbytes, memory.numel())
+
+    def turn() -> None:
+        here = next(places)
+        move(extent.part(here, here + memory.numel()), memory)
+
+    return Load(link, memory.numel(), turn)
+
+
+def _places(total: int, nbytes: int) -> Iterator[int]:
+    """Beginnings of pieces, round and round: what comes again has left the caches if the whole is large enough."""
+    return itertools.cycle(range(0, max(total - nbytes, 0) + 1, nbytes))

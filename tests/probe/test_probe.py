@@ -1,0 +1,177 @@
+"""Measuring this machine: the arithmetic, what comes out, what is kept and when it is stale, and bad disks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from outcore.cli.probe import probe
+from outcore.core.errors import DiskError, OutcoreError
+from outcore.device.opening import open_device
+from outcore.memory import disk_file
+from outcore.planning.timing.known_hardware import known_hardware
+from outcore.probe import kept
+from outcore.probe.kept import Machine
+from outcore.probe.loads import Load, speeds
+from outcore.probe.measure import MIB, Effort, measure
+from outcore.probe.samples import line, parts, usual_s
+from outcore.spec.hardware import Hardware
+
+DEVICE = os.environ.get("OUTCORE_TEST_DEVICE", "cpu")
+LEAST = Effort(window_s=0.004, buffer_bytes=2 * MIB, sizes=(MIB // 16, MIB), disk_bytes=4 * MIB, steps=2)
+OPENED = partial(open_device, DEVICE)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(kept, "_EFFORTS", {"whole": LEAST, "quick": LEAST})
+
+
+class TestArithmetic:
+    def test_a_line_has_a_rate_and_what_comes_besides(self):
+        assert line({1000: 3e-3, 10_000: 12e-3, 5000: 0.5}) == pytest.approx((1e6, 2e-3))
+
+    @pytest.mark.parametrize("points", [{1: 2.0, 1000: 1.0}, {1: 1e-9, 1000: 1.0}])
+    def test_noise_gives_no_negative_time(self, points):
+        assert line(points) == pytest.approx((1000.0, 0.0))
+
+    def test_other_programs_only_slow_down(self):
+        assert usual_s([1.0, 9.0, 1.1, 7.0, 1.05, 8.0, 6.0]) == 1.05
+
+    def test_parts_explain_the_speeds_that_they_made(self):
+        """Two of all, one of half, one of a bit: what a fair machine leaves of their speeds gives them back."""
+        true = {"compute": 1.0, "update": 0.9, "h2d": 0.6, "disk_read": 0.1}
+
+        def left(one: str, other: str) -> tuple[float, float]:
+            fair = min(true[one], true[other], 0.5)
+            own = min(true[one], max(1 - min(true[other], 0.5), fair))
+            return own / true[one], min(true[other], 1 - own) / true[other]
+
+        names = list(true)
+        speeds_of = {(a, b): left(a, b) for i, a in enumerate(names) for b in names[i + 1 :]}
+        assert parts(speeds_of) == pytest.approx(true, abs=0.05)
+
+    def test_those_that_do_not_slow_each_other_down_share_nothing_to_speak_of(self):
+        found = parts({("h2d", "update"): (1.0, 0.99), ("d2h", "update"): (1.0, 1.0), ("d2h", "h2d"): (1.0, 1.0)})
+        assert all(found[a] + found[b] <= 1.001 for a, b in (("h2d", "update"), ("d2h", "update"), ("d2h", "h2d")))
+
+
+class TestLoads:
+    def test_beside_each_other_they_are_as_fast_as_they_were_meanwhile(self):
+        lock = threading.Lock()  # what both share
+
+        def turn() -> None:
+            with lock:
+                time.sleep(2e-3)
+
+        loads = [Load("update", 2.0, turn), Load("compute", 1.0, turn, is_compute=True)]
+        alone = speeds(loads[:1], 0.03)["update"]
+        together = speeds(loads, 0.06)
+        assert alone < 1000
+        assert sum((together["update"] / alone, 2 * together["compute"] / alone)) < 1.5
+
+    def test_an_error_ends_all_of_them(self):
+        def fail() -> None:
+            raise DiskError("it broke")
+
+        with pytest.raises(DiskError, match="it broke"):
+            speeds([Load("disk_read", 1.0, fail), Load("compute", 1.0, lambda: None, is_compute=True)], 5.0)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Hardware:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    hardware = measure(OPENED, [tmp_path_factory.mktemp("disk")], LEAST)
+    assert torch.equal(before, torch.get_rng_state()), "a run draws the numbers that it would have drawn"
+    return hardware
+
+
+class TestMeasuring:
+    def test_it_is_a_machine_that_plans_can_be_made_for(self, found):
+        assert Hardware.from_json(found.to_json()) == found
+        assert found.device.runs_ahead == (DEVICE != "cpu")
+        assert found.host.visit_s > 0
+
+    def test_every_figure_says_where_it_is_from(self, found):
+        for part in (found.device, found.bus, found.host, found.disk):
+            names = {field.name for field in dataclasses.fields(part)} - {"sources", "runs_ahead", "endurance_bytes"}
+            assert part.sources.keys() == names
+
+    def test_the_cores_are_shared_where_they_compute(self, found):
+        assert ("compute" in found.host.parts) == (DEVICE == "cpu")
+        assert {"h2d", "d2h", "update", "disk_read", "disk_write"} <= found.host.parts.keys()
+
+    def test_without_folders_there_is_no_disk(self):
+        assert measure(OPENED, [], LEAST).disk is None
+
+    def test_a_folder_that_cannot_serve_leaves_nothing(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(disk_file.OsDiskIO, "free_bytes", lambda *_: 4096)
+        with pytest.raises(DiskError, match="ENOSPC"):
+            Machine(DEVICE, (tmp_path,)).measure("whole")
+        assert list(tmp_path.iterdir()) == []
+
+
+class TestKept:
+    @pytest.fixture(autouse=True)
+    def _known(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(kept, "measure", lambda *_, **__: known_hardware("rtx-4090"))
+
+    def test_once(self, tmp_path):
+        machine = Machine(DEVICE)
+        assert machine.kept() is None
+        with pytest.warns(UserWarning, match=f"measured for its plans.*'{tmp_path}/cache/outcore/hardware-"):
+            first = machine.at_hand()
+        assert Machine(DEVICE).at_hand() == first
+        assert Machine(DEVICE, (tmp_path,)).kept() is None, "a disk is another machine"
+
+    def test_stale_is_said(self, monkeypatch):
+        machine = Machine(DEVICE)
+        first = machine.measure("whole")
+        monkeypatch.setattr(torch, "__version__", "9.9")
+        with pytest.warns(UserWarning, match=re.escape(f"is stale: torch was {first.versions['torch']}")):
+            assert machine.kept() is None
+
+    @pytest.mark.parametrize("text", ["", "[]", "{}", '{"hardware": 1}', "null"])
+    def test_damaged_is_said(self, text):
+        machine = Machine(DEVICE)
+        machine.path.parent.mkdir(parents=True)
+        machine.path.write_text(text)
+        with pytest.warns(UserWarning, match="of no use: .*hardware-"):
+            assert machine.kept() is None
+
+    def test_a_home_that_cannot_be_written_to(self, tmp_path):
+        (tmp_path / "cache").write_text("a file")
+        assert Machine(DEVICE).measure("whole").hardware.device.fp32_flops > 0
+
+
+def test_the_command_says_and_writes(tmp_path):
+    said = probe(disks=[tmp_path], device=DEVICE, out=tmp_path / "hardware.json")
+    names = [line.split()[0] for line in said.splitlines()]
+    assert names == ["machine", "device", "memory", "bus", "host", "disk", "shared", "kept"]
+    written = Hardware.load(tmp_path / "hardware.json")
+    assert json.loads(Machine(DEVICE, (tmp_path,)).path.read_text())["hardware"] == json.loads(written.to_json())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"disks": [Path("/nowhere")]}, "--disk-dir: expected a folder that is there, but got '/nowhere'"),
+        ({"disks": [Path("/dev/shm")]}, "--disk-dir: disk path '/dev/shm': expected a drive"),
+        ({"out": Path("/nowhere/hardware.json")}, "--out: expected a file in a folder that is there"),
+        ({"device": "tpu"}, "device: expected 'cpu' or 'cuda'"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_measured(options, message):
+    with pytest.raises(OutcoreError, match=message):
+        probe(**({"disks": [], "device": DEVICE, "out": None} | options))
