@@ -21,6 +21,7 @@ from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
 from outcore.planning.homes.pools import Comfort
 from outcore.planning.units.partition import partition
+from outcore.runtime.activations import away
 from outcore.spec.lanes import Lane
 from outcore.spec.plan import Plan
 
@@ -221,26 +222,39 @@ def test_overlap_off_changes_nothing(tmp_path, unhurried):
     assert_equal(want, streamed(gpt2(), tmp_path, "mixed", 2, faults=Faults(serial=True)))
 
 
+AWAY: dict[str, Any] = {"policy": "keep", "activations": lambda i: ("host", "disk")[i % 2]}
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_three_steps_synchronise_nothing(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        *((kind, {}) for kind in ("device", "host", "disk", "mixed")),
+        *(("host", {"share": 1.0}), ("mixed", {"early": True}), ("device", AWAY), ("mixed", AWAY)),
+    ],
+)
+def test_three_steps_synchronise_nothing(kind, how, tmp_path, monkeypatch):
+    monkeypatch.setattr(away, "SMALL_BYTES", 64)  # so that activations of a tiny model leave
     model = build("llama", torch.bfloat16).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    plan = plan_for(model, "host")
+    plan = plan_for(model, kind, accumulation_steps=1, **how)
     causal = (
         torch.ones(31, 31, dtype=torch.bool, device="cuda").tril().expand(3, 1, 31, 31)
     )  # else the model looks for one
     data = [batch | {"attention_mask": causal} for batch in batches(1)]
-    with outcore.prepare(model, optimizer, plan=plan, device="cuda") as (model, optimizer):
-        assert optimizer.engine.opened.tiers.host_is_pinned
+    options = {"plan": plan, "device": "cuda", "budget": outcore.Budget(disk=tmp_path)}
+    with outcore.prepare(model, optimizer, **options) as (model, optimizer):
+        assert kind == "device" or optimizer.engine.opened.tiers.host_is_pinned
         for i, batch in enumerate(data):
             torch.cuda.set_sync_debug_mode("error" if i else "default")
             try:
                 model(**batch).loss.backward()
-                clip_grad_norm_(model.parameters(), 1.0)
+                clip_grad_norm_(model.parameters(), 1e9)  # an early update is lost to one that is reached
                 optimizer.step()
                 optimizer.zero_grad()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
+        assert ("activations came" in optimizer.engine.device.labels_seen) == (how is AWAY)
 
 
 @pytest.mark.parametrize("step", [0, 2])
