@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -233,6 +234,44 @@ def test_an_exception_in_the_middle(where: str, tier: str, tmp_path: Path) -> No
         return losses + train(model, optimizer, 2)
 
     same(drive, tier, tmp_path, five)
+
+
+def test_an_interrupt_when_what_was_saved_makes_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between one call and the next: a slot on the way to the disk was taken, and nobody gives it back."""
+
+    def stop(name: str) -> None:
+        if name.startswith("activations of"):
+            raise StopError
+
+    def drive(model: nn.Module, optimizer: Any) -> Any:
+        losses = train(model, optimizer, 1)
+        engine = getattr(optimizer, "engine", None)
+        for _ in range(COMFORT.max_slots_host if engine is not None else 0):
+            with monkeypatch.context() as patch, pytest.raises(StopError):
+                submit = engine.device.submit
+                patch.setattr(engine.device, "submit", lambda *a, **k: stop(a[1]) or submit(*a, **k))
+                model.loss(batch(5))
+        optimizer.zero_grad()
+        torch.manual_seed(2)
+        return losses + train(model, optimizer, 2)
+
+    same(drive, "disk", tmp_path, five)
+
+
+@each_tier
+def test_nothing_is_left_to_the_garbage_collector(tier: str, tmp_path: Path) -> None:
+    """It comes when objects are many, not when memory is short."""
+    with prepared(make(five), tier, tmp_path) as (model, optimizer):
+        gc.collect()
+        gc.disable()
+        try:
+            train(model, optimizer, 2)
+            model.loss(batch())  # whose backward never comes
+            train(model, optimizer, 1)
+            left = [o for o in gc.get_objects() if type(o) is _Packing and o.storages]
+        finally:
+            gc.enable()
+        assert not left
 
 
 def test_autocast(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 os.environ["OUTCORE_TEST_DEVICE"] = "cuda"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from memory_tests import check, most_beside_the_plan, random_case, train  # noqa: E402
+from memory_tests import check, most_beside_the_plan, random_case, train
 
 KIB = 1024
-COLUMNS = ("plan", "policy, where activations rest", "planned", "after prepare", "between steps", "in a step", "at most")
+COLUMNS = ("plan", "policy, where activations rest", "planned", "prepared", "between steps", "in a step", "at most")
 
 
 def main() -> None:

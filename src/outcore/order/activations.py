@@ -4,7 +4,7 @@
 then never left. While that call runs, it is copied to its home; when the one after it begins, the host waits for the
 copy and lets go of the memory on the device. So no more than two calls' activations are there besides those of the call
 that runs. In backward they come back into slots, those of earlier calls in advance as far as there are slots. What has
-not been let go of yet is used where it is.
+not been let go of yet is used where it is, and given up behind its backward.
 
 A home holds what one call saved. A unit that is called again before its backward does otherwise with the second call.
 """
@@ -40,6 +40,9 @@ class Saved(Protocol):
 
     def let_go(self) -> None:
         """It is home: the memory on the device is not needed any more."""
+
+    def give_up(self) -> None:
+        """It is not needed any more, though a copy of it may be under way."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +86,8 @@ class ActivationOrder(Generic[H]):
         last, self._last = self._last, None
         if last is not None and last.saved.is_wanted():
             self._send(last)
+        elif last is not None:
+            last.saved.give_up()
         leaving, self._leaving = self._leaving, last
         if leaving is not None and leaving.left is not None and leaving.saved.is_held:
             self._port.wait("activations left", leaving.left, frees=[leaving.source.span()])
@@ -122,8 +127,13 @@ class ActivationOrder(Generic[H]):
     def end_backward(self, call: SavedCall[H], *, is_over: bool = True) -> None:
         """Compute is done with it; the slot goes to another call. Args: is_over: No backward comes to it again."""
         self._give(call, self._port.mark("activations used", call.unit))
-        if is_over and self._calls.get(call.unit.index) is call:
+        if not is_over:
+            return
+        if self._calls.get(call.unit.index) is call:
             del self._calls[call.unit.index]
+        if self._leaving is call:
+            self._leaving = None
+            call.saved.give_up()
 
     def reset(self) -> None:
         """Forget what was on its way; nothing is in flight, and slots are taken back. See [Note: cut short]."""

@@ -246,8 +246,10 @@ class _Saved:
         """Nothing."""
 
     def let_go(self) -> None:
-        """It is home."""
+        """It is home, or nobody wants it."""
         self.is_held = False
+
+    give_up = let_go
 
 
 class _Nothing:

@@ -17,6 +17,7 @@ import torch
 
 from outcore.core.errors import UnsupportedError
 from outcore.core.quantities import PAGE_BYTES, align_up
+from outcore.device.device import Device
 from outcore.device.lanes import Handle
 from outcore.memory.arena import Region
 from outcore.order.activations import ActivationOrder, SavedCall
@@ -24,6 +25,7 @@ from outcore.order.ledger import Span
 from outcore.planning.units.activations import ALIGN_BYTES, SMALL_BYTES
 from outcore.runtime.activations.saved import Kept, by_place, changed, escaped, storage_of
 from outcore.runtime.unit.unit import Unit
+from outcore.spec.lanes import Lane
 
 _calls = itertools.count()
 
@@ -151,14 +153,13 @@ class Away:
         self,
         unit: Unit,
         order: ActivationOrder[Handle],
-        device: torch.device,
+        device: Device,
         staying: Iterable[torch.Tensor],
         where: str,
     ) -> None:
         """Args: device: That it leaves. staying: Tensors whose memory the caller keeps. where: For errors."""
-        self._unit, self._order, self._where = unit, order, where
-        self._packing = _Packing(unit, device, staying, where)
-        self._call: SavedCall[Handle] | None = None
+        self._unit, self._order, self._device, self._where = unit, order, device, where
+        self._packing = _Packing(unit, device.torch_device, staying, where)
         self._owner: Callable[[], object] = _nobody
         self._returned: list[tuple[torch.Tensor, int]] = []
         self._is_changed = False
@@ -198,15 +199,23 @@ class Away:
         self._is_changed, self._returned = self._has_changed(), []
         self._packing.let_go()
 
-    # What the call does.
+    def give_up(self) -> None:
+        """See ``order.activations.Saved``."""
+        for storage in self._packing.storages.values():
+            self._device.hand_over(storage.memory, Lane.D2H)
+        self.let_go()
 
-    def end_forward(self, owner: object) -> None:
-        """The block has run, and what it saved will leave. Args: owner: Lives as long as backward may come."""
+    # What the call does. It keeps what the order makes of it: kept here, both would keep each other, and the memory.
+
+    def end_forward(self, owner: object) -> SavedCall[Handle] | None:
+        """The block has run, and what it saved will leave, if there is anything.
+
+        Args: owner: Lives as long as backward may come.
+        """
         self.nbytes = align_up(self._packing.nbytes, PAGE_BYTES)
         self._owner = weakref.ref(owner)
         self.memory = _Place(Region(f"activations of {self._unit.label}, call {next(_calls)}", 0, self.nbytes))
-        if self._packing.storages:
-            self._call = self._order.end_forward(self._unit.ledger, self)
+        return self._order.end_forward(self._unit.ledger, self) if self._packing.storages else None
 
     def among(self, made: Sequence[torch.Tensor]) -> list[int]:
         """Results whose memory was saved."""
@@ -219,21 +228,21 @@ class Away:
     def _has_changed(self) -> bool:
         return self._is_changed or any(tensor._version != version for tensor, version in self._returned)
 
-    def begin_backward(self) -> None:
-        """Make it present."""
+    def begin_backward(self, call: SavedCall[Handle] | None) -> None:
+        """Make it present. Args: call: What ``end_forward`` returned."""
         if self._has_changed():
             raise UnsupportedError(
                 f"a result of {self._where} was changed in place after the call; change a copy instead"
             )
-        if self._call is not None:
-            span = self._order.begin_backward(self._call)
+        if call is not None:
+            span = self._order.begin_backward(call)
             self._packing.memory = None if span is None else span.memory.bytes
 
-    def end_backward(self, *, is_over: bool) -> None:
+    def end_backward(self, call: SavedCall[Handle] | None, *, is_over: bool) -> None:
         """Compute is done with it. Args: is_over: The graph is not walked again."""
         self._packing.memory = None
-        if self._call is not None:
-            self._order.end_backward(self._call, is_over=is_over)
+        if call is not None:
+            self._order.end_backward(call, is_over=is_over)
 
 
 def _nobody() -> None:

@@ -9,8 +9,9 @@ from typing import Any, Protocol
 import torch
 
 from outcore.core.errors import UnsupportedError
+from outcore.device.device import Device
 from outcore.device.lanes import Handle
-from outcore.order.activations import ActivationOrder
+from outcore.order.activations import ActivationOrder, SavedCall
 from outcore.runtime.activations.away import Away, without_values
 from outcore.runtime.activations.room import Lease, Room
 from outcore.runtime.activations.saved import by_place, drop_saved, escaped, save_weights_by_place, storage_of
@@ -296,6 +297,7 @@ class _SentAway(_Saving):
 
     def __init__(self, away: Away) -> None:
         self._away = away
+        self._call: SavedCall[Handle] | None = None
 
     @property
     def is_kept(self) -> bool:
@@ -312,7 +314,7 @@ class _SentAway(_Saving):
                 stacklevel=2,
             )
             return None
-        self._away.end_forward(owner)
+        self._call = self._away.end_forward(owner)
         edges = [torch.autograd.graph.get_gradient_edge(t) for t in made]
         without_values(inner)
         return inner, edges
@@ -325,10 +327,10 @@ class _SentAway(_Saving):
         return []
 
     def begin_backward(self) -> None:
-        self._away.begin_backward()
+        self._away.begin_backward(self._call)
 
     def end_backward(self, *, is_over: bool) -> None:
-        self._away.end_backward(is_over=is_over)
+        self._away.end_backward(self._call, is_over=is_over)
 
 
 class SendAway(Policy):
@@ -336,7 +338,7 @@ class SendAway(Policy):
 
     keeps_all, has_kinds = False, True
 
-    def __init__(self, unit: Unit, order: ActivationOrder[Handle], device: torch.device, where: str) -> None:
+    def __init__(self, unit: Unit, order: ActivationOrder[Handle], device: Device, where: str) -> None:
         """Args: order: Of all units. device: That compute uses."""
         super().__init__(unit, where)
         self._order, self._device, self._dropped = order, device, Dropped(where)
@@ -356,10 +358,10 @@ class SendAway(Policy):
         return _SentAway(Away(self._unit, self._order, self._device, staying, self._where))
 
 
-def policy_of(unit: Unit, room: Room, order: ActivationOrder[Handle], device: torch.device, where: str) -> Policy:
+def policy_of(unit: Unit, room: Room, order: ActivationOrder[Handle], device: Device, where: str) -> Policy:
     """The policy that the plan gives to a unit."""
     if unit.plan.policy == "recompute":
-        return WhatFits(unit, room, device.type, where)
+        return WhatFits(unit, room, device.torch_device.type, where)
     return Policy(unit, where) if unit.plan.activations == "device" else SendAway(unit, order, device, where)
 
 

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import inspect
 
+from outcore.device.lanes import Handle
 from outcore.device.recorder import Recorder
+from outcore.order.activations import ActivationOrder
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.weights.weights import Weights
 from outcore.spec.schedule import Phase
 from outcore.spec.timeline import COMPUTE
+
+
+def make_way(activations: ActivationOrder[Handle], unit: Unit, weights: Weights) -> None:
+    """What earlier calls saved leaves, since a call begins. Cut short, this is noticed as a call is."""
+    depth = weights.begin_call(unit)
+    try:
+        activations.begin_forward()
+    except BaseException:
+        weights.unwind(depth)
+        raise
 
 
 class Bound:

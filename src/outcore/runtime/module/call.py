@@ -25,7 +25,7 @@ from outcore.runtime.activations.policies import Graph, Policy, policy_of
 from outcore.runtime.activations.room import Room
 from outcore.runtime.activations.saved import storage_of, version_of
 from outcore.runtime.module.autocast import AutocastCacheOff, CastsOfUnit
-from outcore.runtime.module.bound import Bound
+from outcore.runtime.module.bound import Bound, make_way
 from outcore.runtime.module.caches import is_cache, refuse_filled_caches, without_caches
 from outcore.runtime.module.checks import Doubts, Rhythm, Summary, summary_of
 from outcore.runtime.module.inner_graph import (
@@ -101,7 +101,7 @@ class UnitCall:
         self._is_closed = False
         self._where = f"unit '{unit.label}'"
         self._surroundings = Surroundings(unit.modules, self._device, self._where)
-        self._policy: Policy = policy_of(unit, room, activations, self._device.torch_device, self._where)
+        self._policy: Policy = policy_of(unit, room, activations, self._device, self._where)
         self._activations = activations if activations.homes_are_used else None
         self._trainable = unit.params[: unit.num_trainable]
         self._flags = [p.requires_grad for p in unit.params]
@@ -135,7 +135,7 @@ class UnitCall:
         if self._interrupts is not None:
             self._interrupts.listen(self._device)
         if self._activations is not None:
-            self._activations.begin_forward()
+            make_way(self._activations, self.unit, self._weights)
         # Whoever packs what is saved expects the same of the call that it will repeat.
         kind = self._policy.kind_of(args, kwargs) if self._policy.has_kinds and not is_packing() else None
         call, inner, outputs, out_structure = self._run_forward(tensors, structure, kind)
