@@ -21,7 +21,7 @@ def test_text_says_what_is_predicted_where_it_lives_and_what_lost(command: Run, 
     lines = dict(line.split(maxsplit=1) for line in done.out.splitlines() if line)
     assert {"model", "machine", "step", "tokens", "bound", "binds", "busy", "waits", "units"} <= lines.keys()
     assert "(predicted) for 2 x 64 tokens" in lines["step"]
-    assert "not" in lines
+    assert {"not", "peak", "least", "helps"} <= lines.keys()
     assert "budget 2.00 MiB" in done.out
 
 
@@ -40,12 +40,17 @@ def test_json_has_the_plan_that_out_has_too(command: Run, config_json: Path, tmp
         "disk_bytes": int(0.9 * 3.84e12),
     }
     assert sum(found["binding"].values()) == pytest.approx(1)
+    assert set(found["peak_bytes"]) == {"device", "host", "disk"}
+    assert found["peak_bytes"]["host"] <= found["reserved_bytes"]["host"]
+    assert found["least_bytes_with_others_as_given"]["host"] <= 4 * 2**20
+    assert found["least_bytes"]["device"] <= found["least_bytes_with_others_as_given"]["device"]
+    assert [change["gain"] > 1 for change in found["changes"]] == [True] * len(found["changes"])
     assert Plan.load(plan) == Plan.from_json(json.dumps(found["plan"]))
     assert Plan.load(plan).accumulation_steps == 2
 
 
 def test_bytes_written_and_what_they_mean_to_a_drive(command: Run, config_json: Path):
-    tight = ("--device-memory", "450KiB", "--host-memory", "450KiB")
+    tight = ("--device-memory", "450KiB", "--host-memory", "450KiB", "--seq-len", 16)
     done = command("plan", "--model", config_json, "--hardware", "rtx-4090", *tight, "--json")
     assert done.status == 0, done.err
     found = json.loads(done.out)

@@ -150,7 +150,7 @@ def steps_s(step: Step, chance: random.Random, *, num_orders: int, steps: int = 
     with mock.patch.object(schedule, "update_order", order):
         laid_out = consecutive(step.model, step.plan, step.visits, nothing_held(step.plan), step.circumstances)
         rows = [found.operations for found in itertools.islice(laid_out, steps)]
-    plain = tasks_of(rows, Pace(step.model, step.plan, step.rates), step.rates)
+    plain = tasks_of(rows, Pace(step.model, step.plan, step.rates), step.rates)[:2]
     others = num_orders if step.rates.host_runs_ahead else 0
     for i in range(1 + others):
         tasks, ends = reordered(*plain, chance) if i else plain

@@ -6,12 +6,14 @@ import dataclasses
 import random
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from outcore.planning.homes.placement import place
 from outcore.planning.homes.pools import Comfort, pools_for
 from outcore.planning.paper.schedule import usual_visits
+from outcore.planning.timing import simulate as simulation
 from outcore.planning.timing.rates import LINK_OF, LINKS, Rates, Shared
 from outcore.planning.timing.simulate import Task, play, simulate
 from outcore.spec.budget import Limits
@@ -20,6 +22,7 @@ from outcore.spec.plan import Plan, UnitPlan
 from outcore.spec.timeline import LANES
 
 from .models import layered
+from .random_steps import random_step
 
 MIB = 2**20
 FREE = Rates(forward_s={}, backward_s={})
@@ -186,3 +189,12 @@ def test_a_hundred_units_take_a_fraction_of_a_second():
     start_s = time.process_time()
     simulate(large, plan, rates_of(large, h2d=1.0, update=1.0), usual_visits(large))
     assert time.process_time() - start_s < 2.0  # some 0.15 s on an idle core
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_steps_that_repeat_are_laid_out_once(seed: int):
+    step = random_step(random.Random(seed))
+    given = (step.model, step.plan, step.rates, step.visits, step.circumstances)
+    with mock.patch.object(simulation, "_repeated", lambda rows: rows):
+        all_laid_out = simulate(*given, warm_up=8)
+    assert simulate(*given, warm_up=8) == all_laid_out

@@ -7,26 +7,31 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from outcore.cli.train.model.source import build_model, find_model
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import format_bytes, parse_bytes
+from outcore.planning.homes.occupancy import Load, occupancy, peak_of
+from outcore.planning.homes.placement import Least, Room, least
 from outcore.planning.homes.table import plan_table
-from outcore.planning.search.search import Found, Job, search
+from outcore.planning.paper.schedule import Circumstances, usual_visits
+from outcore.planning.search.changes import Change, best_changes
+from outcore.planning.search.search import Found, search
+from outcore.planning.search.setting import Setting
 from outcore.planning.timing.known_hardware import known_hardware
-from outcore.planning.timing.profile import rates_for, unit_work
+from outcore.planning.timing.profile import unit_work
 from outcore.planning.units.partition import partition
 from outcore.spec.budget import Limits
 from outcore.spec.hardware import Hardware
 from outcore.spec.model import PRECISIONS, ModelSpec, Precision
+from outcore.spec.plan import TIERS, Tier
 from outcore.spec.timeline import COMPUTE
 
 _DEVICE_SHARE, _HOST_SHARE, _DISK_SHARE = 0.9, 0.8, 0.9
 """Of a machine's memory, where no option says otherwise: the rest is for the driver and for other programs."""
-_ACTIVATIONS = 0.3
-"""Of an accelerator's budget, left to activations as in a run."""
 _STATES = ("exp_avg", "exp_avg_sq")  # of AdamW
 _DAY_S = 86400.0
 
@@ -52,16 +57,57 @@ class Answer:
     """The plan, and what it was made for."""
 
     question: Question
-    hardware: Hardware
-    spec: ModelSpec
-    limits: Limits
+    setting: Setting
     found: Found
+
+    @property
+    def hardware(self) -> Hardware:
+        """The machine."""
+        return self.setting.hardware
+
+    @property
+    def limits(self) -> Limits:
+        """Budgets."""
+        return self.setting.limits
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's units."""
+        return self.setting.model
 
     @property
     def tokens_per_s(self) -> float:
         """Predicted."""
-        asked, step_s = self.question, self.found.simulation.step_s
-        return asked.batch_size * asked.seq_len * asked.grad_accum / step_s if step_s else 0.0
+        step_s = self.found.simulation.step_s
+        return self.setting.tokens / step_s if step_s else 0.0
+
+    @cached_property
+    def changes(self) -> tuple[Change, ...]:
+        """What would help most."""
+        return best_changes(self.setting, self.found)
+
+    @cached_property
+    def loads(self) -> tuple[Load, ...]:
+        """What is in use on which tier when, as predicted."""
+        job, visits = self.setting.job(), usual_visits(self.spec, self.setting.micro_batches)
+        circumstances = Circumstances(clips=job.clipping)
+        return occupancy(self.spec, self.found.plan, job.rates, visits, circumstances, work=self.setting.work)
+
+    @cached_property
+    def least(self) -> Least:
+        """The least budgets that would do."""
+        job = self.setting.job()
+        room = Room(job.activation_reserve_bytes, job.activation_share)
+        return least(self.spec, self.limits, room)
+
+    @property
+    def activation_bytes(self) -> int:
+        """The most that activations take on the device, about."""
+        return max(load.peak_bytes for load in self.loads if load.label == "activations")
+
+    def peak_bytes(self) -> dict[Tier, int]:
+        """Tier -> the most that is in use at once."""
+        return {tier: peak_of([load for load in self.loads if load.tier == tier]) for tier in TIERS}
 
     @property
     def written_bytes(self) -> float:
@@ -94,17 +140,17 @@ def answer(question: Question) -> Answer:
     limits = _limits(question, hardware)
     model = build_model(find_model(question.model), precision)
     spec = partition(model, state_names=_STATES, precision=precision).spec
-    work = unit_work(model, spec, batch_size=question.batch_size, seq_len=question.seq_len)
-    job = Job(
+    setting = Setting(
         model=spec,
+        hardware=hardware,
         limits=limits,
-        rates=rates_for(hardware, spec, work),
+        work=unit_work(model, spec, batch_size=question.batch_size, seq_len=question.seq_len),
+        batch_size=question.batch_size,
+        seq_len=question.seq_len,
         micro_batches=question.grad_accum,
-        is_promised=not question.clipping,
         clipping=question.clipping,
-        activation_share=_ACTIVATIONS if hardware.device.runs_ahead else 0.0,
     )
-    return Answer(question=question, hardware=hardware, spec=spec, limits=limits, found=search(job))
+    return Answer(question=question, setting=setting, found=search(setting.job()))
 
 
 def _hardware(name: str) -> Hardware:
@@ -141,7 +187,7 @@ def _limits(question: Question, hardware: Hardware) -> Limits:
 
 def to_text(found: Answer) -> str:
     """For people: what is predicted, where everything lives, what lost and why."""
-    rows = [*_facts(found), *_runners_up(found)]
+    rows = [*_facts(found), *_memory(found), *_runners_up(found), *_helps(found)]
     width = max(len(name) for name, _ in rows)
     lines = (f"{name:<{width}}  {value}".rstrip() for name, value in rows)
     return "\n".join([*lines, "", plan_table(found.spec, found.found.plan, found.limits)])
@@ -169,6 +215,24 @@ def _facts(answer: Answer) -> Iterator[tuple[str, str]]:
         yield "share", f"the device updates {staged} units whose states are in host memory"
     if answer.written_bytes:
         yield "disk", _wear(answer)
+
+
+def _memory(answer: Answer) -> Iterator[tuple[str, str]]:
+    yield (
+        "peak",
+        f"{_sizes(answer.peak_bytes())} in use at once, of activations about {format_bytes(answer.activation_bytes)}",
+    )
+    yield "least", f"of one tier, with the others as they are: {_sizes(answer.least.with_others)}"
+    yield "", f"at all: {_sizes(answer.least.at_all)}"
+
+
+def _sizes(by_tier: Mapping[Tier, int]) -> str:
+    return ", ".join(f"{tier} {format_bytes(nbytes)}" for tier, nbytes in by_tier.items() if nbytes)
+
+
+def _helps(answer: Answer) -> Iterator[tuple[str, str]]:
+    for change in answer.changes:
+        yield "helps", f"{change.name}: {change.gain:.2f} times the tokens per second, {change.step_s:.4g} s per step"
 
 
 def _wear(answer: Answer) -> str:
@@ -199,6 +263,16 @@ def to_json(answer: Answer) -> str:
         "busy_s": answer.busy_s(),
         "exposed_s": answer.exposed_s(),
         "limits": dataclasses.asdict(answer.limits),
+        "reserved_bytes": dict(found.plan.tier_bytes),
+        "activation_room_bytes": answer.setting.activation_bytes,
+        "peak_bytes": answer.peak_bytes(),
+        "peaks": [
+            {"tier": load.tier, "label": load.label, "reserved_bytes": load.reserved_bytes, "bytes": load.peak_bytes}
+            for load in answer.loads
+        ],
+        "least_bytes": answer.least.at_all,
+        "least_bytes_with_others_as_given": answer.least.with_others,
+        "changes": [dataclasses.asdict(change) for change in answer.changes],
         "written_bytes_per_1000_steps": 1000 * answer.written_bytes,
         "drive_life_steps": endurance / answer.written_bytes if endurance else None,
         "runners_up": [dataclasses.asdict(other) for other in found.runners_up],

@@ -137,6 +137,11 @@ class UnitSpec:
         return tuple(p for p in self.params if p.requires_grad)
 
     @cached_property
+    def trainable_numel(self) -> int:
+        """Elements that are trained."""
+        return sum(param.numel for param in self.trainable)
+
+    @cached_property
     def weight_parts(self) -> tuple[Part, ...]:
         """Where every parameter lies in the weights layout."""
         parts, end = [], 0

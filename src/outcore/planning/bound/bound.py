@@ -80,6 +80,17 @@ def bound_of(
     return Bound(*found, total_s)
 
 
+def busiest_s(
+    model: ModelSpec, plan: Plan, rates: Rates, visits: Sequence[Visit], circumstances: Circumstances
+) -> tuple[float, float]:
+    """A lower bound that is worked out sooner: seconds of what has most to do; and of all, to tell equals apart.
+
+    Args: as of ``bound_of``.
+    """
+    total_s = work_of(model, plan, rates, visits, circumstances).total_s
+    return max([*total_s.values(), *(_taken(s.parts, total_s) for s in rates.shared)]), sum(total_s.values())
+
+
 def _taken(parts: Mapping[Any, float], seconds: Mapping[str, float]) -> float:
     return sum(part * seconds.get(link, 0.0) for link, part in parts.items())
 

@@ -78,6 +78,27 @@ def place(
     raise AssertionError("a plan with the fewest slots fits, but none was found")
 
 
+class Least(NamedTuple):
+    """What a plan needs."""
+
+    at_all: dict[Tier, int]
+    """The least device bytes, then the least host bytes with that device, then the disk bytes that go with both."""
+    with_others: dict[Tier, int]
+    """Of one tier, with the others as they are; a tier that alone does not help is missing."""
+
+
+def least(model: ModelSpec, limits: Limits, room: Room) -> Least:
+    """The least limits that would do.
+
+    Args:
+        model: Its units, the root first.
+        limits: A host or disk of 0 bytes counts as not allowed.
+        room: Device memory that is left to activations.
+    """
+    search = _Search(model, limits, None, room)
+    return Least(search.bytes(search.least(), LEAST)._asdict(), search.raise_one_to())  # type: ignore[arg-type]
+
+
 class Room(NamedTuple):
     """Device memory that is left to activations and workspace: so many bytes, and a share of the device's limit."""
 

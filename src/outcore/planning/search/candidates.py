@@ -78,6 +78,7 @@ class Choice:
         first = {shape: i for i, shape in reversed(list(enumerate(shapes)))}
         self._alike = [first[shape] for shape in shapes]
         self._footprint = functools.cache(self._measure)
+        self._how = functools.cache(self._tell)
         # A slot for staging holds all states of a unit: embeddings would make every slot as large as they are.
         sizes = Counter(u.update_bytes for u in model.units[1:] if u.update_bytes)
         self._most_staged_bytes = 2 * max(sizes, key=lambda nbytes: (sizes[nbytes], nbytes), default=0)
@@ -114,7 +115,7 @@ class Choice:
     def _counted(self, candidate: Candidate) -> Counter[tuple[int, Kind, bool, bool]]:
         return Counter((i, *how) for i, how in zip(self._alike, self._how(candidate), strict=True))
 
-    def _how(self, candidate: Candidate) -> list[tuple[Kind, bool, bool]]:
+    def _tell(self, candidate: Candidate) -> list[tuple[Kind, bool, bool]]:
         """Of every unit: its homes, and whether it is updated on the device, or inside backward."""
         units = [self._unit(i, kind) for i, kind in zip(self._alike, candidate.kinds, strict=True)]
         small = (spec.update_bytes <= self._most_staged_bytes for spec in self._model.units)

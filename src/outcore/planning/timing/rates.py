@@ -76,7 +76,7 @@ class Rates:
 
     def update_s(self, link: Link, spec: UnitSpec) -> float:
         """Seconds to update a unit, alone."""
-        numel = sum(p.numel for p in spec.trainable)
+        numel = spec.trainable_numel
         return numel / self.parameters_per_s.get(link, math.inf) + (self.latency_s.get(link, 0.0) if numel else 0.0)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -74,21 +74,68 @@ def simulate(
 
     Cost: 100 units and one micro-batch 0.1 s for the schedule, 0.05 s for playing it.
     """
+    steps = play_steps(model, plan, rates, visits, circumstances, warm_up=warm_up)
+    step_s = (steps.end_s - steps.start_s) / MEASURED
+    timeline = steps.played.timeline().between(steps.start_s, steps.end_s)
+    return Simulation(step_s, timeline, steps.played.binding(steps.laid.ends[-1], steps.start_s))
+
+
+class Laid(NamedTuple):
+    """Steps as tasks."""
+
+    tasks: list[Task]
+    ends: list[int]
+    """The index of each step's last task on compute."""
+    places: list[int]
+    """The index of each operation's task."""
+
+
+class PlayedSteps(NamedTuple):
+    """Steps from the first on, and when those that count begin and end."""
+
+    operations: Sequence[Operation]
+    laid: Laid
+    played: Played
+    start_s: float
+    end_s: float
+
+
+def play_steps(
+    model: ModelSpec,
+    plan: Plan,
+    rates: Rates,
+    visits: Sequence[Visit],
+    circumstances: Circumstances | None = None,
+    *,
+    warm_up: int = WARM_UP,
+) -> PlayedSteps:
+    """Play steps, with every operation: see ``simulate``."""
     steps = consecutive(model, plan, visits, nothing_held(plan), circumstances)
-    rows = [step.operations for step in itertools.islice(steps, warm_up + MEASURED)]
-    tasks, ends = tasks_of(rows, Pace(model, plan, rates), rates)
-    played = play(tasks, rates)
-    start_s, end_s = played.end[ends[-1 - MEASURED]], played.end[ends[-1]]
-    timeline = played.timeline().between(start_s, end_s)
-    return Simulation((end_s - start_s) / MEASURED, timeline, played.binding(ends[-1], start_s))
+    rows = list(itertools.islice(_repeated(step.operations for step in steps), warm_up + MEASURED))
+    laid = tasks_of(rows, Pace(model, plan, rates), rates)
+    played = play(laid.tasks, rates)
+    start_s, end_s = played.end[laid.ends[-1 - MEASURED]], played.end[laid.ends[-1]]
+    return PlayedSteps([op for row in rows for op in row], laid, played, start_s, end_s)
 
 
-def tasks_of(steps: Iterable[Sequence[Operation]], pace: Pace, rates: Rates) -> tuple[list[Task], list[int]]:
-    """Give operations of steps their lengths, and let each come after what the host waits for before it submits it.
+def _repeated(rows: Iterable[Sequence[Operation]]) -> Iterator[Sequence[Operation]]:
+    """Rows without end, each laid out only while it brings something new: steps repeat, or two kinds take turns.
 
-    Returns:
-        Tasks, and the index of each step's last one on compute.
+    Slots may change places among themselves without an end; what follows what repeats all the same.
     """
+    seen: list[Sequence[Operation]] = []
+    orders: list[Sequence[tuple[object, ...]]] = []
+    for row in rows:
+        yield row
+        seen.append(row)
+        orders.append([(op.lane, op.kind, op.unit, op.nbytes, op.after) for op in row])
+        for period in (1, 2):
+            if len(orders) > 2 * period - 1 and orders[-period:] == orders[-2 * period : -period]:
+                yield from itertools.cycle(seen[-period:])
+
+
+def tasks_of(steps: Iterable[Sequence[Operation]], pace: Pace, rates: Rates) -> Laid:
+    """Give operations of steps their lengths, and let each come after what the host waits for before it submits it."""
     tasks: list[Task] = []
     ends: list[int] = []
     places: list[int] = []  # of operations
@@ -110,7 +157,7 @@ def tasks_of(steps: Iterable[Sequence[Operation]], pace: Pace, rates: Rates) -> 
             if op.lane == HOST or (op.lane == COMPUTE and not rates.host_runs_ahead):
                 submitted = place
         ends.append(end)
-    return tasks, ends
+    return Laid(tasks, ends, places)
 
 
 def _append(tasks: list[Task], task: Task, submitted: int | None) -> int:

@@ -1,0 +1,158 @@
+"""Where bytes are at which moment of a step: what is in use of what a plan reserves.
+
+Homes and slots are reserved for the whole run. A slot is in use from the moment at which something begins to be written
+there until its last reader is done; activations are, from the forward that saves them until its backward is over.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from outcore.planning.homes.reservations import reservations
+from outcore.planning.paper.schedule import Circumstances
+from outcore.planning.timing.profile import UnitWork
+from outcore.planning.timing.rates import Rates
+from outcore.planning.timing.simulate import PlayedSteps, play_steps
+from outcore.spec.model import ModelSpec
+from outcore.spec.plan import TIERS, Plan, Pool, Tier
+from outcore.spec.schedule import Operation, Visit
+
+_BEGINS = {"fetch", "read weights of", "read states of", "read gradients of", "stage", "bring activations of"}
+"""What fills a slot anew, even for the unit that had it before."""
+_Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Load:
+    """Something on a tier whose use changes."""
+
+    tier: Tier
+    label: str
+    """``homes``, ``activations``, or what slots are for."""
+    reserved_bytes: int
+    moments: tuple[tuple[float, int], ...]
+    """(seconds since the window began, bytes in use from then on), in order."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is in use at once."""
+        return max((nbytes for _, nbytes in self.moments), default=0)
+
+
+def peak_of(loads: Iterable[Load]) -> int:
+    """The most that several take at once."""
+    changes: defaultdict[float, int] = defaultdict(int)
+    for load in loads:
+        before = 0
+        for moment_s, nbytes in load.moments:
+            changes[moment_s] += nbytes - before
+            before = nbytes
+    return max(itertools.accumulate(changes[moment_s] for moment_s in sorted(changes)), default=0)
+
+
+def occupancy(
+    model: ModelSpec,
+    plan: Plan,
+    rates: Rates,
+    visits: Sequence[Visit],
+    circumstances: Circumstances | None = None,
+    *,
+    work: Mapping[str, UnitWork],
+    warm_up: int = 2,
+) -> tuple[Load, ...]:
+    """Play steps and say what is in use when, over the window of ``simulate``'s timeline.
+
+    Args:
+        model: Units in the plan's order.
+        plan: Checked against the model.
+        rates: Of the machine, with this model.
+        visits: Of each step.
+        circumstances: None: as they are by default.
+        work: What forwards save, by unit.
+        warm_up: Steps before those that count.
+    """
+    steps = play_steps(model, plan, rates, visits, circumstances, warm_up=warm_up)
+    window = (steps.start_s, steps.end_s)
+    loads = [*_homes(model, plan), *_slots(plan, steps, window)]
+    saved = _load("device", "activations", 0, _activations(plan, steps, work), window)
+    return tuple(sorted([*loads, saved], key=lambda load: TIERS.index(load.tier)))
+
+
+def _homes(model: ModelSpec, plan: Plan) -> Iterator[Load]:
+    for tier in TIERS:
+        nbytes = sum(r.nbytes for r in reservations(model, plan) if r.tier == tier and r.kind != "slot")
+        if nbytes:
+            yield Load(tier, "homes", nbytes, ((0.0, nbytes),))
+
+
+def _slots(plan: Plan, steps: PlayedSteps, window: _Interval) -> Iterator[Load]:
+    used = _tenancies(steps)
+    pools: dict[tuple[Tier, str], list[Pool]] = defaultdict(list)
+    for pool in plan.pools:
+        pools[pool.tier, pool.kind].append(pool)
+    for (tier, kind), mine in pools.items():
+        intervals: list[tuple[_Interval, int]] = []
+        for nbytes in {pool.slot_bytes for pool in mine}:
+            end = f" of {nbytes} bytes on {tier}"
+            names = [name for name in used if name.startswith(f"{kind} slot ") and name.endswith(end)]
+            intervals += [(interval, nbytes) for name in names for interval in used[name]]
+        yield _load(tier, f"slots for {kind}", sum(pool.total_bytes for pool in mine), intervals, window)
+
+
+def _tenancies(steps: PlayedSteps) -> Mapping[str, list[_Interval]]:
+    """Slot -> when it is in use."""
+    found: defaultdict[str, list[_Interval]] = defaultdict(list)
+    tenant: dict[str, str] = {}
+    for op, place in zip(steps.operations, steps.laid.places, strict=True):
+        start_s, end_s = steps.played.start[place], steps.played.end[place]
+        written = {access.where for access in op.writes}
+        for where in {*written, *(access.where for access in op.reads)}:
+            if where in written and (op.kind in _BEGINS or tenant.get(where) != op.unit):
+                found[where].append((start_s, end_s))
+                tenant[where] = op.unit
+            elif found[where]:
+                begun_s, until_s = found[where][-1]
+                found[where][-1] = (begun_s, max(until_s, end_s))
+    return found
+
+
+def _activations(
+    plan: Plan, steps: PlayedSteps, work: Mapping[str, UnitWork]
+) -> Iterator[tuple[tuple[float, float], int]]:
+    """What forward keeps, by the policy of each unit, and what backward makes again."""
+    policies = {unit.name: unit.policy for unit in plan.units if unit.name and unit.activations == "device"}
+    begun: defaultdict[str, list[float]] = defaultdict(list)
+    for op, start_s, end_s in _visits(steps):
+        policy, each = policies.get(op.unit), work.get(op.unit)
+        if policy is None or each is None:
+            continue
+        kept = each.input_bytes if policy == "recompute" else each.saved_bytes
+        if op.kind == "forward":
+            begun[op.unit].append(start_s)
+        elif begun[op.unit]:
+            yield (begun[op.unit].pop(), end_s), int(kept)
+        if policy == "recompute" and op.kind == "backward":
+            yield (start_s, end_s), int(each.saved_bytes)
+
+
+def _visits(steps: PlayedSteps) -> Iterator[tuple[Operation, float, float]]:
+    for op, place in zip(steps.operations, steps.laid.places, strict=True):
+        if op.kind in ("forward", "backward"):
+            yield op, steps.played.start[place], steps.played.end[place]
+
+
+def _load(tier: Tier, label: str, reserved: int, intervals: Iterable[tuple[_Interval, int]], window: _Interval) -> Load:
+    """Add intervals up to one line of moments."""
+    start_s, end_s = window
+    changes: defaultdict[float, int] = defaultdict(int)
+    changes[start_s] = 0
+    for (since_s, until_s), nbytes in intervals:
+        if since_s < end_s and until_s > start_s:
+            changes[max(since_s, start_s)] += nbytes
+            changes[min(until_s, end_s)] -= nbytes
+    times = [moment for moment in sorted(changes) if moment < end_s]
+    sums = itertools.accumulate(changes[moment] for moment in times)
+    return Load(tier, label, reserved, tuple((t - start_s, n) for t, n in zip(times, sums, strict=True)))

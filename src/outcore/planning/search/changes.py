@@ -1,0 +1,143 @@
+"""What would help, and how step time depends on what there is: the same question asked of changed settings.
+
+Other settings are estimated from the plan that was found: what is best for one is nearly best for the next.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from outcore.core.quantities import format_bytes
+from outcore.planning.search.candidates import Candidate
+from outcore.planning.search.search import Found, Simulated, estimate
+from outcore.planning.search.setting import Setting
+
+_LEAST_GAIN = 1.01
+_MEMORY = (0.5, 0.625, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0)
+_MOST_BATCHES = 8
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that could be different."""
+
+    name: str
+    effort: float
+    """1: an option of the run; 2: a part that is added; 3: one that is replaced; 4: another device."""
+    step_s: float
+    gain: float
+    """Tokens per second, over those of the setting as it is."""
+
+
+class Point(NamedTuple):
+    """A setting and what it comes to."""
+
+    value: float
+    step_s: float | None
+    """None: it does not fit."""
+    tokens: int
+    """Of a step."""
+    is_today: bool
+
+
+def best_changes(setting: Setting, found: Found, *, most: int = 3) -> tuple[Change, ...]:
+    """The changes with the largest gain for their effort.
+
+    Args:
+        setting: As it is.
+        found: For the setting.
+        most: Of them.
+    """
+    changes = []
+    for name, effort, other in _changed(setting):
+        reached = estimate(other.job(), [found.candidate])
+        if reached is not None and reached.step_s:
+            gain = other.tokens / reached.step_s / (setting.tokens / found.simulation.step_s)
+            changes.append(Change(name, effort, reached.step_s, gain))
+    helpful = [change for change in changes if change.gain >= _LEAST_GAIN]
+    return tuple(sorted(helpful, key=lambda change: -math.log(change.gain) / change.effort)[:most])
+
+
+def _changed(setting: Setting) -> Iterator[tuple[str, float, Setting]]:
+    """Name, effort, and the setting that it makes."""
+    hardware, limits = setting.hardware, setting.limits
+    disk, bus, host, device = hardware.disk, hardware.bus, hardware.host, hardware.device
+    batch, steps = 2 * setting.batch_size, 2 * setting.micro_batches
+    yield f"batches of {batch} sequences", 1, setting.with_batch(batch)
+    yield f"{steps} micro-batches per step", 1, replace(setting, micro_batches=steps)
+    if setting.clipping:
+        yield "no clipping, so that updates run inside backward", 1, replace(setting, clipping=False)
+    if disk is not None:
+        faster = _times(disk, 2, "read_bytes_per_s", "write_bytes_per_s", "size_bytes")
+        more = {} if limits.disk_bytes is None else {"disk_bytes": 2 * limits.disk_bytes}
+        with_drive = replace(setting.with_limits(**more), hardware=replace(hardware, disk=faster))
+        yield "as many drives again", 2, with_drive
+    host_bytes, device_bytes = 2 * limits.host_bytes, 2 * limits.device_bytes
+    yield f"{format_bytes(host_bytes)} of host memory", 2, setting.with_limits(host_bytes=host_bytes)
+    faster_bus = _times(bus, 2, "h2d_bytes_per_s", "d2h_bytes_per_s")
+    yield "a bus that is twice as fast", 3, replace(setting, hardware=replace(hardware, bus=faster_bus))
+    faster_host = _times(host, 2, "bytes_per_s", "update_parameters_per_s")
+    faster_host = replace(faster_host, visit_s=host.visit_s / 2)
+    yield "a host that is twice as fast", 3, replace(setting, hardware=replace(hardware, host=faster_host))
+    yield f"{format_bytes(device_bytes)} of device memory", 4, setting.with_limits(device_bytes=device_bytes)
+    rates = ("bf16_flops", "fp32_flops", "attention_flops", "bytes_per_s", "update_parameters_per_s")
+    faster_device = _times(device, 2, *rates)
+    yield "a device that computes twice as fast", 4, replace(setting, hardware=replace(hardware, device=faster_device))
+
+
+def _times(part: Any, factor: float, *fields: str) -> Any:
+    return replace(part, **{field: factor * getattr(part, field) for field in fields})
+
+
+def over_device_memory(setting: Setting, found: Found) -> tuple[Point, ...]:
+    """Step time over the device's budget."""
+    return _over_memory(setting, found, "device_bytes")
+
+
+def over_host_memory(setting: Setting, found: Found) -> tuple[Point, ...]:
+    """Step time over the host's budget."""
+    return _over_memory(setting, found, "host_bytes")
+
+
+def _over_memory(setting: Setting, found: Found, field: str) -> tuple[Point, ...]:
+    sizes = [int(factor * getattr(setting.limits, field)) for factor in _MEMORY]
+    today = getattr(setting.limits, field)
+    return _curve(setting, found, sizes, today, lambda n: setting.with_limits(**{field: n}), is_memory=True)
+
+
+def over_batch(setting: Setting, found: Found) -> tuple[Point, ...]:
+    """Step time over the sequences of a micro-batch, up to the first that does not fit."""
+    doubled = [2**i for i in range(_MOST_BATCHES)]
+    sizes = sorted({*doubled, setting.batch_size, 2 * setting.batch_size, 4 * setting.batch_size})
+    near = [size for size in sizes if setting.batch_size / 16 <= size <= 16 * setting.batch_size]
+    points = _curve(setting, found, near, setting.batch_size, setting.with_batch, is_memory=False)
+    fitting = [point for point in points if point.step_s is not None]
+    return (*fitting, *[point for point in points if point.step_s is None][:1])
+
+
+def _curve(
+    setting: Setting,
+    found: Found,
+    values: Iterable[int],
+    today: int,
+    changed: Callable[[int], Setting],
+    *,
+    is_memory: bool,
+) -> tuple[Point, ...]:
+    """Points from the smallest value on: what fits with less is known where there is more."""
+    points: list[Point] = []
+    known: Sequence[Candidate] = [found.candidate]
+    simulated: Simulated | None = {} if is_memory else None
+    for value in sorted(values):
+        if value == today:
+            points.append(Point(value, found.simulation.step_s, setting.tokens, is_today=True))
+            continue
+        other = changed(value)
+        reached = estimate(other.job(), known, simulated)
+        if reached is not None:
+            known = list(dict.fromkeys([found.candidate, reached.candidate]))
+        points.append(Point(value, None if reached is None else reached.step_s, other.tokens, is_today=False))
+    return tuple(points)

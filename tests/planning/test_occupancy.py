@@ -1,0 +1,74 @@
+"""What is in use when: slots between the first byte written and the last one read, activations between their visits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from outcore.planning.homes.occupancy import Load, occupancy, peak_of
+from outcore.planning.homes.pools import Comfort, pools_for
+from outcore.planning.paper.schedule import usual_visits
+from outcore.planning.timing.profile import UnitWork, activation_bytes
+from outcore.planning.timing.simulate import simulate
+from outcore.spec.plan import TIERS, Plan, UnitPlan
+
+from .models import layered
+from .test_search import MIB, rates_of
+
+MODEL = layered(4, root=0, layer=MIB)
+WORK = {u.name: UnitWork(product_flops=0, attention_flops=0, input_bytes=10.0, saved_bytes=100.0) for u in MODEL.units}
+
+
+def plan_of(policy: str = "recompute", states: str = "host", slots: int = 2) -> Plan:
+    units = tuple(
+        UnitPlan(name=u.name, weights="host" if u.name else "device", gradients="host", states=states, policy=policy)
+        for u in MODEL.units
+    )
+    pools = pools_for(MODEL, units, Comfort(prefetch_depth=slots - 1, num_buckets=1, max_slots_host=slots))
+    return Plan(precision="bf16", units=units, pools=pools, prefetch_depth=slots - 1)
+
+
+def loads_of(plan: Plan) -> dict[tuple[str, str], Load]:
+    found = occupancy(MODEL, plan, rates_of(MODEL), usual_visits(MODEL), work=WORK)
+    return {(load.tier, load.label): load for load in found}
+
+
+@pytest.mark.parametrize("states", ["host", "disk"])
+@pytest.mark.parametrize("slots", [1, 3])
+def test_never_more_is_in_use_than_is_reserved(states: str, slots: int):
+    plan = plan_of(states=states, slots=slots)
+    loads = loads_of(plan)
+    for (_, label), load in loads.items():
+        assert label == "activations" or load.peak_bytes <= load.reserved_bytes
+        assert [t for t, _ in load.moments] == sorted({t for t, _ in load.moments})
+        assert all(nbytes >= 0 for _, nbytes in load.moments)
+    slot = loads["device", "slots for weights"]
+    assert slot.peak_bytes == slots * (slot.reserved_bytes // slots)  # all of them at some time
+    assert 0 in {nbytes for _, nbytes in loads["device", "slots for bucket"].moments}  # none in forward
+    if states == "disk":
+        assert loads["host", "slots for states"].peak_bytes > 0
+        assert loads["disk", "homes"].peak_bytes == sum(18 / 18 * u.update_bytes * 3 for u in MODEL.units)
+
+
+def test_activations_grow_in_forward_and_shrink_in_backward():
+    loads = loads_of(plan_of())
+    assert loads["device", "activations"].peak_bytes == 4 * 10 + 100 == activation_bytes(WORK)
+    assert loads_of(plan_of("keep"))["device", "activations"].peak_bytes == 4 * 100
+    assert loads["device", "activations"].moments[-1][1] in (10, 110)
+
+
+def test_the_window_is_that_of_the_timeline():
+    plan = plan_of()
+    timeline = simulate(MODEL, plan, rates_of(MODEL), usual_visits(MODEL)).timeline
+    last_s = max(t for load in loads_of(plan).values() for t, _ in load.moments)
+    assert 0 < last_s < timeline.wall_s * (1 + 1e-9)
+
+
+def test_peaks_of_several_are_those_of_one_moment():
+    one = Load("device", "a", 3, ((0.0, 3), (1.0, 0)))
+    other = Load("device", "b", 2, ((0.0, 0), (1.0, 2)))
+    assert peak_of([one, other]) == 3
+    assert peak_of([one, dataclasses.replace(other, moments=((0.5, 2),))]) == 5
+    assert peak_of([]) == 0
+    assert {load.tier for load in (one, other)} <= set(TIERS)
