@@ -12,13 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from outcore.choice import Options, choose_plan, limits_of
+from outcore.choice import Options, choose_plan, limits_of, predict
 from outcore.core.errors import ConfigError, OutcoreError
 from outcore.device.faults import Faults
 from outcore.device.opening import open_device
 from outcore.device.race import RaceChecker
 from outcore.device.threads import close_at_exit
+from outcore.forecast import NamedHardware
 from outcore.optim.rules import UpdateRule, rule_for
+from outcore.planning.timing.simulate import Simulation
 from outcore.planning.units.partition import Partition, partition
 from outcore.runtime.engine import Engine, Promises
 from outcore.runtime.gather import gathered_units
@@ -75,6 +77,7 @@ def prepare(  # noqa: PLR0913 (one call is the whole configuration)
     plan: Plan | None = None,
     device: torch.device | str | None = None,
     activations: AwayTier | None = None,
+    hardware: NamedHardware | None = None,
 ) -> Prepared:
     """Make a model train within a memory budget; the loop stays as it is.
 
@@ -84,7 +87,8 @@ def prepare(  # noqa: PLR0913 (one call is the whole configuration)
             same list. None:
             evaluation, generation, a frozen reference; all parameters are frozen.
         sample: The largest micro-batch that will come, as keyword arguments of the model's forward. Its shapes tell
-            how much ``activations`` takes; alone it has no effect yet.
+            how much ``activations`` takes and, where not everything fits on the device, how long a step takes: then
+            the plan that is predicted to be fastest is taken.
         budget: The most to take on each tier; default: what is free, without disk.
         precision: ``fp32``, ``bf16`` (bf16 weights, fp32 masters) or ``pure_bf16``. None: as the model is.
         accumulation_steps: None: any number. A number is a promise: more backward passes per step raise.
@@ -96,6 +100,10 @@ def prepare(  # noqa: PLR0913 (one call is the whole configuration)
         activations: ``host`` or ``disk``: what forward saves rests there until backward, instead of being recomputed.
             Needs ``sample``. A call that saves more than the sample's is recomputed. None: what fits is kept on the
             device, the rest is recomputed.
+        hardware: The machine that times are predicted for: a file that ``outcore probe`` wrote, names of parts such as
+            ``"rtx-4090+pcie3"``, or what was loaded. None: what ``OUTCORE_HARDWARE`` in the environment names, else
+            this one, as it was measured before; else it is measured in a few seconds, once, and that is said and kept.
+            ``"none"``: plans are made without times.
 
     Returns:
         The model and a ``torch.optim.Optimizer`` (None without one), also usable as a context manager.
@@ -118,6 +126,7 @@ def prepare(  # noqa: PLR0913 (one call is the whole configuration)
         plan=plan,
         device=device,
         activations=activations,
+        hardware=hardware,
     )
     return _prepare(model, optimizer, options, Faults(), None)
 
@@ -149,10 +158,19 @@ def plan_for(model: nn.Module, optimizer: torch.optim.Optimizer | None, **option
         ConfigError: An argument that cannot be used.
         PlanInfeasibleError: The budget does not suffice.
     """
+    spec, plan, _ = plan_in_time(model, optimizer, is_timed=False, **options)
+    return spec, plan
+
+
+def plan_in_time(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, *, is_timed: bool = True, **options: Any
+) -> tuple[ModelSpec, Plan, Simulation | None]:
+    """``plan_for``, and steps of the plan in time, where sample and machine are known."""
     given = Options(**{name: value for name, value in options.items() if value is not None})
     _, cut = _cut(model, optimizer, given)
     with open_device(given.device, Faults(), None) as device:
-        return cut.spec, choose_plan(cut, given, device)
+        plan = choose_plan(cut, given, device)
+        return cut.spec, plan, predict(cut, given, device, plan) if is_timed else None
 
 
 def free_budget(budget: Budget, *, device: torch.device | str | None = None) -> Budget:

@@ -11,11 +11,13 @@ import torch
 
 from outcore.core.errors import ConfigError, PlanInfeasibleError
 from outcore.device.device import Device
+from outcore.forecast import Forecast, Loop, NamedHardware, hardware_for, rests_on_device
 from outcore.memory.limits import disk_free_bytes, host_free_bytes
 from outcore.planning.homes.check import check_plan
 from outcore.planning.homes.early import with_early_updates
 from outcore.planning.homes.fits import room_bytes, with_room
 from outcore.planning.homes.placement import place
+from outcore.planning.timing.simulate import Simulation
 from outcore.planning.units.activations import Sending, saved_bytes
 from outcore.planning.units.partition import Partition
 from outcore.spec.budget import Budget, Limits
@@ -39,6 +41,9 @@ class Options(NamedTuple):
     plan: Plan | None = None
     device: torch.device | str | None = None
     activations: AwayTier | None = None
+    hardware: NamedHardware | None = None
+    loop: Loop | None = None
+    """What a loop of ours does with every step; it promises what plans need."""
 
 
 def choose_plan(cut: Partition, options: Options, device: Device) -> Plan:
@@ -56,8 +61,12 @@ def choose_plan(cut: Partition, options: Options, device: Device) -> Plan:
             plan = place(cut.spec, left, accumulation_steps=steps, activation_share=device.activation_share)
         except PlanInfeasibleError as error:
             raise error if sending is None else sending.explained(error) from None
-        # With clipping an attempt is lost whenever a step clips, which only a measured run can weigh.
-        plan = plan if steps is None or options.clipping else with_early_updates(cut.spec, plan, left)
+        forecast = None if sending is not None or rests_on_device(plan) else _forecast(cut, options, device)
+        if forecast is not None:
+            plan = forecast.better_than(plan, left)
+        elif steps is not None and not options.clipping:
+            # With clipping an attempt is lost whenever a step clips, which only a measured run can weigh.
+            plan = with_early_updates(cut.spec, plan, left)
         if sending is not None:
             plan = sending.applied(plan)
             check_plan(cut.spec, plan, limits)
@@ -76,6 +85,24 @@ def choose_plan(cut: Partition, options: Options, device: Device) -> Plan:
         )
     room = min(options.plan.kept_bytes, room_bytes(cut.spec, options.plan, limits))
     return dataclasses.replace(options.plan, kept_bytes=room)
+
+
+def predict(cut: Partition, options: Options, device: Device, plan: Plan) -> Simulation | None:
+    """Steps of a plan in time; None where the micro-batch or the machine is not known, or cannot be."""
+    forecast = _forecast(cut, options, device, may_measure=not rests_on_device(plan))
+    return None if forecast is None else forecast.simulate(plan)
+
+
+def _forecast(cut: Partition, options: Options, device: Device, *, may_measure: bool = True) -> Forecast | None:
+    if options.sample is None:
+        return None
+    paths = options.budget.paths
+    hardware = hardware_for(options.hardware, device, paths, may_measure=may_measure)
+    if hardware is None:
+        return None
+    steps = options.accumulation_steps
+    loop = options.loop or Loop(steps or 1, clips=options.clipping, is_promised=steps is not None)
+    return Forecast.of(cut, options.sample, device, hardware, loop)
 
 
 def _sending(cut: Partition, options: Options, device: Device) -> Sending | None:

@@ -115,7 +115,7 @@ def test_the_commands_and_options_are_these():
             "dry_run",
             "epochs",
         ),
-        *("eval_data", "grad_accum", "host_memory", "keep", "lora", "lr", "max_grad_norm", "model", "out"),
+        *("eval_data", "grad_accum", "hardware", "host_memory", "keep", "lora", "lr", "max_grad_norm", "model", "out"),
         *(
             "on_nonfinite",
             "plan",

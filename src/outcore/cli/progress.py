@@ -28,6 +28,8 @@ class StepReport:
     """Bytes given to all lanes since the run began."""
     exposed_s: Mapping[str, float]
     """Lane -> seconds that the run has waited for it since it began."""
+    of_predicted: float | None = None
+    """What the step took, over what was predicted."""
 
 
 Show = Callable[[StepReport], None]
@@ -95,4 +97,6 @@ def _parts(report: StepReport, tokens: int, elapsed_s: float) -> Iterator[str]:
     lane, seconds = max(report.exposed_s.items(), key=lambda item: item[1], default=("", 0.0))
     if seconds > WORTH_SAYING * elapsed_s:
         yield f"{seconds / elapsed_s:.0%} waiting for {lane}"
+    if report.of_predicted is not None:
+        yield f"{report.of_predicted:.2f} of predicted"
     yield f"{format_bytes(report.moved_bytes)} moved"

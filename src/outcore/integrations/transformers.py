@@ -29,6 +29,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_N
 
 from outcore.api import close, prepare, save_pretrained
 from outcore.core.errors import ConfigError, OutcoreError
+from outcore.forecast import NamedHardware
 from outcore.integrations.checkpoints import mark_of_weights, refuse_incomplete
 from outcore.integrations.refusals import refuse_accelerator, refuse_arguments, refuse_model, refuse_optimizer
 from outcore.memory.weights_file import WeightsDirectory
@@ -68,6 +69,7 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
         precision: Precision | None = None,
         weights: str | Path | None = None,
         units: Sequence[str | type] | None = None,
+        hardware: NamedHardware | None = None,
         **kwargs: Any,
     ) -> None:
         """Build the Trainer below; the model is prepared when it is first used.
@@ -80,6 +82,8 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
                 fp32 master weights. ``bf16=True`` in the training arguments is autocast, as ever.
             weights: A Hugging Face checkpoint directory to stream in; the model may then be on the meta device.
             units: Classes or names of the modules that move as a whole.
+            hardware: As for ``outcore.prepare``: the plan is the one that is predicted to be fastest where the training
+                arguments have a ``max_length``, which says with the batch size how large batches are.
             **kwargs: The Trainer's own.
 
         Raises:
@@ -87,6 +91,7 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
         """
         refuse_several_processes(type(self).__name__)
         self._outcore_options: dict[str, Any] = {"budget": budget, "plan": plan, "weights": weights, "units": units}
+        self._outcore_options["hardware"] = hardware
         self._outcore_precision = precision
         self._outcore_checkpoint: str | None = None  # to begin from, until the model is prepared
         self._outcore_logged = (0, 0.0)
@@ -169,12 +174,23 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
         if plan is not None and plan.accumulation_steps is not None:  # a promise, which the arguments must keep
             options["accumulation_steps"] = self.args.gradient_accumulation_steps
         precision = self._outcore_precision or _plain_precision(self.model)
-        prepared = prepare(self.model, self.optimizer, precision=precision, device=self.args.device, **options)
+        options |= {"precision": precision, "device": self.args.device, "sample": self._outcore_largest_batch()}
+        prepared = prepare(self.model, self.optimizer, **options)
         self.optimizer = prepared.optimizer
         _PREPARED.add(self.model)
         self._outcore_logged = (0, 0.0)
         if checkpoint is not None and adapters:
             load_weights(self.model, checkpoint)
+
+    def _outcore_largest_batch(self) -> Mapping[str, torch.Tensor] | None:
+        """Tokens of a micro-batch where the arguments say how many may come. Of preferences both answers come."""
+        length = getattr(self.args, "max_length", None)
+        if length is None:
+            return None
+        pairs = any(kind.__name__ == "DPOConfig" for kind in type(self.args).__mro__)
+        rows = self.args.per_device_train_batch_size * (1 + pairs)
+        ids = torch.zeros(rows, length, dtype=torch.long, device="cpu")
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
     # Checkpoints.
 

@@ -13,12 +13,13 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
-from outcore.api import close, free_budget, plan_for, prepare
+from outcore.api import close, free_budget, plan_for, plan_in_time, prepare
 from outcore.cli.train.data.load import Data, load_data
 from outcore.cli.train.model.reference import Planned, plan_both
 from outcore.cli.train.model.source import ModelSource, build_model, find_model, load_tokenizer
 from outcore.cli.train.settings.run_settings import Settings
 from outcore.core.errors import ConfigError, DiskError
+from outcore.forecast import Loop
 from outcore.memory.disk import DiskStore
 from outcore.planning.homes.table import plan_table
 from outcore.runtime.module_guard import is_guarded
@@ -199,24 +200,29 @@ def _plan_model(settings: Settings, source: ModelSource, budget: Budget) -> Plan
     optimizer = kind([p for p in model.parameters() if p.requires_grad], **options)
     given = None if settings.plan is None else Plan.load(settings.plan)
     promises = given is not None and given.accumulation_steps is not None
+    micro_batches = args.gradient_accumulation_steps
+    _refuse_activations(settings, args)
     return Planned(
-        *plan_for(
+        *plan_in_time(
             model,
             optimizer,
             budget=budget,
             precision=settings.precision,
             plan=given,
-            accumulation_steps=args.gradient_accumulation_steps if promises else None,
+            accumulation_steps=micro_batches if promises else None,
             device=args.device,
-            **_activations(settings, args),
+            activations=settings.activations,
+            hardware=settings.hardware,
+            sample=None if args.max_length is None else _largest_batch(settings, args),
+            # The Trainer asks for a norm in any case, but only one that clips makes an update in backward worthless.
+            loop=Loop(micro_batches, clips=args.max_grad_norm > 0, is_promised=True),
         )
     )
 
 
-def _activations(settings: Settings, args: Any) -> dict[str, Any]:
-    """Where they rest, and the largest batch that may come."""
+def _refuse_activations(settings: Settings, args: Any) -> None:
     if settings.activations is None:
-        return {}
+        return
     if settings.plan is not None:
         raise ConfigError(
             "--activations: expected it without --plan, which says where activations rest, but got both; leave one out"
@@ -226,10 +232,13 @@ def _activations(settings: Settings, args: Any) -> dict[str, Any]:
             "--activations: expected --seq-len N, from which the room that activations take is worked out, but rows "
             "may have any length; set it"
         )
+
+
+def _largest_batch(settings: Settings, args: Any) -> Mapping[str, Any]:
+    """That may come."""
     rows = args.per_device_train_batch_size * settings.method.rows_per_example
     ids = torch.zeros(rows, args.max_length, dtype=torch.long, device="cpu")
-    sample = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
-    return {"activations": settings.activations, "sample": sample}
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids, "use_cache": False}
 
 
 def _plan_reference(settings: Settings, source: ModelSource, budget: Budget) -> Planned:

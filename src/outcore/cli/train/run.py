@@ -66,7 +66,7 @@ def run_train(settings: Settings) -> None:
             if output.incomplete:
                 names = ", ".join(path.name for path in output.incomplete)
                 _say(console, "Incomplete", f"{names}: the run was stopped while writing it, so it is removed")
-            with RunReport(console, output, trace, peak_bytes=job.taken) as report:
+            with RunReport(console, output, trace, peak_bytes=job.taken, predicted=job.model.predicted) as report:
                 _train(console, job, data, output, report, record)
 
 

@@ -36,6 +36,12 @@ class UnitWork:
     product_flops: float
     """Of matrix products."""
     attention_flops: float
+    frozen_flops: float = 0.0
+    """Of products for whose second operand backward makes none."""
+    moved_bytes: float = 0.0
+    """That all other kernels read and write."""
+    kernels: float = 0.0
+    """How many there are."""
     input_bytes: float = 0.0
     """Activations that go in: kept until backward where a unit is computed again."""
     saved_bytes: float = 0.0
@@ -131,8 +137,16 @@ def rates_for(hardware: Hardware, spec: ModelSpec, work: Mapping[str, UnitWork])
     device, bus, host, disk = hardware.device, hardware.bus, hardware.host, hardware.disk
     flops = device.fp32_flops if spec.precision == "fp32" else device.bf16_flops
     attention = min(device.attention_flops, flops)
-    forward = {name: w.product_flops / flops + w.attention_flops / attention for name, w in work.items()}
-    backward = {name: 2 * w.product_flops / flops + 2.5 * w.attention_flops / attention for name, w in work.items()}
+
+    def seconds(each: UnitWork, products: float, attentions: float, rest: float) -> float:
+        computing = products / flops + attentions / attention + rest * each.moved_bytes / device.bytes_per_s
+        launching = rest * each.kernels * device.kernel_s
+        return max(computing, launching) if device.runs_ahead else computing + launching
+
+    forward = {n: seconds(w, w.product_flops, w.attention_flops, 1) for n, w in work.items()}
+    backward = {
+        n: seconds(w, 2 * w.product_flops - w.frozen_flops, 2.5 * w.attention_flops, 2) for n, w in work.items()
+    }
     bytes_per_s = {"h2d": bus.h2d_bytes_per_s, "d2h": bus.d2h_bytes_per_s}
     if disk is not None:
         bytes_per_s |= {"disk_read": disk.read_bytes_per_s, "disk_write": disk.write_bytes_per_s}

@@ -1,7 +1,7 @@
 """What forwards save, from shapes alone, and a plan under which it leaves the device.
 
 Kernels differ between devices: attention on the CPU saves the scores, on a GPU it does not. So the shapes are followed
-on fake tensors of the device that will compute, with the kernels that torch would choose there. Nothing is computed.
+on fake tensors of the device that will compute. Nothing is computed.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from outcore.core.errors import ConfigError, PlanInfeasibleError
+from outcore.core.errors import PlanInfeasibleError
 from outcore.core.quantities import PAGE_BYTES, align_up, format_bytes
 from outcore.planning.units.partition import Partition
+from outcore.planning.units.shapes import on_shapes
 from outcore.spec.budget import Limits
-from outcore.spec.model import row_major
 from outcore.spec.plan import AwayTier, Plan, Pool, Tier
 
 SMALL_BYTES = 4096
@@ -45,38 +44,14 @@ def saved_bytes(cut: Partition, sample: Mapping[str, Any], device: torch.device)
 
     Time: a forward in Python, 1 to 3 s for a large model. Memory: none.
     """
-    model, seen = cut.modules[0], {unit.name: _Unit() for unit in cut.spec.units[1:]}
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), ExitStack() as hooks:
-        own = _fakes(cut, device)
-        batch = pytree.tree_map_only(torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device=device), sample)
+    seen = {unit.name: _Unit() for unit in cut.spec.units[1:]}
+    with on_shapes(cut, sample, device) as (own, forward), ExitStack() as hooks:
         staying = {_storage(t) for t in own.values()}
         for unit, module in zip(seen.values(), cut.modules[1:], strict=True):
             hooks.callback(module.register_forward_pre_hook(unit.begin(staying), with_kwargs=True).remove)
             hooks.callback(module.register_forward_hook(unit.end, always_call=True).remove)
-        try:
-            torch.func.functional_call(model, own, (), dict(batch))
-        except Exception as error:
-            raise ConfigError(
-                "sample: expected keyword arguments with which the model runs on shapes alone, but it raised "
-                f"{type(error).__name__}: {error}; give a micro-batch as the loop does, or prepare without sample= and "
-                "activations="
-            ) from error
+        forward()
     return {name: align_up(unit.nbytes, PAGE_BYTES) for name, unit in seen.items()}
-
-
-def _fakes(cut: Partition, device: torch.device) -> dict[str, torch.Tensor]:
-    """Parameters in the dtypes in which they will be trained, and buffers, without bytes."""
-    specs = {param.name: param for unit in cut.spec.units for param in unit.params}
-    found: dict[str, torch.Tensor] = {}
-    for name, p in cut.modules[0].named_parameters():
-        spec = specs.get(name)
-        dtype = p.dtype if spec is None else getattr(torch, spec.dtype)
-        strides = row_major(tuple(p.shape)) if spec is None or spec.strides is None else spec.strides
-        fake = torch.empty_strided(p.shape, strides, dtype=dtype, device=device)
-        found[name] = fake.requires_grad_(p.requires_grad)
-    for name, buffer in cut.modules[0].named_buffers():
-        found[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-    return found
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from outcore.core.errors import PlanInfeasibleError
 from outcore.core.quantities import format_bytes
 from outcore.planning.homes.reservations import tier_bytes
+from outcore.planning.timing.simulate import Simulation
 from outcore.spec.budget import Budget
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, Tier
@@ -18,6 +19,8 @@ class Planned(NamedTuple):
 
     spec: ModelSpec
     plan: Plan
+    predicted: Simulation | None = None
+    """Steps in time, where the largest batch and the machine are known."""
 
     @property
     def taken(self) -> Mapping[Tier, int]:

@@ -32,7 +32,7 @@ from outcore.core.errors import ConfigError
 from outcore.memory.weights_file import WeightsDirectory
 
 _FREE = {
-    *("device_memory", "host_memory", "disk", "plan", "activations", "device", "use_cpu"),
+    *("device_memory", "host_memory", "disk", "plan", "activations", "hardware", "device", "use_cpu"),
     *("trace", "on_nonfinite", "eval_data"),
     *("save_steps", "save_strategy", "save_total_limit", "save_on_each_node", "report_to", "run_name", "project"),
     *("load_best_model_at_end", "metric_for_best_model", "greater_is_better", "per_device_eval_batch_size"),
@@ -117,7 +117,10 @@ class RunRecord:
         values |= settings.training
         for name in ("output_dir", *_LENGTHS, *_PACKING, *(n for n in values if n in SHORT_NAMES)):
             values.pop(name, None)
-        own = {name: getattr(settings, name) for name in ("eval_data", "precision", "plan", "device", "on_nonfinite")}
+        own = {
+            name: getattr(settings, name)
+            for name in ("eval_data", "precision", "plan", "hardware", "device", "on_nonfinite")
+        }
         budget = settings.budget
         values |= own | {"device_memory": budget.device, "host_memory": budget.host, "disk": list(budget.paths)}
         values |= {"model": settings.model, "trace": settings.trace, "command": settings.method.command}

@@ -18,8 +18,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from outcore.cli.progress import Show, StepReport, progress
 from outcore.cli.train.nonfinite import finite
 from outcore.cli.train.output.folder import METRICS, PLAN, OutputFolder
+from outcore.cli.train.output.predicted import Comparison, PredictedStep
 from outcore.cli.train.output.trace import StepTracer, TraceFile
 from outcore.core.quantities import format_bytes
+from outcore.planning.timing.simulate import Simulation
 from outcore.runtime.module.timing import timing
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.spec.plan import Tier
@@ -33,7 +35,13 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
     """Follows a run as a callback of its Trainer. As a context manager it ends the bar and closes the files."""
 
     def __init__(
-        self, console: Console, output: OutputFolder, trace: TraceFile | None, *, peak_bytes: Mapping[Tier, int]
+        self,
+        console: Console,
+        output: OutputFolder,
+        trace: TraceFile | None,
+        *,
+        peak_bytes: Mapping[Tier, int],
+        predicted: Simulation | None = None,
     ) -> None:
         """Remember where to.
 
@@ -42,6 +50,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
             output: Begun when training begins; gets ``plan.json`` and ``metrics.jsonl``.
             trace: Gets a timeline of a few steps.
             peak_bytes: What the run takes on each tier; activations come on top.
+            predicted: Steps in time, if that is known.
         """
         self._console, self._output, self._trace = console, output, trace
         self._closing = ExitStack()
@@ -49,6 +58,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
         self._file: TextIO
         self._optimizer: StreamedOptimizer
         self._peak_bytes = peak_bytes
+        self._comparison = Comparison(None if predicted is None else PredictedStep.of(predicted))
         self._meter: _Meter
         self._reported = (0, 0)  # steps and tokens
         self._tracer: StepTracer | None = None
@@ -117,11 +127,22 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
             now = (state.global_step, int(logs["num_tokens"]))
             steps, tokens = now[0] - self._reported[0], now[1] - self._reported[1]
             self._reported = now
-            lap = self._meter.lap(steps=steps, tokens=tokens)
+            lap = self._meter.lap(steps=steps, tokens=tokens) | self._comparison.facts()
             self._add_up(logs["loss"], steps, tokens, steps * lap["step_s"])
             self._write(line | _training(logs) | lap | {"peak_bytes": self._peak_bytes})
             moved_bytes, exposed_s = sum(self._optimizer.traffic().values()), self._optimizer.exposed_s()
-            self._show(StepReport(loss=logs["loss"], tokens=tokens, moved_bytes=moved_bytes, exposed_s=exposed_s))
+            self._show(
+                StepReport(
+                    loss=logs["loss"],
+                    tokens=tokens,
+                    moved_bytes=moved_bytes,
+                    exposed_s=exposed_s,
+                    of_predicted=self._comparison.ratio(lap["step_s"]),
+                )
+            )
+            wrong = self._comparison.add(lap, steps)
+            if wrong is not None:
+                self._console.print(f"step {state.global_step}: {wrong}", markup=False, soft_wrap=True)
         elif any(name.startswith("eval_") for name in logs):
             values = {name: value for name, value in logs.items() if name not in _ELSEWHERE}
             self._write(line | values)
@@ -147,10 +168,14 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
         took = timedelta(seconds=round(time.perf_counter() - self._begun_s))
         planned = ", ".join(f"{tier} {format_bytes(n)}" for tier, n in self._peak_bytes.items() if n)
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return self._summary | {
-            "time": f"{took}, evaluation and saving included",
-            "peak memory": f"{planned}, without device activations; this process {format_bytes(resident)} resident",
-        }
+        return (
+            self._summary
+            | self._comparison.closing()
+            | {
+                "time": f"{took}, evaluation and saving included",
+                "peak memory": f"{planned}, without device activations; this process {format_bytes(resident)} resident",
+            }
+        )
 
     def _add_up(self, loss: float, steps: int, tokens: int, took_s: float) -> None:
         done = self._trained
@@ -216,7 +241,6 @@ class _Meter:
         return {
             "tokens_per_s": tokens / steps / per_step["step_s", ""],
             "step_s": per_step["step_s", ""],
-            "predicted_step_s": None,  # nothing predicts it yet
             "compute_s": per_step["phases_s", ""] - sum(exposed_s.values()),
             "moved_bytes": {lane: int(per_step["moved_bytes", lane]) for lane in lanes},
             "exposed_s": exposed_s,

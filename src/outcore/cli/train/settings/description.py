@@ -28,6 +28,8 @@ def describe(settings: Settings) -> dict[str, str]:
     }
     if settings.activations is not None:
         rest["activations"] = f"on {settings.activations} between forward and backward"
+    if settings.hardware is not None:
+        rest["hardware"] = settings.hardware
     if settings.on_nonfinite != RunOptions.on_nonfinite:
         rest["on nonfinite"] = settings.on_nonfinite
     if settings.trace is not None:

@@ -166,6 +166,12 @@ _SHARED: Mapping[str, Any] = {
         "host or disk: what forward saves rests there until backward, instead of being recomputed. Kept on the device "
         "by default, as far as it fits.",
     ),
+    "hardware": _option(
+        _WHERE,
+        "FILE",
+        "What outcore probe wrote, or names of parts: the machine that times are predicted for. This one by default, "
+        "measured once; none: plans are made without times.",
+    ),
     "device": _option(_WHERE, "NAME", "cpu or cuda; the accelerator if there is one."),
     "out": _option(_OUTPUT, "DIR", "Folder to write to; new or empty, unless --resume."),
     "save_every": _option(_OUTPUT, "N", "Save a checkpoint every N steps and at the end; none by default."),

@@ -39,6 +39,8 @@ class RunOptions:
     plan: File | None = None
     activations: AwayTier | None = None
     """Where what forward saves rests until backward; None: on the device, as far as it fits."""
+    hardware: Name | None = None
+    """That times are predicted for; None: this machine."""
     device: str | None = None
     """``cpu`` or an accelerator; None: the accelerator if there is one."""
     resume: Resume = False

@@ -1,0 +1,64 @@
+"""A forward on shapes alone: on fake tensors of the device that will compute, with the kernels that it would run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from outcore.core.errors import ConfigError
+from outcore.planning.units.partition import Partition
+from outcore.spec.model import row_major
+
+
+@contextmanager
+def on_shapes(
+    cut: Partition, sample: Mapping[str, Any], device: torch.device
+) -> Iterator[tuple[Mapping[str, torch.Tensor], Callable[[], object]]]:
+    """Have the model's parameters and buffers as fake tensors, and a forward over them.
+
+    Args:
+        cut: The model; parts of it may be on the meta device.
+        sample: Keyword arguments of its forward. Only shapes and dtypes count.
+        device: That will compute.
+
+    Yields:
+        Fake tensors by name; and the forward, which raises ``ConfigError`` if the model cannot be run so.
+
+    Time of the forward: its Python, 1 to 3 s for a large model. Memory: none.
+    """
+    model = cut.modules[0]
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+        own = _fakes(cut, device)
+        batch = pytree.tree_map_only(torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device=device), sample)
+
+        def forward() -> object:
+            try:
+                return torch.func.functional_call(model, own, (), dict(batch))
+            except Exception as error:
+                raise ConfigError(
+                    "sample: expected keyword arguments with which the model runs on shapes alone, but it raised "
+                    f"{type(error).__name__}: {error}; give a micro-batch as the loop does, or prepare without sample= "
+                    "and activations="
+                ) from error
+
+        yield own, forward
+
+
+def _fakes(cut: Partition, device: torch.device) -> dict[str, torch.Tensor]:
+    """Parameters in the dtypes in which they will be trained, and buffers, without bytes."""
+    specs = {param.name: param for unit in cut.spec.units for param in unit.params}
+    found: dict[str, torch.Tensor] = {}
+    for name, p in cut.modules[0].named_parameters():
+        spec = specs.get(name)
+        dtype = p.dtype if spec is None else getattr(torch, spec.dtype)
+        strides = row_major(tuple(p.shape)) if spec is None or spec.strides is None else spec.strides
+        fake = torch.empty_strided(p.shape, strides, dtype=dtype, device=device)
+        found[name] = fake.requires_grad_(p.requires_grad)
+    for name, buffer in cut.modules[0].named_buffers():
+        found[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+    return found

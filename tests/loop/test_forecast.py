@@ -1,0 +1,154 @@
+"""Plans in time: where the micro-batch and the machine are known, ``prepare`` takes the fastest one. Results stay."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import outcore
+from outcore.api import plan_for
+from outcore.core.errors import ConfigError, DiskError
+from outcore.planning.timing.known_hardware import known_hardware
+from outcore.probe import kept
+from outcore.spec.hardware import Hardware
+
+from .rig import DEVICE, adamw, assert_same, batch, make, seen, train
+
+MACHINE = known_hardware("rtx-4090")
+SAMPLE = {"ids": batch()}
+TIGHT = {"device": 60_000, "host": 400_000}  # not everything fits on the device; nothing need go to disk
+
+
+def slow_updates(hardware: Hardware = MACHINE) -> Hardware:
+    """A machine on which the device should update, and inside backward."""
+    host = dataclasses.replace(hardware.host, update_parameters_per_s=1e3)
+    return dataclasses.replace(hardware, host=host)
+
+
+def slow_device() -> Hardware:
+    """A machine on which backward has time for the processor's updates."""
+    device = dataclasses.replace(MACHINE.device, fp32_flops=1e6, update_parameters_per_s=1e2)
+    return dataclasses.replace(
+        MACHINE, device=device, host=dataclasses.replace(MACHINE.host, update_parameters_per_s=1e4)
+    )
+
+
+def planned(**options: Any) -> outcore.Plan:
+    model = make()
+    options = {"budget": outcore.Budget(**TIGHT), "device": DEVICE, "sample": SAMPLE, **options}
+    return plan_for(model, adamw(model), **options)[1]
+
+
+def homes(plan: outcore.Plan) -> list[tuple[str, ...]]:
+    return [(u.weights, u.gradients, u.states, u.update) for u in plan.units]
+
+
+class TestTheFastest:
+    def test_the_device_updates_where_the_processor_is_slow(self):
+        usual, found = planned(hardware="none"), planned(hardware=slow_updates())
+        assert all(unit.update == "host" for unit in usual.units)
+        assert any(unit.update == "device" for unit in found.units)
+
+    def test_updates_run_inside_backward_where_that_is_allowed(self):
+        slow = slow_device()
+        promised = planned(hardware=slow, accumulation_steps=1, clipping=False)
+        assert any(unit.early for unit in promised.units)
+        assert promised.accumulation_steps == 1
+        assert not any(unit.early for unit in planned(hardware=slow).units)
+
+    def test_the_same_inputs_give_the_same_plan(self):
+        assert planned(hardware=slow_updates()) == planned(hardware=slow_updates())
+
+    def test_what_is_hardly_faster_is_not_worth_it(self, monkeypatch):
+        monkeypatch.setattr("outcore.forecast._WORTH", 1.0)
+        assert planned(hardware=slow_updates()) == planned(hardware="none")
+
+    def test_a_plan_that_is_given_wins(self):
+        plan = planned(hardware="none")
+        assert planned(hardware=slow_updates(), plan=plan) == plan
+
+    @pytest.mark.parametrize(
+        ("hardware", "how"),
+        [(slow_updates(), {}), (slow_device(), {"accumulation_steps": 1, "clipping": False})],
+        ids=["share", "early"],
+    )
+    def test_results_are_those_of_the_plain_loop(self, hardware, how):
+        model = make()
+        plain = adamw(model)
+        for group in plain.param_groups:
+            group["fused"] = True
+        want = seen((torch.manual_seed(5), train(model, plain))[1], model, plain)
+        twin = make()
+        options = {"budget": outcore.Budget(**TIGHT), "sample": SAMPLE, "hardware": hardware, "device": DEVICE}
+        with outcore.prepare(twin, adamw(twin), **options, **how) as (twin, streamed):
+            assert any(u.update == "device" or u.early for u in streamed.engine.plan.units)
+            got = seen((torch.manual_seed(5), train(twin, streamed))[1], twin, streamed)
+        assert_same(want, got)
+
+
+class TestWhereItIsNotAsked:
+    @pytest.fixture(autouse=True)
+    def _nothing_is_measured(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("OUTCORE_HARDWARE")
+        monkeypatch.setattr(kept, "measure", None)
+
+    def test_everything_fits(self):
+        """Today's plan, at once: no other is faster."""
+        plan = planned(budget=outcore.Budget(device="1GiB", host="1GiB"))
+        assert plan.plain
+        assert plan == planned(budget=outcore.Budget(device="1GiB", host="1GiB"), hardware="none")
+
+    def test_no_sample(self):
+        assert planned(sample=None) == planned(hardware="none")
+
+
+class TestTheMachine:
+    @pytest.fixture(autouse=True)
+    def _this_one(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.delenv("OUTCORE_HARDWARE")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setattr(kept, "measure", lambda *_: slow_updates())
+
+    def test_is_measured_once_and_that_is_said(self):
+        with pytest.warns(UserWarning, match="this machine was measured for its plans, once"):
+            found = planned()
+        assert found == planned() == planned(hardware=slow_updates())
+
+    def test_may_be_named_in_the_environment(self, monkeypatch, tmp_path):
+        slow_updates().save(tmp_path / "hardware.json")
+        monkeypatch.setenv("OUTCORE_HARDWARE", str(tmp_path / "hardware.json"))
+        assert planned() == planned(hardware=slow_updates())
+        monkeypatch.setenv("OUTCORE_HARDWARE", "none")
+        assert planned() == planned(hardware="none")
+
+    def test_that_cannot_be_measured_gives_the_usual_plan_and_says_why(self, monkeypatch):
+        def fail(*_: Any) -> Hardware:
+            raise DiskError("the drive is gone")
+
+        monkeypatch.setattr(kept, "measure", fail)
+        with pytest.warns(UserWarning, match="without predicted times, .* cannot be measured: the drive is gone"):
+            assert planned() == planned(hardware="none")
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"hardware": "rtx-9999"}, "--hardware: expected a JSON file, or parts of"),
+            ({"hardware": "none.json"}, "expected a readable JSON file at 'none.json'"),
+        ],
+    )
+    def test_no_machine(self, options, message):
+        with pytest.raises(ConfigError, match=message):
+            planned(**options)
+
+    def test_without_a_disk(self, tmp_path):
+        with pytest.raises(ConfigError, match="expected a machine with a disk, since there is a disk tier"):
+            planned(hardware="rtx-4090+no-disk", budget=outcore.Budget(**TIGHT, disk=tmp_path))
+
+    def test_a_model_that_cannot_be_followed_has_the_usual_plan(self):
+        with pytest.warns(UserWarning, match="without predicted times: sample: expected keyword arguments"):
+            found = planned(sample={"ids": torch.zeros(3, dtype=torch.float32, device=DEVICE)}, hardware=MACHINE)
+        assert found == planned(hardware="none")

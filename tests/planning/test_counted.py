@@ -1,0 +1,98 @@
+"""Work counted on shapes alone: as torch counts it in real passes, for any model, frozen parts included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from outcore.core.errors import ConfigError
+from outcore.planning.timing.counted import counted_work
+from outcore.planning.timing.known_hardware import known_hardware
+from outcore.planning.timing.profile import UnitWork, rates_for, unit_work
+from outcore.planning.units.partition import partition
+
+CPU = torch.device("cpu")
+SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}
+SIZES |= {"hidden_size": 64, "intermediate_size": 96, "bos_token_id": 0, "eos_token_id": 1}
+BATCH, LENGTH = 2, 32
+
+
+class Net(nn.Module):
+    """Blocks with a convolution and a table in the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(1000, 8)
+        self.conv = nn.Conv1d(8, 8, 3, padding=1)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.conv(self.table(ids).mT).mT.contiguous()
+        for block in self.blocks:
+            x = x + block(x)
+        return x.sum()
+
+
+def counted(model: nn.Module, **sample: torch.Tensor) -> dict[str, UnitWork]:
+    return counted_work(partition(model, state_names=("exp_avg", "exp_avg_sq")), sample, CPU)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_products_are_those_of_the_shapes(device: str):
+    with torch.device(device):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    spec = partition(model, precision="fp32").spec
+    expected = unit_work(model, spec, batch_size=BATCH, seq_len=LENGTH)
+    ids = torch.zeros(BATCH, LENGTH, dtype=torch.long, device="cpu")
+    found = counted(model, input_ids=ids, use_cache=False)
+    assert {n: w.product_flops for n, w in found.items()} == {n: w.product_flops for n, w in expected.items()}
+    assert found["model.layers.0"].attention_flops > 0
+    assert found["model.layers.0"] == found["model.layers.1"]
+    assert all(p.device.type == device for p in model.parameters())
+
+
+@pytest.mark.parametrize("frozen", [(), ("blocks.0.0.weight",), ("table.weight", "conv.weight", "conv.bias")])
+def test_forward_and_backward_are_what_torch_counts(frozen: tuple[str, ...]):
+    model, ids = Net(), torch.zeros(3, 7, dtype=torch.long, device="cpu")
+    for name, param in model.named_parameters():
+        param.requires_grad_(name not in frozen)
+    work = counted(model, ids=ids).values()
+    with FlopCounterMode(display=False) as real:
+        loss = model(ids)
+    forward = real.get_total_flops()
+    with FlopCounterMode(display=False) as real:
+        loss.backward()
+    assert sum(w.product_flops for w in work) == forward
+    assert sum(2 * w.product_flops - w.frozen_flops for w in work) == real.get_total_flops()
+
+
+def test_other_kernels_count_by_their_bytes_and_tables_by_what_they_give():
+    model, ids = Net(), torch.zeros(3, 7, dtype=torch.long, device="cpu")
+    found = counted(model, ids=ids)
+    activation = 2 * 3 * 7 * 16 * 4  # read and written by GELU
+    residual = 3 * 3 * 7 * 8 * 4
+    assert found["blocks.0"].moved_bytes == activation
+    looked_up = 2 * 3 * 7 * 8 * 4
+    assert activation + 2 * residual + looked_up <= activation + found[""].moved_bytes < 4 * 1000 * 8
+
+
+def test_it_takes_time_by_what_it_is_bound_by():
+    spec = partition(Net(), state_names=(), precision="fp32").spec
+    hardware = known_hardware("rtx-4090")
+    rate = hardware.device.bytes_per_s
+    one = UnitWork(product_flops=0, attention_flops=0, moved_bytes=rate)
+    rates = rates_for(hardware, spec, {"": one})
+    assert rates.forward_s[""] == pytest.approx(1)
+    assert rates.backward_s[""] == pytest.approx(2)
+
+
+def test_a_model_that_needs_values_says_so():
+    class Choosy(Net):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return super().forward(ids) if int(ids.sum()) else ids.sum()
+
+    with pytest.raises(ConfigError, match="sample: expected keyword arguments with which the model runs on shapes"):
+        counted(Choosy(), ids=torch.zeros(3, 7, dtype=torch.long, device="cpu"))
