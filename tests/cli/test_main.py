@@ -135,7 +135,7 @@ def test_the_commands_and_options_are_these():
         "plan": sorted(
             [
                 *("as_json", "batch_size", "clipping", "device_memory", "disk_size", "grad_accum", "hardware"),
-                *("host_memory", "model", "out", "precision", "seq_len"),
+                *("host_memory", "html", "model", "out", "precision", "seq_len"),
             ]
         ),
         "probe": ["device", "disk_dir", "out"],

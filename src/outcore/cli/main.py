@@ -102,6 +102,7 @@ def plan(  # noqa: PLR0913 (one option each)
     host_memory: Annotated[str | None, typer.Option(help="Such as 48GiB; by default 0.8 of what there is.")] = None,
     disk_size: Annotated[str | None, typer.Option(help="Such as 1TB; by default 0.9 of the disk.")] = None,
     out: Annotated[Path | None, typer.Option(help="File to write the plan to, for --plan of a run.")] = None,
+    html: Annotated[Path | None, typer.Option(help="File to write a page to, for any browser.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As a JSON object.")] = False,
 ) -> None:
     """Say whether a model fits a machine, how fast it would train there, what binds, and what lost."""
@@ -123,6 +124,10 @@ def plan(  # noqa: PLR0913 (one option each)
     found = answer(asked)
     if out is not None:
         found.found.plan.save(out)
+    if html is not None:
+        from outcore.cli.page.page import write_page
+
+        write_page(found, html)
     print(to_json(found) if as_json else to_text(found))
 
 

@@ -19,7 +19,7 @@ from outcore.planning.homes.placement import Least, Room, least
 from outcore.planning.homes.table import plan_table
 from outcore.planning.paper.schedule import Circumstances, usual_visits
 from outcore.planning.search.changes import Change, best_changes
-from outcore.planning.search.search import Found, search
+from outcore.planning.search.search import Found, search, steps_until_settled
 from outcore.planning.search.setting import Setting
 from outcore.planning.timing.known_hardware import known_hardware
 from outcore.planning.timing.profile import unit_work
@@ -91,7 +91,9 @@ class Answer:
         """What is in use on which tier when, as predicted."""
         job, visits = self.setting.job(), usual_visits(self.spec, self.setting.micro_batches)
         circumstances = Circumstances(clips=job.clipping)
-        return occupancy(self.spec, self.found.plan, job.rates, visits, circumstances, work=self.setting.work)
+        plan, work = self.found.plan, self.setting.work
+        warm_up = steps_until_settled(plan)
+        return occupancy(self.spec, plan, job.rates, visits, circumstances, work=work, warm_up=warm_up)
 
     @cached_property
     def least(self) -> Least:
@@ -112,7 +114,11 @@ class Answer:
     @property
     def written_bytes(self) -> float:
         """To disk, per step."""
-        return self._per_step(self.found.simulation.timeline.moved_bytes())["disk_write"]
+        return self.moved_bytes()["disk_write"]
+
+    def moved_bytes(self) -> dict[str, float]:
+        """Lane -> bytes per step."""
+        return self._per_step(self.found.simulation.timeline.moved_bytes())
 
     def busy_s(self) -> dict[str, float]:
         """Lane -> seconds per step, of lanes that work."""
@@ -236,12 +242,18 @@ def _helps(answer: Answer) -> Iterator[tuple[str, str]]:
 
 
 def _wear(answer: Answer) -> str:
-    text = f"{format_bytes(int(1000 * answer.written_bytes))} written per 1,000 steps"
+    life = drive_life(answer)
+    return f"{format_bytes(int(1000 * answer.written_bytes))} written per 1,000 steps" + (f"; {life}" if life else "")
+
+
+def drive_life(answer: Answer) -> str:
+    """How long the drive lasts, if that is known."""
     disk = answer.hardware.disk
-    if disk is None or not disk.endurance_bytes:
-        return text
+    if disk is None or not disk.endurance_bytes or not answer.written_bytes:
+        return ""
     steps = disk.endurance_bytes / answer.written_bytes
-    return f"{text}; the drive lasts {steps:,.0f} steps, {steps * answer.found.simulation.step_s / _DAY_S:,.0f} days"
+    days = steps * answer.found.simulation.step_s / _DAY_S
+    return f"the drive lasts {steps:,.0f} steps, {days:,.0f} days"
 
 
 def _runners_up(answer: Answer) -> Iterator[tuple[str, str]]:

@@ -100,6 +100,12 @@ def search(job: Job) -> Found:
     return _Search(job).found()
 
 
+def steps_until_settled(plan: Plan) -> int:
+    """How many steps come before those that count: writes to disk may lag behind for some."""
+    uses_disk = any("disk" in (unit.weights, unit.gradients, unit.states) for unit in plan.units)
+    return 4 if uses_disk else 1
+
+
 class Estimate(NamedTuple):
     """About the fastest step."""
 
@@ -240,11 +246,10 @@ class _Search:
         return self._simulated[key]
 
     def _settled(self, plan: Plan) -> Simulation:
-        """As many steps as writes to disk may lag behind."""
-        key = _key(plan)
+        """After as many steps as it takes."""
+        key, warm_up = _key(plan), steps_until_settled(plan)
         if key not in self._final:
-            uses_disk = any("disk" in (u.weights, u.gradients, u.states) for u in plan.units)
-            self._final[key] = self._simulate(plan, warm_up=4) if uses_disk else self._simulation(plan)
+            self._final[key] = self._simulate(plan, warm_up) if warm_up > 1 else self._simulation(plan)
         return self._final[key]
 
     def _simulate(self, plan: Plan, warm_up: int) -> Simulation:

@@ -1,0 +1,1 @@
+"""The page of a plan: one file that a browser shows without a network."""

@@ -1,0 +1,241 @@
+"""What ``outcore plan --html`` writes: the answer as data, and beside it what draws it. Nothing is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from outcore.cli.plan import Answer, drive_life
+from outcore.core.errors import ConfigError
+from outcore.core.quantities import format_bytes
+from outcore.planning.homes.reservations import reservations
+from outcore.planning.search.changes import Point, over_batch, over_device_memory, over_host_memory
+from outcore.spec.plan import TIERS, UnitPlan
+from outcore.spec.timeline import COMPUTE, Span
+
+_PARTS = {"next_weights": "second homes", "next_states": "second homes", "activations": "activations of units"}
+_EFFORTS = {1: "an option of the run", 2: "a part that is added", 3: "a part that is replaced", 4: "another device"}
+
+
+def write_page(answer: Answer, path: Path) -> None:
+    """Write the page.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    try:
+        path.write_text(page(facts_of(answer)), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--html: expected a file that can be written, but got '{path}': {error.strerror}") from error
+
+
+def page(data: Mapping[str, Any]) -> str:
+    """The whole file as text."""
+    # Inside a script only an end tag ends it.
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    found = _asset("page.html")
+    title = html.escape(f"outcore plan: {data['model']} on {data['machine']}")
+    for name, value in {"title": title, "style": _asset("page.css"), "script": _asset("page.js"), "data": text}.items():
+        found = found.replace("{{" + name + "}}", value)
+    return found
+
+
+def _asset(name: str) -> str:
+    return (files(__package__) / name).read_text(encoding="utf-8")
+
+
+def facts_of(answer: Answer) -> dict[str, Any]:
+    """All that the page shows."""
+    asked, simulation = answer.question, answer.found.simulation
+    return {
+        "model": _short(asked.model),
+        "machine": answer.hardware.name,
+        "asked": _asked(answer),
+        "facts": list(_facts(answer)),
+        "tiers": list(_tiers(answer)),
+        "units": list(_units(answer)),
+        "homes_text": _homes_text(answer),
+        "timeline": _timeline(answer),
+        "time_text": (
+            f"Two steps of {simulation.step_s:.4g} s each, lane by lane, and below what is in use on each tier. "
+            f"{_binds(answer)}"
+        ),
+        "lanes": list(_lanes(answer)),
+        "curves": _curves(answer),
+        "changes": [
+            {
+                "name": change.name,
+                "gain": change.gain,
+                "step_s": change.step_s,
+                "tokens_per_s": change.gain * answer.tokens_per_s,
+                "effort": _EFFORTS[int(change.effort)],
+            }
+            for change in answer.changes
+        ],
+        "runners_up": [dataclasses.asdict(other) for other in answer.found.runners_up],
+        "least": answer.least._asdict(),
+        "sources": list(_sources(answer)),
+    }
+
+
+def _short(model: str) -> str:
+    """A file's folder says more than ``config.json``."""
+    path = Path(model)
+    return (path.parent.name or path.name) if path.name == "config.json" else path.name if path.exists() else model
+
+
+def _asked(answer: Answer) -> str:
+    asked = answer.question
+    steps = f"{asked.grad_accum} micro-batches of " if asked.grad_accum > 1 else ""
+    numel = sum(param.numel for unit in answer.spec.units for param in unit.params)
+    return (
+        f"{numel / 1e9:.2f} billion parameters in {len(answer.spec.units) - 1} units. A step is {steps}"
+        f"{asked.batch_size} x {asked.seq_len} tokens in {asked.precision}, "
+        f"{'with' if asked.clipping else 'without'} clipping."
+    )
+
+
+def _facts(answer: Answer) -> Iterator[tuple[str, str, str]]:
+    found = answer.found
+    step_s = found.simulation.step_s
+    yield "Step", f"{step_s:.4g} s", f"no order of this plan's operations takes less than {found.bound.seconds:.4g} s"
+    yield "Tokens", f"{answer.tokens_per_s:,.0f} / s", f"{answer.setting.tokens:,} per step"
+    binds = sorted(found.simulation.binding.items(), key=lambda item: -item[1])
+    rest = ", ".join(f"{link.replace('_', ' ')} {part:.0%}" for link, part in binds[1:3] if part >= 0.01)
+    if binds:
+        yield "Binds", binds[0][0].replace("_", " "), f"{binds[0][1]:.0%} of the step" + (f"; {rest}" if rest else "")
+    room = format_bytes(answer.setting.activation_bytes)
+    yield "Activations", f"~{_about(answer.activation_bytes)}", f"on the device, estimated; room for them: {room}"
+    if answer.written_bytes:
+        life = drive_life(answer)
+        yield "Disk writes", _about(answer.written_bytes), "per step" + (f"; {life}" if life else "")
+
+
+def _about(nbytes: float) -> str:
+    """Three digits."""
+    number, unit = format_bytes(int(nbytes)).split(" ")
+    return f"{float(f'{float(number):.3g}'):g} {unit}"
+
+
+def _tiers(answer: Answer) -> Iterator[dict[str, Any]]:
+    limits, peaks = answer.limits, answer.peak_bytes()
+    budgets = {"device": limits.device_bytes, "host": limits.host_bytes, "disk": limits.disk_bytes}
+    for tier in TIERS:
+        parts = dict.fromkeys(("weights", "gradients", "states"), 0)
+        for each in reservations(answer.spec, answer.found.plan):
+            if each.tier == tier:
+                kind = f"slots for {each.owner.split('/')[0].replace('_', ' ')}" if each.kind == "slot" else each.kind
+                kind = _PARTS.get(kind, kind)
+                parts[kind] = parts.get(kind, 0) + each.nbytes
+        if tier == "device" and answer.setting.activation_bytes:
+            parts["activations (room)"] = answer.setting.activation_bytes
+        if budgets[tier]:
+            rows = [{"label": label, "bytes": nbytes} for label, nbytes in parts.items() if nbytes]
+            reserved = sum(parts.values())
+            yield {"tier": tier, "budget": budgets[tier], "reserved": reserved, "peak": peaks[tier], "parts": rows}
+
+
+def _units(answer: Answer) -> Iterator[dict[str, Any]]:
+    owned: dict[tuple[str, str], int] = {}
+    for each in reservations(answer.spec, answer.found.plan):
+        owned[each.owner, each.kind] = each.nbytes
+    for unit in answer.found.plan.units:
+        homes = {"weights": unit.weights, "gradients": unit.gradients, "states": unit.states}
+        rows = {kind: [tier, owned.get((unit.name, kind), 0)] for kind, tier in homes.items()}
+        yield {"name": unit.name, "how": _how(unit), **rows}
+
+
+def _how(unit: UnitPlan) -> str:
+    where = "device" if unit.states == "device" or unit.update == "device" else "host"
+    text = f"updated on the {where}" + (" inside backward" if unit.early else "")
+    return f"{text}, {'computed again in backward' if unit.policy == 'recompute' else 'activations kept'}"
+
+
+def _homes_text(answer: Answer) -> str:
+    said = []
+    for kind in ("weights", "gradients", "states"):
+        tiers = [getattr(unit, kind) for unit in answer.found.plan.units]
+        counts = ", ".join(f"{tiers.count(tier)} on {tier}" for tier in TIERS if tier in tiers)
+        said.append(f"{kind} of {counts}")
+    return f"Homes of {len(answer.found.plan.units)} units: {'; '.join(said)}. Arrow keys choose a unit."
+
+
+def _timeline(answer: Answer) -> dict[str, Any]:
+    """Spans as rows of numbers: lane, kind, unit, start, length, bytes."""
+    simulation = answer.found.simulation
+    timeline, start_s = simulation.timeline, simulation.timeline.start_s
+    lanes = [lane for lane in timeline.lanes() if any(span.lane == lane for span in timeline.spans)]
+    units = {unit.name or "root": i for i, unit in enumerate(answer.found.plan.units)}
+    kinds: dict[str, int] = {}
+
+    def row(span: Span) -> list[float]:
+        kind, _, unit = span.name.rpartition(" ")
+        number = kinds.setdefault(kind, len(kinds))
+        lane = lanes.index(span.lane) if span.lane in lanes else 0
+        numbers = (_rounded(span.start_s - start_s), _rounded(span.duration_s), span.nbytes)
+        return [lane, number, units.get(unit, 0), *numbers]
+
+    spans, waits = ([row(span) for span in rows] for rows in (timeline.spans, timeline.waits))
+    loads = [
+        {"tier": load.tier, "label": load.label, "moments": [[_rounded(t), nbytes] for t, nbytes in load.moments]}
+        for load in answer.loads
+    ]
+    return {
+        "step_s": simulation.step_s,
+        "wall_s": timeline.wall_s,
+        "lanes": lanes,
+        "kinds": list(kinds),
+        "spans": spans,
+        "waits": waits,
+        "loads": loads,
+    }
+
+
+def _rounded(seconds: float) -> float:
+    return float(f"{seconds:.6g}")
+
+
+def _binds(answer: Answer) -> str:
+    waits = {lane: s for lane, s in answer.exposed_s().items() if lane != COMPUTE}
+    if not waits:
+        return "Compute waits for nothing."
+    lane = max(waits, key=waits.__getitem__)
+    return f"Compute waits {sum(waits.values()):.3g} s per step, most of it for {lane.replace('_', ' ')}."
+
+
+def _lanes(answer: Answer) -> Iterator[dict[str, Any]]:
+    exposed, moved = answer.exposed_s(), answer.moved_bytes()
+    for lane, busy_s in answer.busy_s().items():
+        yield {"lane": lane, "busy_s": busy_s, "exposed_s": exposed.get(lane, 0.0), "bytes": moved.get(lane, 0.0)}
+
+
+def _curves(answer: Answer) -> list[dict[str, Any]]:
+    def curve(name: str, points: Sequence[Point], *, is_bytes: bool) -> dict[str, Any]:
+        return {"name": name, "is_bytes": is_bytes, "points": [point._asdict() for point in points]}
+
+    given = (answer.setting, answer.found)
+    return [
+        curve("Device memory", over_device_memory(*given), is_bytes=True),
+        curve("Host memory", over_host_memory(*given), is_bytes=True),
+        curve("Sequences of a micro-batch", over_batch(*given), is_bytes=False),
+    ]
+
+
+def _sources(answer: Answer) -> Iterator[tuple[str, str, float, str]]:
+    hardware = answer.hardware
+    for name, part in (("device", hardware.device), ("bus", hardware.bus), ("host", hardware.host)):
+        yield from _figures(name, part)
+    if hardware.disk is not None:
+        yield from _figures("disk", hardware.disk)
+
+
+def _figures(name: str, part: Any) -> Iterator[tuple[str, str, float, str]]:
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        if isinstance(value, int | float):
+            yield name, field.name, value, part.sources.get(field.name, "")
