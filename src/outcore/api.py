@@ -24,6 +24,7 @@ from outcore.planning.timing.simulate import Simulation
 from outcore.planning.units.partition import Partition, partition
 from outcore.runtime.engine import Engine, Promises
 from outcore.runtime.gather import gathered_units
+from outcore.runtime.module.compiling import Compiling
 from outcore.runtime.module_guard import attachment_of, engine_of, is_guarded
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.runtime.unit.one_process import refuse_several_processes, refuse_wrapped
@@ -78,6 +79,7 @@ def prepare(  # noqa: PLR0913 (one call is the whole configuration)
     device: torch.device | str | None = None,
     activations: AwayTier | None = None,
     hardware: NamedHardware | None = None,
+    compile: bool | Mapping[str, Any] = False,
 ) -> Prepared:
     """Make a model train within a memory budget; the loop stays as it is.
 
@@ -104,6 +106,8 @@ def prepare(  # noqa: PLR0913 (one call is the whole configuration)
             ``"rtx-4090+pcie3"``, or what was loaded. None: what ``OUTCORE_HARDWARE`` in the environment names, else
             this one, as it was measured before; else it is measured in a few seconds, once, and that is said and kept.
             ``"none"``: plans are made without times.
+        compile: Compile blocks with ``torch.compile``, one code for all of a class: equal to the plain loop whose
+            blocks are compiled. A dict has options of ``torch.compile``.
 
     Returns:
         The model and a ``torch.optim.Optimizer`` (None without one), also usable as a context manager.
@@ -127,6 +131,7 @@ def prepare(  # noqa: PLR0913 (one call is the whole configuration)
         device=device,
         activations=activations,
         hardware=hardware,
+        compile=compile,
     )
     return _prepare(model, optimizer, options, Faults(), None)
 
@@ -167,8 +172,10 @@ def plan_in_time(
 ) -> tuple[ModelSpec, Plan, Simulation | None]:
     """``plan_for``, and steps of the plan in time, where sample and machine are known."""
     given = Options(**{name: value for name, value in options.items() if value is not None})
+    compiling = Compiling(given.compile)
     _, cut = _cut(model, optimizer, given)
     with open_device(given.device, Faults(), None) as device:
+        compiling.check(cut, device.torch_device)
         plan = choose_plan(cut, given, device)
         return cut.spec, plan, predict(cut, given, device, plan) if is_timed else None
 
@@ -314,10 +321,12 @@ def _prepare(
     race_checker: RaceChecker | None,
 ) -> Prepared:
     origins = origins_of(model, is_to_be_frozen=optimizer is None) if isinstance(model, nn.Module) else {}
+    compiling = Compiling(options.compile)
     rule, cut = _cut(model, optimizer, options)
     first_values = FirstValues(model, options.weights)
     device = open_device(options.device, faults, race_checker)
     try:
+        compiling.check(cut, device.torch_device)
         plan = choose_plan(cut, options, device)
     except BaseException:
         device.close()
@@ -334,7 +343,7 @@ def _prepare(
         for param, values in optimizer.state.items() if optimizer is not None else ():
             engine.states.check(param, values)
         first_values.take_over(engine.device.torch_device)
-        engine.attach(first_values.of)
+        engine.attach(first_values.of, compiling)
         streamed = None if optimizer is None else StreamedOptimizer(engine, optimizer)
     except BaseException as error:
         error.add_note(f"outcore.prepare() did not come to its end; {engine.attached.what_is_left()}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,6 +44,7 @@ class Options(NamedTuple):
     hardware: NamedHardware | None = None
     loop: Loop | None = None
     """What a loop of ours does with every step; it promises what plans need."""
+    compile: bool | Mapping[str, Any] = False
 
 
 def choose_plan(cut: Partition, options: Options, device: Device) -> Plan:

@@ -106,7 +106,9 @@ def test_the_commands_and_options_are_these():
         *(
             "activations",
             "assignments",
+            "attention",
             "batch_size",
+            "compile",
             "config",
             "data",
             "device",

@@ -202,6 +202,31 @@ def test_the_same_command_trains_the_same_model(command: Run, config_json: Path,
     assert losses(tmp_path / "a") != losses(tmp_path / "c")
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own
+def test_blocks_are_compiled_with_the_attention_that_was_named(
+    command: Run, config_json: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    compiled: list[str] = []
+
+    def compiler(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        names = " ".join(str(node.target) for node in graph.graph.nodes)
+        compiled.append("sdpa" if "scaled_dot" in names else "another")
+        return graph
+
+    monkeypatch.setattr("torch._dynamo.backends.registry.get_default_backend", lambda: compiler)
+    shared = ("train", "--model", config_json, "--data", text, *SHORT, "--disk", tmp_path, *TIERS)
+    done = command(*shared, "--out", tmp_path / "a", "--compile", "--attention", "eager", "--save-every", 3)
+    assert done.status == 0
+    assert "sdpa" not in compiled
+    assert len(compiled) < 4, "three blocks share a code"
+    assert "attention" in done.out
+    assert command(*shared, "--out", tmp_path / "b", "--attention", "eager").status == 0
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    other = command(*shared, "--out", tmp_path / "a", "--resume", "--steps", 7)
+    assert other.status == 2
+    assert "--attention is null instead of 'eager', --compile is null instead of true" in " ".join(other.err.split())
+
+
 def test_a_plan_can_be_given(command: Run, config_json: Path, text: Path, tmp_path: Path):
     shared = ("train", "--model", config_json, "--data", text, *SHORT)
     assert command(*shared, "--out", tmp_path / "a", "--disk", tmp_path, *TIERS).status == 0

@@ -95,6 +95,11 @@ PLANS: list[Case] = [
     option("plan", "{other_plan}", "plan: expected the 4 units of this model"),
     option("activations", "moon", "--activations: expected 'host' or 'disk', but got 'moon'"),
     option("activations", "disk", "expected a folder for the disk tier"),
+    option("attention", "flash", "--attention: expected one of eager, .*sdpa, but got 'flash'"),
+    option("attention", "sdp", "--attention: .* but got 'sdp'; did you mean sdpa?"),
+    option("attention", "kernels-community/flash-attn", "kernels from the hub are not run"),
+    option("attention", "flash_attention_2", "--attention 'flash_attention_2': .*says: .*install what it asks for"),
+    option("attention", "flex_attention", "--attention: .*'flex_attention', which has no backward there"),
 ]
 MODELS: list[Case] = [
     option("model", "{missing}", "--model '.*missing': expected a directory, a config.json, or"),

@@ -55,6 +55,22 @@ def test_sft_model_given_as_a_path(tmp_path):
     same(sft, tmp_path, model=saved_model(tmp_path / "model"))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own
+def test_compiled_blocks_with_adapters(tmp_path):
+    def adapted():
+        config = lora()
+        config.target_modules = {"q_proj"}
+        return get_peft_model(llama(), config)
+
+    model = adapted()
+    for layer in model.base_model.model.model.layers:
+        layer.compile(backend="eager")
+    job = {"max_steps": 2, "eval_strategy": "no"}
+    plain = seen(language(Plain(), tmp_path / "plain", model=model, **job), train)
+    with streamed(tmp_path, compile={"backend": "eager"}) as side:
+        exactly(seen(language(side, tmp_path / "streamed", model=adapted(), **job), train), plain)
+
+
 def test_bf16_model(tmp_path):
     same(lambda *where: language(*where, model=llama(torch.bfloat16)), tmp_path)
 

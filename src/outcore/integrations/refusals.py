@@ -20,7 +20,7 @@ _ARGUMENTS = {
     "fp16": "use bf16=True; a gradient scaler has no way to skip a streamed step here",
     "fp16_full_eval": "drop it; evaluation runs in the precision of training",
     "bf16_full_eval": "drop it; evaluation runs in the precision of training",
-    "torch_compile": "drop it; the calls of units cannot be compiled together",
+    "torch_compile": "drop it; compile=True beside budget=, in the command --compile, compiles the blocks",
     "activation_offloading": "drop it; outcore recomputes activations itself",
     "sync_ref_model": "drop it; it reads and writes weights behind outcore's back",
 }
@@ -81,7 +81,8 @@ def refuse_accelerator(accelerator: Accelerator) -> None:
     backend = accelerator.state.dynamo_plugin.backend
     if backend != "NO":
         raise UnsupportedError(
-            f"accelerate: expected no compilation, but got the backend {backend.value}; unset ACCELERATE_DYNAMO_BACKEND"
+            f"accelerate: expected no compilation, but got the backend {backend.value}; unset "
+            "ACCELERATE_DYNAMO_BACKEND; compile=True beside budget= compiles the blocks"
         )
 
 

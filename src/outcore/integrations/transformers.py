@@ -70,6 +70,7 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
         weights: str | Path | None = None,
         units: Sequence[str | type] | None = None,
         hardware: NamedHardware | None = None,
+        compile: bool | Mapping[str, Any] = False,
         **kwargs: Any,
     ) -> None:
         """Build the Trainer below; the model is prepared when it is first used.
@@ -84,6 +85,7 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
             units: Classes or names of the modules that move as a whole.
             hardware: As for ``outcore.prepare``: the plan is the one that is predicted to be fastest where the training
                 arguments have a ``max_length``, which says with the batch size how large batches are.
+            compile: Compile blocks, as for ``outcore.prepare``.
             **kwargs: The Trainer's own.
 
         Raises:
@@ -91,7 +93,7 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
         """
         refuse_several_processes(type(self).__name__)
         self._outcore_options: dict[str, Any] = {"budget": budget, "plan": plan, "weights": weights, "units": units}
-        self._outcore_options["hardware"] = hardware
+        self._outcore_options |= {"hardware": hardware, "compile": compile}
         self._outcore_precision = precision
         self._outcore_checkpoint: str | None = None  # to begin from, until the model is prepared
         self._outcore_logged = (0, 0.0)

@@ -22,6 +22,7 @@ from outcore.runtime.gradients.homes import GradientHomes
 from outcore.runtime.gradients.passes import Gradients
 from outcore.runtime.module.call import Services
 from outcore.runtime.module.checks import Doubts
+from outcore.runtime.module.compiling import Compiling
 from outcore.runtime.opened import Opened
 from outcore.runtime.unit.one_process import refuse_process_group
 from outcore.runtime.unit.presence import Beneath
@@ -86,7 +87,14 @@ class Engine:
         self.settings = Settings(rule, partition.spec.state_names)
         self._stepper: Stepper = self._streamed_updates()
         self._services = Services(
-            self.weights, self.gradients, device, Doubts(device), self.access, Room(0), order.activations
+            self.weights,
+            self.gradients,
+            device,
+            Doubts(device),
+            self.access,
+            Room(0),
+            order.activations,
+            Compiling(options=False),
         )
         self.attached = Attached(self)
 
@@ -106,12 +114,15 @@ class Engine:
         self._recovery.parts += [early.reset, opened.order.activations.reset, opened.order.pools.reclaim]
         return StreamedUpdates(self.units, self.gradients, self.weights, order, early, self.access, opened.workers)
 
-    def attach(self, values: Callable[[Unit], Values]) -> None:
+    def attach(self, values: Callable[[Unit], Values], compiling: Compiling | None = None) -> None:
         """Move the model in and take over forward and backward.
 
         Args:
             values: Unit -> first values of its parameters; asked for in module order.
+            compiling: Of its blocks; None: they run as they are.
         """
+        if compiling is not None:
+            self._services = self._services._replace(compiling=compiling)
         with self.opened.closed_on_error():
             self.attached.move_in(values, self.states.initial_value)
             if self.plan.kept_bytes:

@@ -77,7 +77,7 @@ class Job:
             PlanInfeasibleError: The budget does not suffice.
         """
         _refuse_unusable(settings.budget.paths)
-        source = find_model(settings.model)
+        source = find_model(settings.model, attention=settings.attention)
         tokenizer = load_tokenizer(source, eos_token=settings.eos_token, chat_template=settings.chat_template_path)
         if not (settings.method.has_reference and settings.lora is None):
             model = _plan_model(settings, source, settings.budget)
@@ -142,6 +142,7 @@ class Job:
                 budget=self._planned_budget(self.model),
                 precision=settings.precision,
                 weights=self.source.weights,
+                compile=settings.compile,
                 on_nonfinite=settings.on_nonfinite,
                 **reference,
             )
@@ -167,6 +168,7 @@ class Job:
             precision=self.settings.precision,
             weights=self.source.weights,
             device=_device(self.settings),
+            compile=self.settings.compile,
         ).model
 
     def written_bytes(self) -> int:
@@ -216,6 +218,7 @@ def _plan_model(settings: Settings, source: ModelSource, budget: Budget) -> Plan
             sample=None if args.max_length is None else _largest_batch(settings, args),
             # The Trainer asks for a norm in any case, but only one that clips makes an update in backward worthless.
             loop=Loop(micro_batches, clips=args.max_grad_norm > 0, is_promised=True),
+            compile=settings.compile,
         )
     )
 

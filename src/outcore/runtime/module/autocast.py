@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -42,21 +42,40 @@ class OwnAutocastCache:
 
 
 class CastsOfUnit:
-    """What a unit whose graph is kept needs. Its first run under autocast tells whether a cache is of use."""
+    """Which cache the runs of a unit have. Its first one under autocast tells whether a cache is of use."""
 
     def __init__(self, params: Sequence[Parameter], device: torch.device) -> None:
         self._params, self._device_type = params, device.type
         self._is_shared: bool | None = None
 
-    def cache(self) -> AbstractContextManager[None]:
-        """For a forward."""
-        is_on = torch.is_autocast_cache_enabled() and self._is_shared is not False
+    def cache(self, *, is_kept: bool) -> AbstractContextManager[None]:
+        """For a forward. Args: is_kept: Backward walks its graph."""
+        is_on = is_kept and torch.is_autocast_cache_enabled() and self._is_shared is not False
         return OwnAutocastCache(is_on=True) if is_on else AutocastCacheOff()
+
+    def cache_again(self, *, was_on: bool) -> AbstractContextManager[None]:
+        """For a recompute. Args: was_on: Forward's caller had autocast cache its casts."""
+        return OwnAutocastCache(is_on=was_on)
 
     def learn(self, made: Sequence[torch.Tensor]) -> None:
         """Look at the graph that a forward has made."""
         if self._is_shared is None and torch.is_autocast_enabled(self._device_type):
             self._is_shared = uses_cast_twice(made, self._params)
+
+
+class CastsOfCompiled(CastsOfUnit):
+    """Of a compiled unit, whose code casts by itself: no cache, and nothing is switched if nothing could be in one."""
+
+    def cache(self, *, is_kept: bool) -> AbstractContextManager[None]:
+        """The same for all runs: for another mode torch would compile another code."""
+        return AutocastCacheOff() if torch.is_autocast_enabled(self._device_type) else nullcontext()
+
+    def cache_again(self, *, was_on: bool) -> AbstractContextManager[None]:
+        """As in forward."""
+        return self.cache(is_kept=False)
+
+    def learn(self, made: Sequence[torch.Tensor]) -> None:
+        """There is nothing to learn."""
 
 
 def uses_cast_twice(outputs: Sequence[torch.Tensor], params: Sequence[Parameter]) -> bool:

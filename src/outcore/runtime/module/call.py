@@ -24,10 +24,11 @@ from outcore.order.activations import ActivationOrder
 from outcore.runtime.activations.policies import Graph, Policy, policy_of
 from outcore.runtime.activations.room import Room
 from outcore.runtime.activations.saved import storage_of, version_of
-from outcore.runtime.module.autocast import AutocastCacheOff, CastsOfUnit
+from outcore.runtime.module.autocast import AutocastCacheOff
 from outcore.runtime.module.bound import Bound, make_way
 from outcore.runtime.module.caches import is_cache, refuse_filled_caches, without_caches
 from outcore.runtime.module.checks import Doubts, Rhythm, Summary, summary_of
+from outcore.runtime.module.compiling import Compiling
 from outcore.runtime.module.inner_graph import (
     find_leaves,
     gradients,
@@ -76,6 +77,7 @@ class Services(NamedTuple):
     access: Access
     room: Room
     activations: ActivationOrder[Handle]
+    compiling: Compiling
 
 
 class UnitCall:
@@ -86,18 +88,18 @@ class UnitCall:
     def __init__(self, unit: Unit, index: int, services: Services) -> None:
         """Take over ``unit.module.forward``."""
         self.unit, self._index = unit, index
-        self._weights, self._sink, self._device, self._doubts, access, room, activations = services
+        self._weights, self._sink, self._device, self._doubts, access, room, activations, compiling = services
         self._interrupts = self._device.interrupts
         self._edits = OwnEdits(unit, access)
         self._rhythm = Rhythm()
-        self._casts = CastsOfUnit(unit.params, self._device.torch_device)
-        self._forward = unit.module.forward
+        self._casts = compiling.casts_of(unit.params, self._device.torch_device)
+        self._forward = compiling.forward_of(unit.module)
         self._own_forward = unit.module.__dict__.get("forward")  # of this very module, as patches leave it
         # Makes backward run when nothing else needs a gradient, and tells an ordinary backward() from one for chosen
         # inputs.
         self._anchor = torch.empty(0, device="cpu", requires_grad=True)
         self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
-        functools.update_wrapper(self, self._forward)
+        functools.update_wrapper(self, unit.module.forward)
         self._is_closed = False
         self._where = f"unit '{unit.label}'"
         self._surroundings = Surroundings(unit.modules, self._device, self._where)
@@ -195,7 +197,7 @@ class UnitCall:
             flags = self._refuse_changes()
             recording = active_recording()
             self._edits.begin()
-            modes = saving.hooks(), self._casts.cache() if saving.is_kept else AutocastCacheOff()
+            modes = saving.hooks(), self._casts.cache(is_kept=saving.is_kept)
             outputs, out_structure = self._run(structure, inner, modes, recording)
             self._refuse_weights_outside(outputs)
             edits = self._edits.end()
@@ -359,7 +361,8 @@ class UnitCall:
         count = None if call.kind is None else self._policy.count(call.kind)
         saving = nullcontext() if count is None else count.hooks()
         with call.state.restored(), self._edits.undone(call.edited):
-            outputs, structure = self._run(call.inputs, inner, (saving, call.state.autocast_cache()), call.recording)
+            modes = saving, self._casts.cache_again(was_on=call.state.caches_casts)
+            outputs, structure = self._run(call.inputs, inner, modes, call.recording)
         made = [t for t in outputs if t.grad_fn is not None]
         if [t.shape for t in made] != call.shapes:
             raise UnsupportedError(

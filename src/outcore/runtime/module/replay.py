@@ -16,7 +16,6 @@ from torch import nn
 
 from outcore.device.device import Device
 from outcore.runtime.module.attributes import Attributes, Content, SavedTensor, mutable_in, saved_buffers
-from outcore.runtime.module.autocast import OwnAutocastCache
 from outcore.runtime.module.randomness import GlobalRandom
 
 
@@ -48,7 +47,8 @@ class ForwardState:
         self._random = GlobalRandom(is_thorough=self._is_thorough)
         self._kinds = dict.fromkeys(("cpu", around.device.torch_device.type))
         self._autocast = _autocast_modes(self._kinds)
-        self._caches_casts = torch.is_autocast_cache_enabled()
+        self.caches_casts = torch.is_autocast_cache_enabled()
+        """Whether autocast does, for whoever calls the unit."""
         self._default_device = _default_device()
         self._registered = _Registered(around.registered)
         self._attributes = around.attributes.take()
@@ -61,10 +61,6 @@ class ForwardState:
     def flags(self) -> Hashable:
         """Equal for two forwards in the same modes."""
         return tuple([values[0] for values in self._attributes.values])
-
-    def autocast_cache(self) -> OwnAutocastCache:
-        """For the recompute."""
-        return OwnAutocastCache(is_on=self._caches_casts)
 
     def look_closely(self) -> None:
         """Look also where looking takes long."""

@@ -121,22 +121,23 @@ for _name in _ASKED_OFTEN.split():
 class WatchedParameter(Parameter):
     """A parameter on the device whose master or home is elsewhere: remembers that ``data`` was asked for or replaced.
 
-    Through ``data`` it can be changed without its version counter telling.
+    Through ``data`` it can be changed without its version counter telling. One class for all units, since what compiles
+    a block asks for the classes of its parameters.
     """
 
-    touched: ClassVar[set[int]]
+    touched: set[int]
     place: int
     __torch_function__ = plain_torch_function  # as torch's own Parameter
 
     @property
     def data(self) -> torch.Tensor:
         """The value, without history."""
-        type(self).touched.add(self.place)
+        self.touched.add(self.place)
         return cast("torch.Tensor", _TENSOR.data.__get__(self))
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        type(self).touched.add(self.place)
+        self.touched.add(self.place)
         _TENSOR.data.__set__(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
@@ -144,11 +145,6 @@ class WatchedParameter(Parameter):
         copied = Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
         memo[id(self)] = copied
         return copied
-
-
-def watched_class(touched: set[int]) -> type[WatchedParameter]:
-    """The class for parameters of one unit: their ``place`` is put into ``touched``."""
-    return type("WatchedParameter", (WatchedParameter,), {"touched": touched, "__module__": __name__})
 
 
 def _is_question(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:

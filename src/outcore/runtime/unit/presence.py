@@ -16,7 +16,7 @@ from typing import Final
 import torch
 from torch.nn import Parameter
 
-from outcore.runtime.unit.absent import AbsentParameter, watched_class
+from outcore.runtime.unit.absent import AbsentParameter, WatchedParameter
 from outcore.runtime.unit.views import torch_dtype
 from outcore.spec.model import ParamSpec
 
@@ -143,14 +143,14 @@ class Watch:
         self._params, self._is_resident = params, is_resident
         self.versions: list[int] = []
         self.touched: set[int] = set()
-        self._kind = None if is_resident and not has_master else watched_class(self.touched)
+        self._is_on = has_master or not is_resident
 
     def begin(self) -> None:
         """The parameters have become present, and are plain ones."""
-        if self._kind is not None:
+        if self._is_on:
             for i, param in enumerate(self._params):
-                param.__class__ = self._kind
-                param.place = i  # type: ignore[attr-defined]
+                param.__class__ = WatchedParameter
+                param.touched, param.place = self.touched, i  # type: ignore[attr-defined]
         self.note_versions()
 
     def note_versions(self) -> None:

@@ -30,6 +30,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from outcore.cli.train.model.attention import with_attention
 from outcore.cli.train.model.byte_tokenizer import byte_tokenizer
 from outcore.core.errors import ConfigError
 from outcore.memory.weights_file import WeightsDirectory
@@ -68,14 +69,17 @@ class ModelSource:
     """Directory to stream the weights from. None: random initialisation."""
     folder: Path
     """Where its other files are, a tokenizer's for instance."""
+    attention: str | None = None
+    """Transformers' name of an implementation; None: what it takes by itself."""
 
 
-def find_model(name: str) -> ModelSource:
+def find_model(name: str, *, attention: str | None = None) -> ModelSource:
     """Find a model and check what can be checked without building it.
 
     Args:
         name: A directory with ``config.json`` and weights, the ID of such a model on the hub, or a ``config.json``
             alone, for random initialisation.
+        attention: See ``ModelSource``.
 
     Raises:
         ConfigError: There is no such model, or not one that can be trained.
@@ -98,7 +102,7 @@ def find_model(name: str) -> ModelSource:
             f"--model '{name}': expected readable files, but got: {error.strerror or error} "
             f"({error.filename or config})"
         ) from error
-    return ModelSource(name, loaded, weights, config.parent)
+    return ModelSource(name, loaded, weights, config.parent, attention)
 
 
 def build_model(source: ModelSource, precision: Precision) -> PreTrainedModel:
@@ -115,15 +119,23 @@ def build_model(source: ModelSource, precision: Precision) -> PreTrainedModel:
     """
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     where = f"--model '{source.name}'"
-    try:
+
+    def build(attention: str | None = None) -> PreTrainedModel:
+        config = copy.deepcopy(source.config)  # building changes it
         with torch.device("meta"):
-            # Building changes the configuration.
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(source.config), dtype=dtype, trust_remote_code=False)
+            return AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+            )
+
+    try:
+        model = build()
     except Exception as error:  # whatever a constructor makes of numbers that do not fit together
         raise ConfigError(
             f"{where}: expected a configuration that a {source.config.model_type} model can be built from, but "
             f"building it fails: {_one_line(error)}; correct {_CONFIG}"
         ) from error
+    if source.attention is not None:
+        model = with_attention(source.attention, build)
     _keep_in_fp32(model)
     if (source.folder / _GENERATION_CONFIG).exists():
         try:

@@ -26,6 +26,10 @@ def describe(settings: Settings) -> dict[str, str]:
         for name, value in settings.training.items()
         if name not in _SAID and DEFAULTS.get(name, dataclasses.MISSING) != value
     }
+    if settings.attention is not None:
+        rest["attention"] = settings.attention
+    if settings.compile:
+        rest["compile"] = "blocks"
     if settings.activations is not None:
         rest["activations"] = f"on {settings.activations} between forward and backward"
     if settings.hardware is not None:

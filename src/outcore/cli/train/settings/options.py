@@ -145,6 +145,19 @@ _SHARED: Mapping[str, Any] = {
         "bf16: bf16 weights with fp32 masters and optimizer states, the default. fp32: all in fp32. pure_bf16: all in "
         "bf16.",
     ),
+    "attention": _option(
+        _HOW,
+        "NAME",
+        "Transformers' implementation of attention: sdpa, eager, flash_attention_2 and others, if they are installed; "
+        "what the model takes by itself by default.",
+    ),
+    "compile": _option(
+        _HOW,
+        None,
+        "Compile the model's blocks with torch.compile. It takes a minute or so at the start, and needs a compiler.",
+        "--compile",
+        kind=bool,
+    ),
     "seed": _option(_HOW, "N", "Of new weights, data order and dropout; 42 by default."),
     "device_memory": _option(
         _WHERE, "SIZE", "The most to take on the device, such as 20GiB or 500MB; most of what is free by default."

@@ -41,6 +41,10 @@ class RunOptions:
     """Where what forward saves rests until backward; None: on the device, as far as it fits."""
     hardware: Name | None = None
     """That times are predicted for; None: this machine."""
+    compile: bool = False
+    """Blocks, with ``torch.compile``."""
+    attention: Name | None = None
+    """Transformers' name of an implementation; None: what it takes by itself."""
     device: str | None = None
     """``cpu`` or an accelerator; None: the accelerator if there is one."""
     resume: Resume = False

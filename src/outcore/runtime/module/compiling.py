@@ -1,0 +1,105 @@
+"""Forwards of units, compiled by ``torch.compile``.
+
+[Note: compiled blocks] torch.compile keeps its codes by function and not by module, and takes a module's parameters as
+inputs. So units of one class run one code, wherever their weights are, if everything that it asks about is the same for
+all of them and in each run: classes, shapes and strides of parameters, and torch's modes. A recompute must run the very
+code of its forward, since another one rounds differently. So ``CastsOfCompiled`` leaves modes alone in both.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.planning.units.partition import Partition
+from outcore.runtime.module.autocast import CastsOfCompiled, CastsOfUnit
+
+Forward = Callable[..., Any]
+CompileOptions = bool | Mapping[str, Any]
+"""Whether to compile, or arguments of ``torch.compile``."""
+
+_KNOWN: Final = frozenset(inspect.signature(torch.compile).parameters) - {"model"}
+_BY_ADDRESS = ("reduce-overhead", "max-autotune")
+_MOST_SAID = 200  # of torch's errors: some list all that it knows
+
+
+class Compiling:
+    """Compiles what computes on the weights of a unit."""
+
+    def __init__(self, options: CompileOptions) -> None:
+        """Args: options: False: nothing is compiled.
+
+        Raises:
+            ConfigError: ``torch.compile`` has no such option.
+            UnsupportedError: An option under which code reads weights where they were once.
+        """
+        self.is_on = options is not False
+        self._options = dict(options) if isinstance(options, Mapping) else {}
+        if not isinstance(options, bool | Mapping):
+            raise ConfigError(f"compile: expected a bool or a dict of torch.compile's options, but got {options!r}")
+        unknown = sorted(map(str, self._options.keys() - _KNOWN))
+        if unknown:
+            raise ConfigError(
+                f"compile: expected options of torch.compile ({', '.join(sorted(_KNOWN))}), but got "
+                f"{', '.join(unknown)}; leave out what it does not have"
+            )
+        mode, inner = self._options.get("mode"), self._options.get("options") or {}
+        if mode in _BY_ADDRESS or inner.get("triton.cudagraphs"):
+            raise UnsupportedError(
+                f"compile: expected code that reads weights wherever they are, but "
+                f"{f'mode {mode!r}' if mode in _BY_ADDRESS else 'triton.cudagraphs'} replays CUDA graphs, which read "
+                "them at the address of the first call; leave it out, or take mode 'max-autotune-no-cudagraphs'"
+            )
+
+    def check(self, cut: Partition, device: torch.device) -> None:
+        """Look for what is compiled already, and try whether a line of code can be.
+
+        Raises:
+            ConfigError: This machine cannot compile.
+            UnsupportedError: A unit was compiled by somebody else, who does not see inside of it any more.
+        """
+        compiled = {
+            u.name for u, m in zip(cut.spec.units, cut.modules, strict=True) if m._compiled_call_impl is not None
+        }
+        if self.is_on:
+            compiled |= {name for name, module in cut.modules[0].named_modules() if _is_wrapper(module)}
+        if compiled - {""}:
+            raise UnsupportedError(
+                f"expected a model whose blocks are not compiled, but '{min(compiled - {''})}' is, and its code would "
+                "end where a unit begins; leave torch.compile out of the model and give outcore.prepare() compile=True"
+            )
+        if not self.is_on:
+            return
+        try:
+            torch.compile(_line, **self._options)(torch.zeros(2, device=device))
+        except Exception as error:
+            said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:_MOST_SAID]
+            raise ConfigError(
+                f"compile: expected a torch that can compile for {device.type}, but it says: "
+                f"{type(error).__name__}: {said}; install what it asks for (for the CPU a C++ compiler), or leave "
+                "compile out"
+            ) from error
+
+    def forward_of(self, module: nn.Module) -> Forward:
+        """What to run on a unit's weights. A table of vectors has nothing to fuse."""
+        if not self.is_on or isinstance(module, nn.Embedding):
+            return module.forward
+        return torch.compile(module.forward, **self._options)
+
+    def casts_of(self, params: Sequence[nn.Parameter], device: torch.device) -> CastsOfUnit:
+        """The cache of autocast's casts that goes with it. Args: params: Of a unit."""
+        return (CastsOfCompiled if self.is_on else CastsOfUnit)(params, device)
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    """What ``torch.compile`` makes of a module."""
+    return type(module).__name__ == "OptimizedModule"
+
+
+def _line(x: torch.Tensor) -> torch.Tensor:
+    return x.exp() + 1
