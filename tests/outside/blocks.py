@@ -221,8 +221,8 @@ class Recurrent(nn.Module):
         self.rnn = kind(width, width, layers, batch_first=True, dropout=0.1 if layers == 2 else 0.0)
 
     def forward(self, x: torch.Tensor) -> Any:
-        # oneDNN has no bf16 LSTM for every CPU.
-        with torch.backends.mkldnn.flags(enabled=False):
+        # oneDNN has no bf16 LSTM for every CPU. A simulated GPU looks at the flag late, for whatever else runs then.
+        with torch.backends.mkldnn.flags(enabled=x.is_cuda):
             return x + self.rnn(self.norm(x))[0], None
 
 
