@@ -25,6 +25,8 @@ python=("${PYTHON:-python3}")
 limit_s=${LIMIT_S:-540}
 export PYTHONPATH="$PWD/src:$PWD/benchmarks:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# What these tests share with those of a CPU.
+[ -n "${TINY:-}" ] && [ -z "${SIMULATED:-}" ] || export OUTCORE_TEST_DEVICE=cuda
 # Of pytest's settings those of the project would refuse a machine that lacks a plugin, or whose libraries warn.
 pytest=("${python[@]}" -m pytest -c /dev/null --rootdir=. --import-mode=importlib -p no:cacheprovider -q -m gpu
   -o "markers=gpu: needs a GPU" -o faulthandler_timeout=100)
@@ -60,6 +62,7 @@ failed=0
 run() { # run SECTION SECONDS EXTENSION COMMAND...
   local name=$1 limit=$2 file="$out/$1.$3"
   shift 3
+  [ -z "${TINY:-}" ] || limit=$((limit < 150 ? limit : 150))
   if grep -qx "$name" "$out/done.txt"; then echo "== $name: done before"; return; fi
   if ((SECONDS > 20 && SECONDS + limit > limit_s)); then echo "== $name: left for the next call"; return; fi
   echo "== $name (at $SECONDS s, $limit s at most)"
@@ -111,7 +114,7 @@ for section in "${wanted[@]}"; do
     update) run update 40 json "${python[@]}" benchmarks/cpu_update.py "${update[@]}" ;;
     disk) run disk 60 json "${python[@]}" benchmarks/disk_io.py "${disk[@]}" --folder "$scratch" ;;
     sanitizer)
-      TORCH_CUDA_SANITIZER=1 run sanitizer 90 txt "${pytest[@]}" tests/gpu/test_engine_cuda.py \
+      TORCH_CUDA_SANITIZER=1 run sanitizer 120 txt "${pytest[@]}" tests/gpu/test_engine_cuda.py \
         -k "$sanitized" ;;
     *) echo "unknown section '$section'" >&2; exit 2 ;;
   esac

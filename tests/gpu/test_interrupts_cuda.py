@@ -70,7 +70,8 @@ def steps_with_one_lost(model: nn.Module, optimizer: torch.optim.Optimizer, pres
 @pytest.mark.parametrize("kind", ["device", "host", "disk"])
 def test_it_comes_at_the_next_unit_and_once(kind: str, tmp_path: Path):
     model = make()
-    want = steps_with_one_lost(model, adamw(model, fused=True), None)
+    with prepared(model, adamw(model), kind, tmp_path) as undisturbed:  # a plain loop updates on the device
+        want = steps_with_one_lost(*undisturbed, None)
     model = make()
     pressed = Pressed(model)
     with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
