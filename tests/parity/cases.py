@@ -149,7 +149,7 @@ def run_checked(case: Case, folder: Path, *, is_nosy: bool = False, **faults: An
     def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Any:
         prepared = prepare_for_test(model, optimizer, faults=Faults(**faults), race_checker=checker, **options)
         if is_nosy:
-            prepared[1].register_step_post_hook(_spoil_gradients)
+            prepared[1].register_step_post_hook(spoil_gradients)
         return prepared
 
     look = _backward_and_look if case.activations == "device" else _backward_and_leave_off
@@ -179,7 +179,7 @@ def _backward_and_leave_off(model: nn.Module, batch: zoo.Batch, micro_batches: i
     return loss
 
 
-def _spoil_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def spoil_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Write gradients, about to be dropped, while updates may still read them. Division by 3 needs the bytes."""
     for group in optimizer.param_groups:
         for p in group["params"]:

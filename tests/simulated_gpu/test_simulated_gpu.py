@@ -18,7 +18,7 @@ TESTS = FOLDER.parent
 GPU = TESTS / "gpu"
 LOOP = (TESTS / "loop" / "test_presence.py", TESTS / "loop" / "test_recompute.py")
 ENGINE = "not test_delays_on_each_lane or early"  # of three kinds of plans one
-PARITY = "test_all_lanes_late or test_skipped_frozen_and_shared_parts"
+PARITY = "test_all_lanes_late or test_skipped_frozen_and_shared_parts or by_results_without"
 # A new run, one that stops and goes on, adapters, an evaluation: each by what its user calls.
 PROGRAMS = (
     "test_trainer or test_sft_lora or test_conversations_with_evaluation or TestResume and test_adapters or "
