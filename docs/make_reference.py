@@ -14,6 +14,7 @@ from typing import Any
 import outcore
 from outcore.device.recorder import Recorder
 from outcore.integrations.transformers import OutcoreMixin
+from outcore.losses import chunked
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.spec.timeline import Timeline
 
@@ -41,6 +42,7 @@ def page() -> str:
     parts = [_HEAD, "## Functions\n\n"]
     for name in functions:
         parts.append(_entry(f"outcore.{name}", getattr(outcore, name)))
+    parts.append(_entry("outcore.losses.chunked", chunked))
     parts.append("## Values\n\n")
     for name in values:
         parts.append(_class(f"outcore.{name}", getattr(outcore, name)))

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from outcore import losses as losses
     from outcore.api import close, gathered, named_tensors, prepare, save_pretrained
     from outcore.core.errors import (
         AbsentParameterError,
@@ -44,6 +45,8 @@ _HOMES = {"Budget": "outcore.spec.budget", "Plan": "outcore.spec.plan"}
 
 def __getattr__(name: str) -> object:
     """Import on first use, so that ``outcore --help`` does not wait for torch."""
+    if name == "losses":
+        return importlib.import_module("outcore.losses")
     if name not in __all__:
         raise AttributeError(f"module 'outcore' has no attribute '{name}'")
     home = _HOMES.get(name) or ("outcore.core.errors" if name.endswith("Error") else "outcore.api")
