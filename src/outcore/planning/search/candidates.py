@@ -7,6 +7,7 @@ side by side, since units in a row differ in when they are needed and in little 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -42,6 +43,8 @@ KINDS = (
 ALL_DEVICE, ALL_HOST, ALL_DISK = KINDS[0], KINDS[3], KINDS[-1]
 ROOMY = Comfort(prefetch_depth=2, num_buckets=2, max_slots_host=3)
 TIGHT = Comfort(prefetch_depth=0, num_buckets=1, max_slots_host=1)
+SMALL = 8
+"""With so many units at most, single ones and pairs are looked at."""
 _MOST = {"prefetch_depth": 5, "num_buckets": 6, "max_slots_host": 4}
 
 
@@ -201,10 +204,28 @@ class Choice:
                 yield replace(candidate, kinds=_filled(kinds, left, border, kinds[border]))
                 yield replace(candidate, kinds=_filled(kinds, border, right, kinds[border - 1]))
         ends = {(1, min(1 + step, count)) for step in steps} | {(count - step, count) for step in steps} | {(0, 1)}
-        singles = {(i, i + 1) for i in range(count)} if count <= 8 else set()
+        singles = {(i, i + 1) for i in range(count)} if count <= SMALL else set()
         for start, stop in sorted(ends | singles):
             for kind in KINDS:
                 yield replace(candidate, kinds=_filled(kinds, start, stop, kind))
+        if count <= SMALL:
+            yield from self._pairs(candidate)
+
+    def _rank(self, kind: Kind) -> int:
+        """How far; kinds that are not listed count as the first with their states there."""
+        alike = (i for i, known in enumerate(KINDS) if known.states == kind.states)
+        return KINDS.index(kind) if kind in KINDS else next(alike)
+
+    def _pairs(self, candidate: Candidate) -> Iterator[Candidate]:
+        """Two units of a small model change at once: they exchange their homes, or one makes room for the other."""
+        kinds = candidate.kinds
+        for i, j in itertools.permutations(range(len(kinds)), 2):
+            if i < j and kinds[i] != kinds[j]:
+                yield replace(candidate, kinds=_filled(_filled(kinds, i, i + 1, kinds[j]), j, j + 1, kinds[i]))
+        for i, j in itertools.permutations(range(len(kinds)), 2):
+            nearer, farther = KINDS[: self._rank(kinds[i])], KINDS[self._rank(kinds[j]) + 1 :]
+            for near, far in itertools.product(nearer, farther):
+                yield replace(candidate, kinds=_filled(_filled(kinds, i, i + 1, near), j, j + 1, far))
 
 
 def _filled(kinds: Sequence[Kind], start: int, stop: int, kind: Kind) -> tuple[Kind, ...]:

@@ -27,6 +27,7 @@ from outcore.planning.search.candidates import (
     ALL_HOST,
     KINDS,
     ROOMY,
+    SMALL,
     TIGHT,
     Candidate,
     Choice,
@@ -40,9 +41,11 @@ from outcore.spec.plan import Plan, Policy, Pool, Tier, UnitPlan
 
 _SIMULATED_UNITS, _MOST_SIMULATED = 1500, 200
 """Units in all steps that are simulated; plans that are, at most."""
-_BOUNDS = 2
+_BOUNDS = 4
 """For every plan that is simulated, so many bounds are worked out."""
 _COARSE = 24
+_FILLINGS = 40
+"""That are told apart by their bounds."""
 _ESTIMATED = 2
 """Plans that are simulated for an estimate, beside those that are known."""
 _GAIN = 1e-4
@@ -177,6 +180,7 @@ class _Search:
         self._simulated: Simulated = {}
         self._final: Simulated = {} if simulated is None else simulated
         self._bounds: dict[Candidate, float] = {}
+        self._sums: dict[Candidate, tuple[float, float]] = {}
 
     def found(self) -> Found:
         """The best of all."""
@@ -215,8 +219,11 @@ class _Search:
         return Estimate(self._settled(self._plan(best)).step_s, best)
 
     def _busiest(self, candidate: Candidate) -> tuple[float, float]:
-        job = self._job
-        return busiest_s(job.model, self._plan(candidate), job.rates, self._visits, self._circumstances)
+        """A bound that is sooner worked out."""
+        if candidate not in self._sums:
+            plan, job = self._plan(candidate), self._job
+            self._sums[candidate] = busiest_s(job.model, plan, job.rates, self._visits, self._circumstances)
+        return self._sums[candidate]
 
     def _turns(self) -> tuple[int, ...]:
         """Changes to try from the best start, and from the next ones."""
@@ -275,16 +282,29 @@ class _Search:
     def _fillings(self) -> Iterator[Candidate]:
         """See [Note: how it is found]."""
         yield from filter(self._fits, [self._choice.of(self._today)])
+        for filled in sorted(set(self._filled()), key=lambda c: (self._busiest(c), repr(c)))[:_FILLINGS]:
+            yield from self._eager(filled)
+
+    def _filled(self) -> Iterator[Candidate]:
+        """One or two kinds of near homes for as many units as fit, far ones for the rest."""
+        is_small = len(self._job.model.units) <= SMALL
         for far in self._far():
-            for near in (None, *KINDS[:3]):
-                for start in (far, replace(far, share=self._share), replace(far, share=self._share, comfort=TIGHT)):
-                    filled = start if near is None else self._fill(start, near)
-                    yield from filter(self._fits, self._eager(filled))
+            starts = [far, replace(far, share=self._share), replace(far, share=self._share, comfort=TIGHT)]
+            starts += [self._with_root(far, kind) for kind in (ALL_DEVICE, KINDS[2], ALL_DISK) if is_small]
+            for start in filter(self._fits, starts):
+                for middle in (start, *(self._fill(start, kind) for kind in KINDS[1:4])):
+                    nearer = (
+                        self._fill(middle, kind, first=first) for kind in KINDS[:3] for first in range(1 + is_small)
+                    )
+                    yield from (middle, *nearer)
+
+    def _with_root(self, candidate: Candidate, kind: Kind) -> Candidate:
+        return replace(candidate, kinds=(kind, *candidate.kinds[1:]))
 
     def _eager(self, candidate: Candidate) -> Iterator[Candidate]:
         yield candidate
         if self._may_be_early:
-            yield from (replace(candidate, early=early) for early in (0.5, 1.0))
+            yield from filter(self._fits, (replace(candidate, early=early) for early in (0.5, 1.0)))
 
     def _far(self) -> Iterator[Candidate]:
         """Nothing but the root on the device; as much as fits in host memory, the rest on disk."""
@@ -301,12 +321,12 @@ class _Search:
                     yield filled
                     break
 
-    def _fill(self, candidate: Candidate, kind: Kind) -> Candidate:
-        """Give a kind to as many of the first units as fit."""
-        count = len(candidate.kinds)
+    def _fill(self, candidate: Candidate, kind: Kind, *, first: int = 0) -> Candidate:
+        """Give a kind to as many units as fit, from the first one on."""
+        count, kinds = len(candidate.kinds) - first, candidate.kinds
 
         def filled(number: int) -> Candidate:
-            return replace(candidate, kinds=(*(kind,) * number, *candidate.kinds[number:]))
+            return replace(candidate, kinds=(*kinds[:first], *(kind,) * number, *kinds[first + number :]))
 
         if kind == ALL_HOST:  # from a start that need not fit: more of them takes the disk's load off
             numbers = range(count + 1)
@@ -322,14 +342,16 @@ class _Search:
         is_better = True
         while is_better:
             is_better = False
-            for other in self._choice.neighbours(best):
+            for other in self._around(best):
                 if simulated >= most or bounded >= _BOUNDS * most:
                     return best
                 if other in seen or not self._fits(other):
                     continue
                 seen.add(other)
-                bounded += 1
                 enough_s = self._seconds(best) * (1 - _GAIN)
+                if self._busiest(other)[0] >= enough_s:
+                    continue
+                bounded += 1
                 if self._coarse(other) >= enough_s:
                     continue
                 simulated += 1
@@ -337,6 +359,13 @@ class _Search:
                     best, is_better = other, True
                     break
         return best
+
+    def _around(self, best: Candidate) -> Iterator[Candidate]:
+        """Changes, and what they make room for."""
+        for other in self._choice.neighbours(best):
+            yield other
+            if other.kinds != best.kinds and self._fits(other):
+                yield self._fill(other, ALL_DEVICE)
 
     # Saying why.
 

@@ -48,8 +48,9 @@ class UnitWork:
     """Activations that its forward saves for backward, about."""
 
     def times(self, factor: float) -> UnitWork:
-        """The same over a larger or smaller micro-batch."""
-        return UnitWork(**{name: factor * value for name, value in dataclasses.asdict(self).items()})
+        """The same over a larger or smaller micro-batch, by as many kernels."""
+        scaled = {name: factor * value for name, value in dataclasses.asdict(self).items()}
+        return UnitWork(**{**scaled, "kernels": self.kernels})
 
 
 def activation_bytes(work: Mapping[str, UnitWork]) -> float:
