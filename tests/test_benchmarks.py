@@ -28,6 +28,8 @@ TINY = {
     " --against plain",
     "overlap.py": "--blocks 3 --numel 4096 --milliseconds 1 --steps 1",
     "overhead.py": "--turns 1 --steps 1 --layers 2 --device cpu",
+    "predict.py": "--cases 1 --blocks 2 --numel 4096 --milliseconds 1 --steps 1 --layers 1 --hidden 64 --lengths 8"
+    " --quick",
     "step.py": "--turns 1 --steps 1 --layers 1 --hidden 64 --vocabulary 97 --batch-size 1 --seq-len 16 --disk .",
 }
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from outcore.choice import Options, choose_plan, limits_of, predict
+from outcore.choice import Options, Timed, choose_plan, limits_of
 from outcore.core.errors import ConfigError, OutcoreError
 from outcore.device.faults import Faults
 from outcore.device.opening import open_device
@@ -176,8 +176,9 @@ def plan_in_time(
     _, cut = _cut(model, optimizer, given)
     with open_device(given.device, Faults(), None) as device:
         compiling.check(cut, device.torch_device)
-        plan = choose_plan(cut, given, device)
-        return cut.spec, plan, predict(cut, given, device, plan) if is_timed else None
+        timed = Timed(cut, given, device)
+        plan = choose_plan(cut, given, device, timed)
+        return cut.spec, plan, timed.predict(plan) if is_timed else None
 
 
 def free_budget(budget: Budget, *, device: torch.device | str | None = None) -> Budget:
@@ -327,7 +328,7 @@ def _prepare(
     device = open_device(options.device, faults, race_checker)
     try:
         compiling.check(cut, device.torch_device)
-        plan = choose_plan(cut, options, device)
+        plan = choose_plan(cut, options, device, Timed(cut, options, device))
     except BaseException:
         device.close()
         raise

@@ -47,8 +47,14 @@ class Options(NamedTuple):
     compile: bool | Mapping[str, Any] = False
 
 
-def choose_plan(cut: Partition, options: Options, device: Device) -> Plan:
+def choose_plan(cut: Partition, options: Options, device: Device, timed: Timed) -> Plan:
     """The plan that was given, if it can be obeyed, or one for what the budget leaves.
+
+    Args:
+        cut: The model.
+        options: Of the user's.
+        device: That will compute.
+        timed: Of the same.
 
     Raises:
         ConfigError: Arguments that cannot be used, or a plan for another model.
@@ -62,7 +68,7 @@ def choose_plan(cut: Partition, options: Options, device: Device) -> Plan:
             plan = place(cut.spec, left, accumulation_steps=steps, activation_share=device.activation_share)
         except PlanInfeasibleError as error:
             raise error if sending is None else sending.explained(error) from None
-        forecast = None if sending is not None or rests_on_device(plan) else _forecast(cut, options, device)
+        forecast = None if sending is not None or rests_on_device(plan) else timed.forecast()
         if forecast is not None:
             plan = forecast.better_than(plan, left)
         elif steps is not None and not options.clipping:
@@ -88,22 +94,35 @@ def choose_plan(cut: Partition, options: Options, device: Device) -> Plan:
     return dataclasses.replace(options.plan, kept_bytes=room)
 
 
-def predict(cut: Partition, options: Options, device: Device, plan: Plan) -> Simulation | None:
-    """Steps of a plan in time; None where the micro-batch or the machine is not known, or cannot be."""
-    forecast = _forecast(cut, options, device, may_measure=not rests_on_device(plan))
-    return None if forecast is None else forecast.simulate(plan)
+class Timed:
+    """Plans of a run in time. What the model computes is counted once, when that is first asked for."""
 
+    def __init__(self, cut: Partition, options: Options, device: Device) -> None:
+        """Args: as for ``choose_plan``."""
+        self._cut, self._options, self._device = cut, options, device
+        self._known: Forecast | None = None
 
-def _forecast(cut: Partition, options: Options, device: Device, *, may_measure: bool = True) -> Forecast | None:
-    if options.sample is None:
-        return None
-    paths = options.budget.paths
-    hardware = hardware_for(options.hardware, device, paths, may_measure=may_measure)
-    if hardware is None:
-        return None
-    steps = options.accumulation_steps
-    loop = options.loop or Loop(steps or 1, clips=options.clipping, is_promised=steps is not None)
-    return Forecast.of(cut, options.sample, device, hardware, loop)
+    def predict(self, plan: Plan) -> Simulation | None:
+        """Steps of a plan; None where the micro-batch or the machine is not known, or cannot be."""
+        forecast = self.forecast(may_measure=not rests_on_device(plan))
+        return None if forecast is None else forecast.simulate(plan)
+
+    def forecast(self, *, may_measure: bool = True) -> Forecast | None:
+        """None where the micro-batch or the machine is not known. Args: may_measure: See ``hardware_for``."""
+        if self._known is None:
+            self._known = self._make(may_measure=may_measure)
+        return self._known
+
+    def _make(self, *, may_measure: bool) -> Forecast | None:
+        options, device = self._options, self._device
+        if options.sample is None:
+            return None
+        hardware = hardware_for(options.hardware, device, options.budget.paths, may_measure=may_measure)
+        if hardware is None:
+            return None
+        steps = options.accumulation_steps
+        loop = options.loop or Loop(steps or 1, clips=options.clipping, is_promised=steps is not None)
+        return Forecast.of(self._cut, options.sample, device, hardware, loop)
 
 
 def _sending(cut: Partition, options: Options, device: Device) -> Sending | None:

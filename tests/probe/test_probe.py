@@ -49,8 +49,8 @@ class TestArithmetic:
         assert usual_s([1.0, 9.0, 1.1, 7.0, 1.05, 8.0, 6.0]) == 1.05
 
     def test_parts_explain_the_speeds_that_they_made(self):
-        """Two of all, one of half, one of a bit: what a fair machine leaves of their speeds gives them back."""
-        true = {"compute": 1.0, "update": 0.9, "h2d": 0.6, "disk_read": 0.1}
+        """Two of all, one of more than half, one of a bit: what a fair machine leaves of their speeds gives them back."""
+        true = {"compute": 1.0, "update": 0.9, "h2d": 0.6, "disk_read": 0.2}
 
         def left(one: str, other: str) -> tuple[float, float]:
             fair = min(true[one], true[other], 0.5)
@@ -63,7 +63,7 @@ class TestArithmetic:
 
     def test_those_that_do_not_slow_each_other_down_share_nothing_to_speak_of(self):
         found = parts({("h2d", "update"): (1.0, 0.99), ("d2h", "update"): (1.0, 1.0), ("d2h", "h2d"): (1.0, 1.0)})
-        assert all(found[a] + found[b] <= 1.001 for a, b in (("h2d", "update"), ("d2h", "update"), ("d2h", "h2d")))
+        assert set(found.values()) == {0.0}, "three at once would slow each other down"
 
 
 class TestLoads:

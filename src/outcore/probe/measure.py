@@ -36,6 +36,7 @@ _OF_FREE = 16
 _MOVED_BYTES = 28.0
 """By an update, per parameter."""
 _KERNELS = 500
+_TIMES = 3
 _FLOAT32, _BFLOAT16 = torch.float32, torch.bfloat16
 _BUS, _DISK = ("h2d", "d2h"), ("disk_write", "disk_read")
 
@@ -103,7 +104,7 @@ class _Links(NamedTuple):
     """Of those that move bytes."""
     alone: Mapping[str, float]
     """Link -> bytes or parameters per second, with copies as large as they come."""
-    left: Mapping[tuple[str, str], tuple[float, float]]
+    left: Mapping[tuple[str, str], tuple[float, ...]]
     """Two links -> what is left of their speeds while both run."""
 
     def both(self, pair: tuple[str, str]) -> float:
@@ -145,21 +146,24 @@ class _Probe:
         spare = 0 if self._device.computes_on_host else 1
         workers = self._closing.enter_context(UpdateWorkers(spare_cores=spare))
         loads = [each[sizes[-1]] for each in moves.values()]
-        loads.append(work.updates(workers, self._host_memory(self._buffer_bytes)))
+        loads.append(work.updates(self._device, workers, self._host_memory(self._buffer_bytes)))
         if self._device.computes_on_host:
             loads.append(work.products(self._device, _FLOAT32))
-        window_s = self._effort.window_s
         usual = {load.link: self._rate(load) for load in loads}
-        alone = {load.link: speeds([load], window_s)[load.link] for load in loads}
-        left = {}
-        for one, other in itertools.combinations(loads, 2):
-            found = speeds([one, other], window_s)
-            left[one.link, other.link] = (found[one.link] / alone[one.link], found[other.link] / alone[other.link])
+        alone = {load.link: self._best([load], {load.link: 1.0})[0] for load in loads}
+        pairs = itertools.combinations(loads, 2)
+        left = {(one.link, other.link): self._best([one, other], alone) for one, other in pairs}
         return _Links({link: line(found) for link, found in points.items()}, usual, left)
 
     def _rate(self, load: Load) -> float:
         load.turn()  # kernels are chosen, memory is touched
         return usual_speed(load, self._effort.window_s)
+
+    def _best(self, loads: Sequence[Load], alone: Mapping[str, float]) -> tuple[float, ...]:
+        """What is left of speeds while loads run, the best of a few times: other programs only take away from it."""
+        window_s = self._effort.window_s / 2
+        runs = (speeds(loads, window_s) for _ in range(_TIMES))
+        return max((tuple(found[load.link] / alone[load.link] for load in loads) for found in runs), key=sum)
 
     def _moves(self, store: DiskStore | None) -> dict[str, dict[int, Load]]:
         """Link -> size -> copies or transfers."""
@@ -176,7 +180,7 @@ class _Probe:
             halves = {"disk_write": own[: sizes[-1]], "disk_read": own[sizes[-1] :]}
             for link, memory in halves.items():  # written before anything is read
                 part = store.take(store.nbytes // 2, owner="probe")
-                found[link] = {size: work.transfers(store, part, memory[:size], link) for size in sizes}
+                found[link] = {size: work.transfers(self._device, store, part, memory[:size], link) for size in sizes}
         return found
 
     def _host_memory(self, nbytes: int) -> torch.Tensor:

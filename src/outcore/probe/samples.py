@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-_SLOWED = 0.92
+_SLOWED = 0.9
 """Below this part of its speed an operation counts as slowed down; timings of equal work differ by some percent."""
 _SWEEPS = 300
 
@@ -36,25 +36,26 @@ def usual_s(seconds: Sequence[float]) -> float:
     return sorted(seconds)[len(seconds) // 4]
 
 
-def parts(speeds: Mapping[tuple[str, str], tuple[float, float]]) -> dict[str, float]:
+def parts(speeds: Mapping[tuple[str, str], tuple[float, ...]]) -> dict[str, float]:
     """How much each one takes of something that all share, such as host memory and the cores.
 
     Two that slow each other down use all of it: their parts times their speeds add up to 1. Those that do not slow each
     other down may take 1 together at most. These equations are solved as well as they can be, in least squares, by
-    going round the unknowns.
+    going round the unknowns. What nothing slows down and what slows nothing down takes no part.
 
     Args:
         speeds: Two names -> what is left of the speed of either while both run.
     """
     names = sorted({name for pair in speeds for name in pair})
-    found = dict.fromkeys(names, 0.5)
+    slowed = {name for pair, left in speeds.items() if min(left) < _SLOWED for name in pair}
+    found = {name: 0.5 if name in slowed else 0.0 for name in names}
     for _ in range(_SWEEPS):
         for name in names:
             found[name] = _best(name, found, speeds)
     return found
 
 
-def _best(name: str, found: Mapping[str, float], speeds: Mapping[tuple[str, str], tuple[float, float]]) -> float:
+def _best(name: str, found: Mapping[str, float], speeds: Mapping[tuple[str, str], tuple[float, ...]]) -> float:
     """The part of one, with all others as they are."""
     above, below = 0.0, 0.0
     for (one, other), (one_speed, other_speed) in speeds.items():

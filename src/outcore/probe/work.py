@@ -28,17 +28,24 @@ _LEAST_TURN_S = 4e-3
 """Of compute: what takes less is doubled, as long as it is no larger than a large model's."""
 _MOST_WIDTH, _MOST_TOKENS = 8192, 4096
 _HEADS, _HEAD_SIZE = 8, 64
-_QUEUED = 4  # copies at a time, so that the link does not wait for whoever submits
+_QUEUED = 4
+"""Copies at a time, so that the link does not wait for whoever submits."""
+_WRITTEN_BYTES = 14
+"""By an update, per parameter: master, moments and a bf16 weight."""
+_TRANSFERS = {
+    "disk_read": (Lane.STATES_READ, DiskStore.read),
+    "disk_write": (Lane.DISK_WRITE, DiskStore.write),
+}
+"""Link -> the lane that serves it, and how."""
 
 
 def copies(device: Device, lane: Lane, to: torch.Tensor, origin: torch.Tensor, nbytes: int) -> Load:
     """Copies of so many bytes, going round two buffers of equal size."""
-    places = _places(to.numel(), nbytes)
+    places, region = _places(to.numel(), nbytes), Region("probe", 0, nbytes)
 
     def submit() -> Handle:
         here = next(places)
         target, source = to[here : here + nbytes], origin[here : here + nbytes]
-        region = Region("probe", 0, nbytes)
         return device.submit(lane, "probe", lambda: target.copy_(source, non_blocking=True), writes=[region])
 
     def turn() -> None:
@@ -48,10 +55,16 @@ def copies(device: Device, lane: Lane, to: torch.Tensor, origin: torch.Tensor, n
     return Load(lane.value, _QUEUED * nbytes, turn)
 
 
-def updates(workers: UpdateWorkers, memory: torch.Tensor) -> Load:
-    """AdamW by the workers, over all of a buffer."""
+def updates(device: Device, workers: UpdateWorkers, memory: torch.Tensor) -> Load:
+    """AdamW by the workers, over all of a buffer, on the lane of updates."""
     pieces = _pieces(memory)
-    return Load("update", pieces[0].target.numel(), lambda: workers.run(pieces))
+    numel = pieces[0].target.numel()
+    writes = [Region("probe", 0, _WRITTEN_BYTES * numel)]
+
+    def turn() -> None:
+        device.submit(Lane.UPDATE, "probe", lambda: workers.run(pieces), writes=writes).wait()
+
+    return Load("update", numel, turn)
 
 
 def device_updates(device: Device, memory: torch.Tensor) -> Load:
@@ -138,16 +151,18 @@ def _compute(device: Device, amount: float, work: Callable[[], object]) -> Load:
     return Load("compute", amount, turn, is_compute=True)
 
 
-def transfers(store: DiskStore, extent: Extent, memory: torch.Tensor, link: str) -> Load:
+def transfers(device: Device, store: DiskStore, extent: Extent, memory: torch.Tensor, link: str) -> Load:
     """Reads into memory, or writes of it, going round an extent."""
-    move = store.read if link == "disk_read" else store.write
-    places = _places(extent.nbytes, memory.numel())
+    lane, move = _TRANSFERS[link]
+    nbytes = memory.numel()
+    places, writes = _places(extent.nbytes, nbytes), [Region("probe", 0, nbytes)]
 
     def turn() -> None:
         here = next(places)
-        move(extent.part(here, here + memory.numel()), memory)
+        part = extent.part(here, here + nbytes)
+        device.submit(lane, "probe", lambda: move(store, part, memory), writes=writes).wait()
 
-    return Load(link, memory.numel(), turn)
+    return Load(link, nbytes, turn)
 
 
 def _places(total: int, nbytes: int) -> Iterator[int]:

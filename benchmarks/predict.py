@@ -1,0 +1,196 @@
+"""Predicted steps against real ones. Every prediction is written down before the first step of its case.
+
+Prints one JSON object, and on standard error a line per prediction and per measurement, as they come.
+
+``throttled``: rows of blocks that sleep, as in ``overlap.py``, with lanes as slow as a random draw says. The machine is
+measured by the probe, which knows nothing of the draw; of the blocks it is told how long they sleep. ``models``: small
+Llamas with nothing throttled, everything on the device, in host memory or on disk. Their work is counted on shapes
+alone, and the machine is measured once.
+
+    python benchmarks/predict.py
+    python benchmarks/predict.py --what models --layers 4 --hidden 256
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from measuring import context
+from overlap import BACKWARD, FORWARD, STATES, Block, Row, Setting, paces, plan_for
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import outcore
+from outcore.api import prepare_for_test
+from outcore.device.faults import Faults
+from outcore.device.opening import open_device
+from outcore.forecast import Forecast, Loop
+from outcore.planning.homes.fits import with_room
+from outcore.planning.paper.schedule import Circumstances, usual_visits
+from outcore.planning.search.candidates import ALL_DEVICE, ALL_DISK, ALL_HOST, ROOMY, Choice, Kind
+from outcore.planning.timing.profile import rates_for
+from outcore.planning.timing.simulate import simulate
+from outcore.planning.units.partition import partition
+from outcore.probe.measure import WHOLE, Effort, measure
+from outcore.spec.budget import Limits
+from outcore.spec.hardware import Hardware
+from outcore.spec.plan import Plan
+
+HOMES: Mapping[str, Kind] = {"device": ALL_DEVICE, "host": ALL_HOST, "disk": ALL_DISK}
+PLENTY = Limits(device_bytes=2**40, host_bytes=2**40, disk_bytes=2**40)
+WARM_UP = 2
+
+
+def steps_s(
+    model: nn.Module, plan: Plan, steps: int, loss_of: Callable[[], torch.Tensor], folder: str, **options: Any
+) -> list[float]:
+    """Seconds of real steps, from the end of one ``step()`` to that of the next."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    with prepare_for_test(model, optimizer, plan=plan, budget=outcore.Budget(disk=folder), **options) as prepared:
+        model, optimizer = prepared
+        ends = []
+        for _ in range(WARM_UP + 1 + steps):
+            loss_of().backward()
+            clip_grad_norm_(model.parameters(), 1e9)
+            optimizer.step()
+            optimizer.zero_grad()
+            ends.append(time.perf_counter())
+    return [end - start for start, end in itertools.pairwise(ends)][WARM_UP:]
+
+
+def compared(name: str, predicted_s: float, run: Callable[[], list[float]]) -> dict[str, Any]:
+    """Say the prediction, then run, then say what it was."""
+    print(f"{time.strftime('%H:%M:%S')} {name}: predicted {predicted_s:.4f} s", file=sys.stderr)
+    seconds = run()
+    ratio = predicted_s / statistics.median(seconds)
+    print(f"{time.strftime('%H:%M:%S')} {name}: took {statistics.median(seconds):.4f} s, {ratio:.3f}", file=sys.stderr)
+    return {
+        "case": name,
+        "predicted_s": round(predicted_s, 5),
+        "measured_s": [round(s, 5) for s in seconds],
+        "predicted_over_measured": round(ratio, 4),
+    }
+
+
+def throttled(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Rows of sleeping blocks over lanes of random speed."""
+    unit_s, drawn = args.milliseconds / 1e3, random.Random(args.seed)
+    effort = Effort(window_s=0.1, buffer_bytes=2**20, sizes=(2**15, 2**17), disk_bytes=2**22, steps=10)
+    for number in range(args.cases):
+        setting = Setting(
+            h2d=drawn.uniform(0.3, 4.0),
+            d2h=drawn.uniform(0.3, 4.0),
+            update=drawn.uniform(0.3, 4.0),
+            disk=(disk := drawn.choice([0.0, drawn.uniform(0.5, 3.0)])),
+            states="disk" if disk else "host",
+        )
+        build = partial(Row, args.blocks, args.numel, unit_s)
+        spec = partition(build(), units=[Block], state_names=STATES, precision="bf16").spec
+        plan = plan_for(spec, setting, argparse.Namespace(depth=2, buckets=2), is_early=False)
+        faults = Faults(throttle=paces(spec, plan, setting, unit_s, device="cpu")[0])
+        with tempfile.TemporaryDirectory(dir=args.disk) as folder:
+            hardware = measure(partial(open_device, "cpu", faults), [Path(folder)], effort)
+            names = [unit.name for unit in spec.units[1:]]
+            host = dataclasses.replace(hardware.host, parts={**hardware.host.parts, "compute": 0.0})  # it sleeps
+            rates = dataclasses.replace(
+                rates_for(dataclasses.replace(hardware, host=host), spec, {}),
+                forward_s=dict.fromkeys(names, FORWARD * unit_s),
+                backward_s=dict.fromkeys(names, BACKWARD * unit_s),
+            )
+            step_s = simulate(spec, plan, rates, usual_visits(spec), Circumstances(clips=True)).step_s
+            model = build()
+            options = {"faults": faults, "units": [Block], "precision": "bf16", "device": "cpu"}
+            loss = partial(lambda model: model(torch.ones(4)), model)
+            run = partial(steps_s, model, plan, args.steps, loss, folder, **options)
+            found = compared(f"throttled {number}", step_s, run)
+        yield found | {"units_of_a_block": dataclasses.asdict(setting), "visit_s": hardware.host.visit_s}
+
+
+def models(args: argparse.Namespace, hardware: Hardware) -> Iterator[dict[str, Any]]:
+    """Small Llamas, wherever their bytes live."""
+    for hidden, length, home in itertools.product(args.hidden, args.lengths, HOMES):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(_config(hidden, args.layers))
+        cut = partition(model, state_names=STATES, precision="fp32")
+        choice = Choice(cut.spec, policy="recompute", accumulation_steps=None, may_be_early=False)
+        plan = choice.plan(choice.uniform(HOMES[home], ROOMY))
+        plan = with_room(cut.spec, plan, PLENTY, clipping=True) if home == "device" else plan
+        ids = torch.randint(0, 1000, (args.batch_size, length))
+        sample = {"input_ids": ids, "labels": ids, "use_cache": False}
+        with open_device("cpu") as device:
+            forecast = Forecast.of(cut, sample, device, hardware, Loop())
+            step_s = forecast.simulate(plan).step_s
+        loss = partial(lambda model, sample: model(**sample).loss, model, sample)
+        numel = sum(p.numel() for p in model.parameters())
+        with tempfile.TemporaryDirectory(dir=args.disk) as folder:
+            run = partial(steps_s, model, plan, args.steps, loss, folder, precision="fp32", device="cpu")
+            yield compared(f"{numel / 1e6:.0f}M, {args.batch_size} x {length} tokens, {home}", step_s, run)
+
+
+def _config(hidden: int, layers: int) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=11 * hidden // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+        vocab_size=1000,
+    )
+
+
+def summary(found: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """How many predictions were how near."""
+    off = [abs(1 / line["predicted_over_measured"] - 1) for line in found]
+    return {"cases": len(found), **{f"within_{n}_percent": sum(o <= n / 100 for o in off) for n in (5, 10, 20, 50)}}
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--what", nargs="*", default=["throttled", "models"], choices=["throttled", "models"])
+    parser.add_argument("--cases", type=int, default=10, help="draws of lanes")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--numel", type=int, default=2**16, help="parameters of a block that sleeps")
+    parser.add_argument("--milliseconds", type=float, default=50.0, help="forward of a block that sleeps")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=4, help="of a model")
+    parser.add_argument("--hidden", type=int, nargs="*", default=[256, 512])
+    parser.add_argument("--lengths", type=int, nargs="*", default=[64, 256])
+    parser.add_argument("--batch-size", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="measure the machine in little time")
+    parser.add_argument("--disk", type=Path, default=Path(), help="folder of the disk tier")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run the benchmark."""
+    args = arguments()
+    results: dict[str, Any] = {}
+    if "throttled" in args.what:
+        lines = list(throttled(args))
+        results["throttled"] = {**summary(lines), "lines": lines}
+    if "models" in args.what:
+        effort = Effort(window_s=0.01, buffer_bytes=2**21, sizes=(2**16, 2**20), disk_bytes=2**22, steps=4)
+        hardware = measure(partial(open_device, "cpu"), [args.disk], effort if args.quick else WHOLE)
+        lines = list(models(args, hardware))
+        results["models"] = {**summary(lines), "lines": lines, "machine": json.loads(hardware.to_json())}
+    print(json.dumps({"benchmark": "predict", "results": results, **context("transformers")}))
+
+
+if __name__ == "__main__":
+    main()
