@@ -49,8 +49,8 @@ class TestArithmetic:
         assert usual_s([1.0, 9.0, 1.1, 7.0, 1.05, 8.0, 6.0]) == 1.05
 
     def test_parts_explain_the_speeds_that_they_made(self):
-        """Two of all, one of more than half, one of a bit: what a fair machine leaves of their speeds gives them back."""
-        true = {"compute": 1.0, "update": 0.9, "h2d": 0.6, "disk_read": 0.2}
+        """What a fair machine leaves of their speeds gives them back."""
+        true = {"compute": 1.0, "update": 0.9, "h2d": 0.6, "disk_read": 0.3}
 
         def left(one: str, other: str) -> tuple[float, float]:
             fair = min(true[one], true[other], 0.5)

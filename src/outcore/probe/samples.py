@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-_SLOWED = 0.9
-"""Below this part of its speed an operation counts as slowed down; timings of equal work differ by some percent."""
+_SLOWED = 0.8
+"""Below this part of its speed an operation counts as slowed down. Two that seem to share something by mistake would
+slow down all steps in which a third one runs; on a busy machine timings of equal work differ by 10%."""
 _SWEEPS = 300
 
 
