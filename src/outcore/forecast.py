@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Self
 from outcore.core.errors import ConfigError, DiskError, MemoryBudgetError
 from outcore.device.device import Device
 from outcore.planning.homes.early import with_early_updates
+from outcore.planning.homes.pools import LEAST, pools_for
 from outcore.planning.paper.schedule import Circumstances, usual_visits
 from outcore.planning.search.search import Job, search
 from outcore.planning.timing.counted import counted_work
@@ -112,8 +113,10 @@ class Forecast:
 
     def _with_kept(self, plan: Plan) -> Plan:
         """Units as a run recomputes them: those that come first in forward take the room."""
-        if plan.plain:
-            return dataclasses.replace(plan, units=tuple(dataclasses.replace(u, policy="keep") for u in plan.units))
+        if plan.plain:  # the order of a step is written down with the room for updates, which autograd's own lacks
+            units = [dataclasses.replace(unit, policy="keep") for unit in plan.units]
+            pools = pools_for(self.cut.spec, units, LEAST)
+            return dataclasses.replace(plan, plain=False, units=tuple(units), pools=pools)
         left = plan.kept_bytes
         saved = saved_bytes(self.cut, self.sample, self.device.torch_device) if left else {}
         units = []

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import outcore
-from outcore.api import plan_for
+from outcore.api import plan_for, plan_in_time
 from outcore.core.errors import ConfigError, DiskError
 from outcore.planning.timing.known_hardware import known_hardware
 from outcore.probe import kept
@@ -101,6 +101,16 @@ class TestWhereItIsNotAsked:
         plan = planned(budget=outcore.Budget(device="1GiB", host="1GiB"))
         assert plan.plain
         assert plan == planned(budget=outcore.Budget(device="1GiB", host="1GiB"), hardware="none")
+
+    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+    def test_where_everything_fits_a_step_is_computing(self, precision):
+        model, budget = make(), outcore.Budget(device="1GiB", host="1GiB")
+        options = {"sample": SAMPLE, "device": DEVICE, "precision": precision, "hardware": MACHINE, "budget": budget}
+        _, plan, found = plan_in_time(model, adamw(model), **options)
+        assert plan.plain == (precision == "fp32")
+        assert found is not None
+        assert found.step_s > 0
+        assert found.binding.keys() == {"compute"}
 
     def test_no_sample(self):
         assert planned(sample=None) == planned(hardware="none")
