@@ -5,7 +5,8 @@ masters, clipping on, one micro-batch of 4 x 256 tokens. All contestants stand i
 machines are noisy; ratios are taken within a turn. A turn is a warm-up step and ``--steps`` timed ones, from the moment
 that compute has done one ``optimizer.step()`` to that of the last, so that an update that runs behind the next forward
 is counted where it delays something, and then everything is drained. Exposed seconds are those that compute waited for
-a lane. DeepSpeed ZeRO-3 with CPU offload joins where it can be imported.
+a lane. DeepSpeed ZeRO-3 with CPU offload joins where it can be imported. With ``--compile`` blocks are compiled, those
+of the plain loop too; codes are made in warm-up steps.
 
     python benchmarks/step.py --turns 3 --steps 2 --disk .
 """
@@ -30,7 +31,7 @@ import outcore
 from outcore.planning.homes.pools import Comfort, pools_for
 from outcore.planning.units.partition import partition
 from outcore.spec.model import ModelSpec
-from outcore.spec.plan import Plan, Tier, UnitPlan
+from outcore.spec.plan import Plan, Policy, Tier, UnitPlan
 
 COMFORT = Comfort(prefetch_depth=2, num_buckets=2, max_slots_host=3)
 STATES = ("exp_avg", "exp_avg_sq")
@@ -64,8 +65,13 @@ class Contestant:
         return seconds
 
 
-def plain(model: LlamaForCausalLM, batch: dict[str, torch.Tensor], *, keeps: bool = False) -> Contestant:
+def plain(
+    model: LlamaForCausalLM, batch: dict[str, torch.Tensor], *, keeps: bool = False, compiles: bool = False
+) -> Contestant:
     """The loop that outcore is held against, with the model's own activation checkpointing unless it ``keeps`` all."""
+    if compiles:
+        for layer in model.model.layers:
+            layer.compile()
     if not keeps:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     weights = list(model.parameters())
@@ -87,16 +93,25 @@ def plain(model: LlamaForCausalLM, batch: dict[str, torch.Tensor], *, keeps: boo
     return Contestant("plain", step, synchronize, dict)
 
 
-def streamed(name: str, model: LlamaForCausalLM, batch: dict[str, torch.Tensor], disk: Path, device: str) -> Contestant:
+def streamed(
+    name: str,
+    model: LlamaForCausalLM,
+    batch: dict[str, torch.Tensor],
+    disk: Path,
+    device: str,
+    *,
+    policy: str = "recompute",
+    compiles: bool = False,
+) -> Contestant:
     """outcore with everything but the root's weights on one tier; on the disk plan gradients pass through the host.
 
     ``fits`` is what ``prepare`` plans by itself, which is to keep all activations where there is room.
     """
     optimizer = torch.optim.AdamW(model.parameters(), **HYPER)
     budget = outcore.Budget(disk=disk)
-    options: dict[str, Any] = {"budget": budget, "device": device}
+    options: dict[str, Any] = {"budget": budget, "device": device, "compile": compiles}
     if name != "fits":
-        plan = plan_for(partition(model, state_names=STATES).spec, cast("Tier", name))
+        plan = plan_for(partition(model, state_names=STATES).spec, cast("Tier", name), policy)
         options |= {"plan": plan, "accumulation_steps": 1}
     model, optimizer = outcore.prepare(model, optimizer, **options)
 
@@ -110,11 +125,17 @@ def streamed(name: str, model: LlamaForCausalLM, batch: dict[str, torch.Tensor],
     return Contestant(name, step, engine_device.synchronize, optimizer.exposed_s)
 
 
-def plan_for(model: ModelSpec, tier: Tier) -> Plan:
+def plan_for(model: ModelSpec, tier: Tier, policy: str = "recompute") -> Plan:
     """All units on one tier."""
     gradients: Tier = "host" if tier == "disk" else tier
     units = tuple(
-        UnitPlan(name=u.name, weights=tier if u.name else "device", gradients=gradients, states=tier)
+        UnitPlan(
+            name=u.name,
+            weights=tier if u.name else "device",
+            gradients=gradients,
+            states=tier,
+            policy=cast("Policy", policy),
+        )
         for u in model.units
     )
     pools = pools_for(model, units, COMFORT)
@@ -183,6 +204,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="timed steps per turn")
     parser.add_argument("--plans", nargs="*", default=["device", "host", "disk"])
     parser.add_argument("--keep", action="store_true", help="the plain loop keeps its activations")
+    parser.add_argument("--policy", default="recompute", help="of units in plans for one tier")
+    parser.add_argument("--compile", action="store_true", help="all compile their blocks")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--vocabulary", type=int, default=32000)
@@ -196,8 +219,9 @@ def main() -> None:
         args.vocabulary, (args.batch_size, args.seq_len), generator=torch.Generator().manual_seed(0)
     ).to(args.device)
     batch = {"input_ids": tokens, "labels": tokens}
-    contestants = [plain(copy.deepcopy(model).to(args.device), batch, keeps=args.keep)]
-    contestants += [streamed(name, copy.deepcopy(model), batch, args.disk, args.device) for name in args.plans]
+    contestants = [plain(copy.deepcopy(model).to(args.device), batch, keeps=args.keep, compiles=args.compile)]
+    how = {"policy": args.policy, "compiles": args.compile}
+    contestants += [streamed(n, copy.deepcopy(model), batch, args.disk, args.device, **how) for n in args.plans]
     rival = deepspeed(copy.deepcopy(model), batch)
     skipped = {} if isinstance(rival, Contestant) else {"deepspeed_zero3_offload": rival}
     contestants += [rival] if isinstance(rival, Contestant) else []
