@@ -64,6 +64,9 @@ class Setting:
     update: float = 0.5
     disk: float = 0.0
     states: Tier = "host"
+    saved: float = 0.0
+    """How long ``d2h`` takes for what a forward saves, if it leaves, and the disk for the same."""
+    activations: Tier = "device"
 
 
 SETTINGS = {
@@ -72,6 +75,9 @@ SETTINGS = {
     "d2h": Setting(d2h=4.0),
     "update": Setting(update=5.0),
     "disk": Setting(disk=5.0, states="disk"),
+    "activations": Setting(saved=1.5, activations="host"),
+    "activations_disk": Setting(saved=1.5, activations="disk"),
+    "activations_hidden": Setting(saved=0.5, activations="host"),
 }
 WINDOWS = ("forward", "backward", "speculation")
 
@@ -88,38 +94,43 @@ class Sleep(torch.autograd.Function):
     """Takes time in forward and backward, and gives a weight a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, forward_s: float, backward_s: float, saved: int
+    ) -> torch.Tensor:
         keep_busy(x, forward_s)
         ctx.shape, ctx.backward_s = weight.shape, backward_s
+        if saved:
+            ctx.save_for_backward(x.new_empty(saved))
         return x + weight[0]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        _ = ctx.saved_tensors
         keep_busy(grad, ctx.backward_s)
-        return grad, grad.new_full(ctx.shape, 1e-6), None, None
+        return grad, grad.new_full(ctx.shape, 1e-6), None, None, None
 
 
 class Block(nn.Module):
     """One parameter, and a forward and backward of known length."""
 
-    def __init__(self, numel: int, unit_s: float) -> None:
-        """Args: unit_s: Seconds of forward."""
+    def __init__(self, numel: int, unit_s: float, saved: int) -> None:
+        """Args: unit_s: Seconds of forward. saved: Values that forward saves."""
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(numel))
+        self.weight, self.saved = nn.Parameter(torch.zeros(numel)), saved
         self.forward_s, self.backward_s = FORWARD * unit_s, BACKWARD * unit_s
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Sleep.apply(x, self.weight, self.forward_s, self.backward_s)
+        return Sleep.apply(x, self.weight, self.forward_s, self.backward_s, self.saved)
 
 
 class Row(nn.Module):
     """Blocks behind one another."""
 
-    def __init__(self, num_blocks: int, numel: int, unit_s: float) -> None:
+    def __init__(self, num_blocks: int, numel: int, unit_s: float, saved: int) -> None:
         """Args: see ``Block``."""
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
-        self.blocks = nn.ModuleList(Block(numel, unit_s) for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(Block(numel, unit_s, saved) for _ in range(num_blocks))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x * self.scale
@@ -134,9 +145,11 @@ class Case:
     def __init__(self, setting: Setting, window: str, args: argparse.Namespace) -> None:
         """Args: args: Of the command line."""
         self._args, self._clips = args, window != "backward"
+        # Weights take as long on the same lane as the setting says.
+        self._saved = round(args.numel * setting.saved / setting.d2h)
         unit_s = args.milliseconds / 1e3
         spec = partition(self._model(), units=[Block], state_names=STATES).spec
-        self.plan = plan_for(spec, setting, args, is_early=window != "forward")
+        self.plan = plan_for(spec, setting, args, saved_bytes=4 * self._saved, is_early=window != "forward")
         self.throttle, rates = paces(spec, self.plan, setting, unit_s, device=args.device)
         step = (spec, self.plan, rates, usual_visits(spec), Circumstances(clips=self._clips))
         self.bound = bound_of(*step)
@@ -157,7 +170,7 @@ class Case:
         return [end - start for start, end in itertools.pairwise(ends)], timeline
 
     def _model(self) -> Row:
-        return Row(self._args.blocks, self._args.numel, self._args.milliseconds / 1e3)
+        return Row(self._args.blocks, self._args.numel, self._args.milliseconds / 1e3, self._saved)
 
     @contextlib.contextmanager
     def _prepared(self, *, serial: bool) -> Iterator[tuple[nn.Module, StreamedOptimizer]]:
@@ -185,11 +198,13 @@ class Case:
         optimizer.zero_grad()
 
 
-def plan_for(model: ModelSpec, setting: Setting, args: argparse.Namespace, *, is_early: bool) -> Plan:
+def plan_for(model: ModelSpec, setting: Setting, args: argparse.Namespace, *, saved_bytes: int, is_early: bool) -> Plan:
     """Weights and gradients of all blocks on the host, the root on the device."""
     units = [UnitPlan(name="", weights="device", gradients="device", states="device", policy="keep")]
+    leaves: dict[str, Any] = {"policy": "keep", "activations": setting.activations, "saved_bytes": saved_bytes}
+    more = leaves if saved_bytes else {}
     for unit in model.units[1:]:
-        units.append(UnitPlan(name=unit.name, weights="host", gradients="host", states=setting.states))
+        units.append(UnitPlan(name=unit.name, weights="host", gradients="host", states=setting.states, **more))
     comfort = Comfort(prefetch_depth=args.depth, num_buckets=args.buckets, max_slots_host=3)
     plan = Plan(
         precision=model.precision,
@@ -215,8 +230,10 @@ def paces(
         "states_read": (states, setting.disk),
         "disk_write": (states, setting.disk),
     }
+    if unit.activations == "disk":
+        written |= dict.fromkeys(("disk_write", "weights_read"), (unit.saved_bytes, setting.saved))
     throttle = {lane: nbytes / (units * unit_s) for lane, (nbytes, units) in written.items() if units}
-    links = {"disk_read" if lane == "states_read" else lane: rate for lane, rate in throttle.items()}
+    links = {"disk_read" if lane in ("states_read", "weights_read") else lane: r for lane, r in throttle.items()}
     numel = sum(p.numel for p in spec.trainable)
     names = [u.name for u in model.units[1:]]
     rates = Rates(

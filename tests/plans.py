@@ -46,7 +46,7 @@ def forced(
         optimizer: None to evaluate.
         homes: One tier for everything, or tiers by unit. What is frozen has its weights' home alone.
         policy: Of activations, of all units but the root.
-        activations: Where those that are kept rest.
+        activations: Where what is saved rests.
         units: As for ``prepare``.
         precision: As for ``prepare``.
         comfort: How many slots there are.
@@ -69,7 +69,7 @@ def forced(
         plan = UnitPlan(
             name=unit.name, weights=weights, gradients=rest[0], states=rest[1], policy=kept if i else "keep"
         )
-        if i and kept == "keep" and tier != "device":
+        if i and tier != "device":
             plan = dataclasses.replace(plan, activations=tier, saved_bytes=SAVED_BYTES)
         plans.append(dataclasses.replace(plan, early=early and can_be_early(unit, plan)))
     plans = share_updates(plans, share)

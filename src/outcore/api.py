@@ -89,8 +89,8 @@ def prepare(  # noqa: PLR0913 (one call is the whole configuration)
             same list. None:
             evaluation, generation, a frozen reference; all parameters are frozen.
         sample: The largest micro-batch that will come, as keyword arguments of the model's forward. Its shapes tell
-            how much ``activations`` takes and, where not everything fits on the device, how long a step takes: then
-            the plan that is predicted to be fastest is taken.
+            what activations and workspace take on an accelerator and, where not everything fits on the device, how long
+            a step takes: then the plan that is predicted to be fastest is taken.
         budget: The most to take on each tier; default: what is free, without disk.
         precision: ``fp32``, ``bf16`` (bf16 weights, fp32 masters) or ``pure_bf16``. None: as the model is.
         accumulation_steps: None: any number. A number is a promise: more backward passes per step raise.
@@ -99,9 +99,9 @@ def prepare(  # noqa: PLR0913 (one call is the whole configuration)
         units: Classes or names of the modules that move as a whole, instead of the repeated blocks that are found.
         plan: To obey, instead of a search.
         device: Default: the accelerator if there is one, else the CPU.
-        activations: ``host`` or ``disk``: what forward saves rests there until backward, instead of being recomputed.
-            Needs ``sample``. A call that saves more than the sample's is recomputed. None: what fits is kept on the
-            device, the rest is recomputed.
+        activations: ``host`` or ``disk``: what forward saves rests there until backward, as much as there is room for,
+            and the rest is recomputed. Needs ``sample``. A call that saves more than the sample's is recomputed. None:
+            what fits is kept on the device; the rest is recomputed, or leaves an accelerator where that is faster.
         hardware: The machine that times are predicted for: a file that ``outcore probe`` wrote, names of parts such as
             ``"rtx-4090+pcie3"``, or what was loaded. None: what ``OUTCORE_HARDWARE`` in the environment names, else
             this one, as it was measured before; else it is measured in a few seconds, once, and that is said and kept.
@@ -134,6 +134,12 @@ def prepare(  # noqa: PLR0913 (one call is the whole configuration)
         compile=compile,
     )
     return _prepare(model, optimizer, options, Faults(), None)
+
+
+def prepare_in_loop(model: nn.Module, optimizer: torch.optim.Optimizer | None, **options: Any) -> Prepared:
+    """``prepare`` for a loop of ours, of which more is known (``loop=``). Not part of the contract."""
+    given = {name: value for name, value in options.items() if value is not None}
+    return _prepare(model, optimizer, Options(**given), Faults(), None)
 
 
 def prepare_for_test(

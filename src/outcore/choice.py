@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from outcore.core.errors import ConfigError, PlanInfeasibleError
+from outcore.core.quantities import PAGE_BYTES, align_up
 from outcore.device.device import Device
-from outcore.forecast import Forecast, Loop, NamedHardware, hardware_for, rests_on_device
+from outcore.forecast import WORTH, Forecast, Loop, NamedHardware, hardware_for, rests_on_device
 from outcore.memory.limits import disk_free_bytes, host_free_bytes
 from outcore.planning.homes.check import check_plan
 from outcore.planning.homes.early import with_early_updates
 from outcore.planning.homes.fits import room_bytes, with_room
 from outcore.planning.homes.placement import place
+from outcore.planning.homes.sending import Sending
 from outcore.planning.timing.simulate import Simulation
-from outcore.planning.units.activations import Sending, saved_bytes
+from outcore.planning.units.activations import footprint_of
+from outcore.planning.units.footprint import Footprint
 from outcore.planning.units.partition import Partition
 from outcore.spec.budget import Budget, Limits
 from outcore.spec.model import Precision
-from outcore.spec.plan import AwayTier, Plan
+from outcore.spec.plan import POLICIES, AwayTier, Plan, UnitPlan
 
 _DEVICE_SHARE = 0.9  # of what is free, where no budget says otherwise: the rest is for the driver and fragmentation
 _HOST_SHARE = 0.8
+_WORKSPACE_SHARE = 1.03  # of what shapes tell: kernels take workspaces of their own
 
 
 class Options(NamedTuple):
@@ -60,24 +67,13 @@ def choose_plan(cut: Partition, options: Options, device: Device, timed: Timed) 
         ConfigError: Arguments that cannot be used, or a plan for another model.
         PlanInfeasibleError: The budget does not suffice.
     """
-    limits, sending = limits_of(options.budget, device), _sending(cut, options, device)
+    limits = limits_of(options.budget, device)
     if options.plan is None:
-        steps = options.accumulation_steps
-        left = limits if sending is None else sending.left(limits)
-        try:
-            plan = place(cut.spec, left, accumulation_steps=steps, activation_share=device.activation_share)
-        except PlanInfeasibleError as error:
-            raise error if sending is None else sending.explained(error) from None
-        forecast = None if sending is not None or rests_on_device(plan) else timed.forecast()
-        if forecast is not None:
-            plan = forecast.better_than(plan, left)
-        elif steps is not None and not options.clipping:
-            # With clipping an attempt is lost whenever a step clips, which only a measured run can weigh.
-            plan = with_early_updates(cut.spec, plan, left)
-        if sending is not None:
-            plan = sending.applied(plan)
-            check_plan(cut.spec, plan, limits)
-        return with_room(cut.spec, plan, limits, clipping=options.clipping)
+        return _Planner(cut, options, device, limits, timed).plan()
+    if options.activations is not None:
+        raise ConfigError(
+            "activations: expected it without plan=, which says where activations rest, but got both; leave one out"
+        )
     promised, given = options.plan.accumulation_steps, options.accumulation_steps
     if given is not None and promised != given:
         raise ConfigError(
@@ -85,6 +81,11 @@ def choose_plan(cut: Partition, options: Options, device: Device, timed: Timed) 
             "leave it out, or make the plan again"
         )
     check_plan(cut.spec, options.plan, limits)
+    if options.compile is not False and any(unit.policy == "select" for unit in options.plan.units):
+        raise ConfigError(
+            "compile: expected a plan without the policy 'select', since compiled blocks do not show what their "
+            "operations give; leave compile out, or give these units the policy 'keep' or 'recompute'"
+        )
     if options.plan.plain and not options.clipping:
         raise ConfigError(
             "prepare: expected clipping=True with a plan that leaves gradients to autograd (plain), but got False; "
@@ -125,18 +126,123 @@ class Timed:
         return Forecast.of(self._cut, options.sample, device, hardware, loop)
 
 
-def _sending(cut: Partition, options: Options, device: Device) -> Sending | None:
-    """Which activations leave the device, if the user wants that."""
+class _Planner:
+    """Finds the plan of one model within given limits."""
+
+    def __init__(self, cut: Partition, options: Options, device: Device, limits: Limits, timed: Timed) -> None:
+        """Args: options: Without a plan."""
+        self._cut, self._options, self._device, self._limits, self._timed = cut, options, device, limits, timed
+        self._tier = _tier_of_activations(options)
+        is_asked = self._tier is not None or device.activation_share > 0
+        self._footprint = self._follow() if is_asked and options.sample is not None else None
+
+    def plan(self) -> Plan:
+        """Activations rest where the user wants them, else where a step is predicted to be shortest."""
+        if self._tier is not None:
+            return self._most_saved(self._sendings(self._tier))
+        try:
+            plan = self._placed(None)
+        except PlanInfeasibleError:
+            with suppress(PlanInfeasibleError):
+                return self._most_saved(list(self._anywhere()))
+            raise
+        return self._with_activations_away(plan)
+
+    def _most_saved(self, tries: Sequence[Sending]) -> Plan:
+        """The first that there is room for."""
+        error = PlanInfeasibleError("expected activations that can leave the device, but there are none", {}, {})
+        for sending in tries:
+            try:
+                return self._placed(sending)
+            except PlanInfeasibleError as caught:
+                error = caught
+        raise error
+
+    def _anywhere(self) -> Iterator[Sending]:
+        """To host memory or disk, from a device that has memory of its own."""
+        if not self._device.has_host_memory:
+            yield from self._sendings("host")
+            yield from self._sendings("disk") if self._limits.disk_bytes else ()
+
+    def _with_activations_away(self, plan: Plan) -> Plan:
+        """A plan under which they leave the device, if that is predicted to be faster. See [Note: worth it]."""
+        tries = list(self._anywhere())
+        if not tries or self._footprint is None or self._footprint.keep_bytes <= plan.kept_bytes:
+            return plan
+        forecast = self._timed.forecast()
+        if forecast is None:
+            return plan
+        best, step_s = plan, (1 - WORTH) * forecast.simulate(plan).step_s
+        for sending in tries:
+            with suppress(PlanInfeasibleError):
+                other = self._placed(sending)
+                other_s = forecast.simulate(other).step_s
+                best, step_s = (other, other_s) if other_s < step_s else (best, step_s)
+        return best
+
+    def _sendings(self, tier: AwayTier) -> list[Sending]:
+        """Those that save most first; of two that save the same, the one that need not choose."""
+        if self._footprint is None:
+            return []
+        policies = [p for p in POLICIES if p != "select" or self._options.compile is False]
+        found = [Sending(tier, policy, self._footprint) for policy in policies]
+        return [one for one, next_one in itertools.pairwise(found) if one.saved != next_one.saved] + found[-1:]
+
+    def _placed(self, sending: Sending | None) -> Plan:
+        """Args: sending: Which activations leave; None: those that stay are recomputed."""
+        options, spec = self._options, self._cut.spec
+        steps, left = options.accumulation_steps, self._limits if sending is None else sending.left(self._limits)
+        workspace, share = self._workspace_bytes(sending), self._device.activation_share
+        room = {"activation_reserve_bytes": workspace} if workspace else {"activation_share": share}
+        try:
+            plan = place(spec, left, accumulation_steps=steps, **room)
+        except PlanInfeasibleError as error:
+            raise error if sending is None else sending.explained(error) from None
+        is_fastest = sending is not None or rests_on_device(plan)
+        forecast = None if is_fastest else self._timed.forecast()
+        if forecast is not None:
+            plan = forecast.better_than(plan, left, workspace)
+        elif steps is not None and not options.clipping:
+            # With clipping an attempt is lost whenever a step clips, which only a measured run can weigh.
+            beside = dataclasses.replace(left, device_bytes=left.device_bytes - workspace)
+            plan = with_early_updates(spec, plan, beside)
+        plan = dataclasses.replace(plan if sending is None else sending.applied(plan), workspace_bytes=workspace)
+        check_plan(spec, plan, self._limits)
+        return with_room(spec, plan, self._limits, clipping=options.clipping)
+
+    def _follow(self) -> Footprint | None:
+        options, device = self._options, self._device
+        makes_logits = options.loop is None or options.loop.makes_logits
+        try:
+            return footprint_of(self._cut, options.sample or {}, device.torch_device, makes_logits=makes_logits)
+        except ConfigError as error:
+            if self._tier is not None:
+                raise
+            warnings.warn(
+                f"the plan leaves {device.activation_share:.0%} of the device to activations, since what they take is "
+                f"not known: {error}",
+                stacklevel=2,
+            )
+            return None
+
+    def _workspace_bytes(self, sending: Sending | None) -> int:
+        """What the device is to leave to activations and workspace; 0: not known, or not in its budget."""
+        if self._footprint is None or not self._footprint.steps or not self._device.activation_share:
+            return 0
+        names = [unit.name for unit in self._cut.spec.units]
+        units = [UnitPlan(name=name, weights="device", gradients="device", states="device") for name in names]
+        peak = self._footprint.peak_bytes(units if sending is None else map(sending.unit, units))
+        return align_up(int(_WORKSPACE_SHARE * peak), PAGE_BYTES)
+
+
+def _tier_of_activations(options: Options) -> AwayTier | None:
+    """Where activations leave for, if the user wants that."""
     if options.activations is None:
         return None
     if options.activations not in ("host", "disk"):
         raise ConfigError(
             f"activations: expected 'host' or 'disk', or None to keep what fits on the device, but got "
             f"{options.activations!r}"
-        )
-    if options.plan is not None:
-        raise ConfigError(
-            "activations: expected it without plan=, which says where activations rest, but got both; leave one out"
         )
     if options.sample is None:
         raise ConfigError(
@@ -148,7 +254,7 @@ def _sending(cut: Partition, options: Options, device: Device) -> Sending | None
             "activations: expected a folder for the disk tier beside activations='disk', but the budget has none; give "
             "outcore.Budget(disk=...), --disk DIR in the command"
         )
-    return Sending(options.activations, saved_bytes(cut, options.sample, device.torch_device))
+    return options.activations
 
 
 def limits_of(budget: Budget, device: Device) -> Limits:

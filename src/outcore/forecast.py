@@ -7,6 +7,7 @@ by more than that.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,8 @@ from outcore.planning.timing.known_hardware import known_hardware
 from outcore.planning.timing.profile import rates_for
 from outcore.planning.timing.rates import Rates
 from outcore.planning.timing.simulate import Simulation, simulate
-from outcore.planning.units.activations import saved_bytes
+from outcore.planning.units.activations import footprint_of
+from outcore.planning.units.footprint import Saved
 from outcore.planning.units.partition import Partition
 from outcore.probe.kept import Machine
 from outcore.spec.budget import Limits
@@ -36,7 +38,7 @@ NamedHardware = Hardware | str | Path
 """A machine, a file that describes one, or names of parts that many have."""
 NO_TIMES = "none"
 """In place of a machine: plans are made without times, and nothing is measured."""
-_WORTH = 0.03
+WORTH = 0.03
 """See [Note: worth it]."""
 
 
@@ -47,6 +49,8 @@ class Loop(NamedTuple):
     clips: bool = True
     is_promised: bool = False
     """The number of micro-batches is: without clipping, updates may run inside backward."""
+    makes_logits: bool = True
+    """Of the whole micro-batch at once; else the loss is worked out in tiles."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +84,13 @@ class Forecast:
         """Steps of a plan, with the activations that there is room to keep."""
         return self._simulate(self._with_kept(plan))
 
-    def better_than(self, usual: Plan, limits: Limits) -> Plan:
+    def better_than(self, usual: Plan, limits: Limits, workspace_bytes: int) -> Plan:
         """A plan that is predicted to be faster, or the usual one. See [Note: worth it].
 
         Args:
             usual: For the same limits.
             limits: The most that a plan may take on each tier.
+            workspace_bytes: To leave of the device to activations and workspace; 0: the usual share.
         """
         spec, loop = self.cut.spec, self.loop
         if not any(unit.trainable for unit in spec.units) or rests_on_device(usual):
@@ -100,10 +105,11 @@ class Forecast:
             micro_batches=loop.micro_batches,
             is_promised=may_be_early,
             clipping=not may_be_early,
-            activation_share=self.device.activation_share,
+            activation_reserve_bytes=workspace_bytes,
+            activation_share=0.0 if workspace_bytes else self.device.activation_share,
         )
         found = search(job)
-        if found.simulation.step_s >= (1 - _WORTH) * self._simulate(usual).step_s:
+        if found.simulation.step_s >= (1 - WORTH) * self._simulate(usual).step_s:
             return usual
         return dataclasses.replace(found.plan, accumulation_steps=usual.accumulation_steps)
 
@@ -111,18 +117,21 @@ class Forecast:
         visits = usual_visits(self.cut.spec, self.loop.micro_batches)
         return simulate(self.cut.spec, plan, self.rates, visits, Circumstances(clips=self.loop.clips))
 
+    @functools.cached_property
+    def _saved(self) -> Mapping[str, Saved]:
+        return footprint_of(self.cut, self.sample, self.device.torch_device).saved
+
     def _with_kept(self, plan: Plan) -> Plan:
         """Units as a run recomputes them: those that come first in forward take the room."""
-        if plan.plain:  # the order of a step is written down with the room for updates, which autograd's own lacks
-            units = [dataclasses.replace(unit, policy="keep") for unit in plan.units]
-            pools = pools_for(self.cut.spec, units, LEAST)
-            return dataclasses.replace(plan, plain=False, units=tuple(units), pools=pools)
+        if plan.plain:  # runs as others do for which slots are there
+            plan = dataclasses.replace(plan, plain=False, pools=pools_for(self.cut.spec, plan.units, LEAST))
         left = plan.kept_bytes
-        saved = saved_bytes(self.cut, self.sample, self.device.torch_device) if left else {}
+        saved = self._saved if left else {}
         units = []
         for unit in plan.units:
-            fits = unit.policy == "recompute" and saved.get(unit.name, left + 1) <= left
-            left -= saved[unit.name] if fits else 0
+            nbytes = saved[unit.name].keep if unit.name in saved else left + 1
+            fits = unit.policy == "recompute" and nbytes <= left
+            left -= nbytes if fits else 0
             units.append(dataclasses.replace(unit, policy="keep") if fits else unit)
         return dataclasses.replace(plan, units=tuple(units))
 

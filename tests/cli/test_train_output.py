@@ -80,7 +80,7 @@ class TestMetrics:
         """Blocks sleep, so that nothing else counts; lanes are so slow that they are waited for."""
         took_s = [0.0]
         faults = Faults(throttle={"h2d": 2**20, "d2h": 2**20, "update": 8 * 2**20, "states_read": 2**23})
-        monkeypatch.setattr(mixin, "prepare", partial(prepare_for_test, faults=faults))
+        monkeypatch.setattr(mixin, "prepare_in_loop", partial(prepare_for_test, faults=faults))
         forward = LlamaDecoderLayer.forward
 
         def sleeping(self, *args, **kwargs):

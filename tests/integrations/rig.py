@@ -27,7 +27,7 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 import outcore
-from outcore.api import plan_for
+from outcore.api import plan_for, prepare_in_loop
 from outcore.integrations import transformers as integration
 from outcore.integrations.transformers import OutcoreMixin
 from outcore.runtime.module_guard import attachment_of
@@ -71,7 +71,7 @@ class Streamed(Plain):
     def prepare(self, model: torch.nn.Module, optimizer: Any, **options: Any) -> Any:
         """With a budget so tight that something must be everywhere."""
         options["budget"] = options.get("budget") or tight(model, optimizer, self.folder, **options)
-        return outcore.prepare(model, optimizer, **options)
+        return prepare_in_loop(model, optimizer, **options)
 
 
 def tight(model: torch.nn.Module, optimizer: Any, folder: Path, **options: Any) -> outcore.Budget:
@@ -94,7 +94,7 @@ def streamed(folder: Path, **options: Any) -> Iterator[Streamed]:
     side = Streamed(folder, options)
     whole_files = AssertionError("a whole file in host memory")
     with (
-        patch.object(integration, "prepare", side.prepare),
+        patch.object(integration, "prepare_in_loop", side.prepare),
         patch("safetensors.torch.load_file", side_effect=whole_files),
     ):
         try:

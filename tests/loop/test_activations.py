@@ -18,20 +18,24 @@ from torch import nn
 import outcore
 from outcore.core.errors import DiskError
 from outcore.planning.homes.pools import Comfort
+from outcore.planning.units import dear
 from outcore.runtime.activations import away
 from outcore.runtime.activations.away import Away, _Packing
+from outcore.spec.plan import POLICIES
 
 from .rig import DEVICE, Tower, adamw, assert_same, batch, make, seen, train
 
 COMFORT = Comfort(prefetch_depth=1, num_buckets=2, max_slots_host=2)
 TIERS = ("host", "disk")
 each_tier = pytest.mark.parametrize("tier", TIERS)
+each_policy = pytest.mark.parametrize("policy", POLICIES)
 
 
 @pytest.fixture(autouse=True)
 def _everything_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small."""
+    """However small, and every product is dear."""
     monkeypatch.setattr(away, "SMALL_BYTES", 64)
+    monkeypatch.setattr(dear, "DEAR_FLOP_PER_BYTE", 1)
 
 
 class Counted:
@@ -53,9 +57,16 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
 
 
 @contextmanager
-def prepared(model: nn.Module, tier: str, folder: Path, saved_bytes: int = 2**18, homes: str = "host") -> Iterator[Any]:
+def prepared(
+    model: nn.Module,
+    tier: str,
+    folder: Path,
+    saved_bytes: int = 2**18,
+    homes: str = "host",
+    policy: str = "keep",
+) -> Iterator[Any]:
     optimizer = adamw(model)
-    _, plan = forced(model, optimizer, homes, policy="keep", activations=tier, comfort=COMFORT)
+    _, plan = forced(model, optimizer, homes, policy=policy, activations=tier, comfort=COMFORT)
     units = [dataclasses.replace(u, saved_bytes=saved_bytes) if u.saved_bytes else u for u in plan.units]
     plan = dataclasses.replace(plan, units=tuple(units))
     with outcore.prepare(model, optimizer, plan=plan, budget=outcore.Budget(disk=folder), device=DEVICE) as result:
@@ -133,9 +144,10 @@ def parts_of_backward(model: nn.Module, optimizer: Any) -> Any:
 
 
 @pytest.mark.parametrize("drive", [micro_batches, two_forwards, retained, shapes, parts_of_backward])
+@each_policy
 @each_tier
-def test_whatever_a_loop_does(drive: Any, tier: str, tmp_path: Path, counted: Counted) -> None:
-    same(drive, tier, tmp_path, five)
+def test_whatever_a_loop_does(drive: Any, tier: str, policy: str, tmp_path: Path, counted: Counted) -> None:
+    same(drive, tier, tmp_path, five, policy=policy)
     assert counted.num_left >= 6
 
 
@@ -155,11 +167,13 @@ def test_a_unit_that_is_called_again_is_recomputed_there(tier: str, tmp_path: Pa
     assert counted.num_left == 2 * 3, "not the second call of block 1"
 
 
-@pytest.mark.parametrize("saved_bytes", [4096, 8192])
+@pytest.mark.parametrize(("policy", "saved_bytes"), [("keep", 4096), ("keep", 8192), ("select", 4096)])
 @each_tier
-def test_what_does_not_fit_is_recomputed(saved_bytes: int, tier: str, tmp_path: Path, counted: Counted) -> None:
+def test_what_does_not_fit_is_recomputed(
+    policy: str, saved_bytes: int, tier: str, tmp_path: Path, counted: Counted
+) -> None:
     with pytest.warns(UserWarning, match="saves more than the plan has room for"):
-        same(shapes, tier, tmp_path, five, saved_bytes=saved_bytes)
+        same(shapes, tier, tmp_path, five, saved_bytes=saved_bytes, policy=policy)
     assert counted.num_dropped > 0
     assert saved_bytes == 4096 or counted.num_left > 0, "smaller batches fit"
 
@@ -216,8 +230,10 @@ class StopError(Exception):
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@each_tier
-def test_an_exception_in_the_middle(where: str, tier: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tier", "policy"), [("host", "keep"), ("disk", "keep"), ("disk", "select"), ("host", "recompute")]
+)
+def test_an_exception_in_the_middle(where: str, tier: str, policy: str, tmp_path: Path) -> None:
     def stop(*_: Any) -> None:
         raise StopError
 
@@ -233,7 +249,7 @@ def test_an_exception_in_the_middle(where: str, tier: str, tmp_path: Path) -> No
         torch.manual_seed(2)
         return losses + train(model, optimizer, 2)
 
-    same(drive, tier, tmp_path, five)
+    same(drive, tier, tmp_path, five, policy=policy)
 
 
 def test_an_interrupt_when_what_was_saved_makes_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +290,8 @@ def test_nothing_is_left_to_the_garbage_collector(tier: str, tmp_path: Path) -> 
         assert not left
 
 
-def test_autocast(tmp_path: Path) -> None:
+@each_policy
+def test_autocast(policy: str, tmp_path: Path) -> None:
     def drive(model: nn.Module, optimizer: Any) -> Any:
         losses = []
         for step in range(3):
@@ -286,7 +303,7 @@ def test_autocast(tmp_path: Path) -> None:
             losses.append(loss.detach())
         return losses
 
-    same(drive, "host", tmp_path, five)
+    same(drive, "host", tmp_path, five, policy=policy)
 
 
 class Frozen(Tower):

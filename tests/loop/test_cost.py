@@ -22,7 +22,7 @@ from outcore.runtime.gradients.passes import _batches
 from .rig import DEVICE, WIDTH, Tower, adamw, batch, make, prepared, train
 
 MOST_CALLS = {"device": 670, "plain": 60, "host": 770}  # per unit and step: a few more than there are
-MOST_FILES = {"forward": 32, "gradient home": 19, "update on the host": 44, "fetch from disk": 20, "prepare": 82}
+MOST_FILES = {"forward": 32, "gradient home": 19, "update on the host": 44, "fetch from disk": 20, "prepare": 85}
 KIND = pytest.mark.parametrize("kind", ["device", "plain", "host"])
 POLICY = pytest.mark.parametrize("policy", ["keep", "recompute"])
 SHORT, LONG = 3, 8  # blocks
@@ -135,7 +135,8 @@ def test_a_step_leaves_nothing_to_the_collector(kind, policy, tmp_path):
     with prepared(model, adamw(model), kind, tmp_path, policy=policy) as (model, optimizer):
         for _ in range(2):
             step(model, optimizer)
-        gc.collect()
+        while gc.collect():  # what goes may leave more to go, as threads of the tests before do
+            pass
         gc.disable()
         try:
             for _ in range(3):

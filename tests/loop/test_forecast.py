@@ -12,11 +12,14 @@ import torch
 import outcore
 from outcore.api import plan_for, plan_in_time
 from outcore.core.errors import ConfigError, DiskError
+from outcore.device.cpu import CpuDevice
 from outcore.planning.timing.known_hardware import known_hardware
+from outcore.planning.units import watch
 from outcore.probe import kept
+from outcore.runtime.activations import away
 from outcore.spec.hardware import Hardware
 
-from .rig import DEVICE, adamw, assert_same, batch, make, seen, train
+from .rig import DEVICE, Tower, adamw, assert_same, batch, make, seen, train
 
 MACHINE = known_hardware("rtx-4090")
 SAMPLE = {"ids": batch()}
@@ -37,8 +40,8 @@ def slow_device() -> Hardware:
     )
 
 
-def planned(**options: Any) -> outcore.Plan:
-    model = make()
+def planned(num_blocks: int = 3, **options: Any) -> outcore.Plan:
+    model = make(lambda: Tower(num_blocks=num_blocks))
     options = {"budget": outcore.Budget(**TIGHT), "device": DEVICE, "sample": SAMPLE, **options}
     return plan_for(model, adamw(model), **options)[1]
 
@@ -64,7 +67,7 @@ class TestTheFastest:
         assert planned(hardware=slow_updates()) == planned(hardware=slow_updates())
 
     def test_what_is_hardly_faster_is_not_worth_it(self, monkeypatch):
-        monkeypatch.setattr("outcore.forecast._WORTH", 1.0)
+        monkeypatch.setattr("outcore.forecast.WORTH", 1.0)
         assert planned(hardware=slow_updates()) == planned(hardware="none")
 
     def test_a_plan_that_is_given_wins(self):
@@ -86,6 +89,59 @@ class TestTheFastest:
         options = {"budget": outcore.Budget(**TIGHT), "sample": SAMPLE, "hardware": hardware, "device": DEVICE}
         with outcore.prepare(twin, adamw(twin), **options, **how) as (twin, streamed):
             assert any(u.update == "device" or u.early for u in streamed.engine.plan.units)
+            got = seen((torch.manual_seed(5), train(twin, streamed))[1], twin, streamed)
+        assert_same(want, got)
+
+
+class TestActivations:
+    """On a device that has memory of its own."""
+
+    @pytest.fixture(autouse=True)
+    def _an_accelerator(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(CpuDevice, "activation_share", 0.3)
+        monkeypatch.setattr(CpuDevice, "has_host_memory", False)
+        monkeypatch.setattr(watch, "SMALL_BYTES", 64)
+        monkeypatch.setattr(away, "SMALL_BYTES", 64)
+
+    @staticmethod
+    def resting(plan: outcore.Plan) -> set[tuple[str, str]]:
+        return {(unit.policy, unit.activations) for unit in plan.units[1:]}
+
+    def test_leave_where_that_is_faster_than_to_compute_again(self):
+        budget = outcore.Budget(device=120_000, host=2**22)
+        assert self.resting(planned(budget=budget, hardware=slow_device())) == {("keep", "host")}
+        assert self.resting(planned(budget=budget, hardware="none")) == {("recompute", "device")}
+
+    def test_stay_where_the_bus_is_slow(self):
+        budget = outcore.Budget(device=120_000, host=2**22)
+        bus = dataclasses.replace(MACHINE.bus, d2h_bytes_per_s=1e4, h2d_bytes_per_s=1e9)
+        assert self.resting(planned(budget=budget, hardware=dataclasses.replace(MACHINE, bus=bus))) == {
+            ("recompute", "device")
+        }
+
+    def test_stay_where_everything_fits(self):
+        plan = planned(budget=outcore.Budget(device="1GiB", host="1GiB"), hardware=slow_device())
+        assert plan.plain
+
+    def test_leave_where_there_is_no_other_way(self):
+        options: dict[str, Any] = {"num_blocks": 20, "sample": {"ids": batch(rows=40)}, "hardware": "none"}
+        with pytest.raises(outcore.PlanInfeasibleError) as caught:
+            planned(budget=outcore.Budget(device=1000, host=2**24), **options)
+        less = int(0.9 * caught.value.required_bytes["device"])
+        plan = planned(budget=outcore.Budget(device=less, host=2**24), **options)
+        assert self.resting(plan) == {("recompute", "host")}
+
+    def test_results_are_those_of_the_plain_loop(self):
+        model = make()
+        plain = adamw(model)
+        for group in plain.param_groups:
+            group["fused"] = True
+        want = seen((torch.manual_seed(5), train(model, plain))[1], model, plain)
+        twin = make()
+        budget = outcore.Budget(device=120_000, host=2**22)
+        options = {"budget": budget, "sample": SAMPLE, "hardware": slow_device(), "device": DEVICE}
+        with outcore.prepare(twin, adamw(twin), **options) as (twin, streamed):
+            assert self.resting(streamed.engine.plan) == {("keep", "host")}
             got = seen((torch.manual_seed(5), train(twin, streamed))[1], twin, streamed)
         assert_same(want, got)
 

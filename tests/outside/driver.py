@@ -27,6 +27,7 @@ from torch.nn import functional
 
 import outcore
 from outcore.core.errors import LaneError, OutcoreError, PlanInfeasibleError, RaceError
+from outcore.planning.units import dear
 from outcore.runtime.activations import away
 
 from .blocks import DEVICE, KINDS, VOCAB, Block
@@ -706,6 +707,7 @@ def has_documented_rounding(program: Program) -> bool:
 
 
 @mock.patch.object(away, "SMALL_BYTES", 64)  # models are tiny
+@mock.patch.object(dear, "DEAR_FLOP_PER_BYTE", 1)
 def run_program(program: Program) -> dict[str, Any]:
     """Run a program on both sides; returns its verdict, and details of what is not equal.
 

@@ -112,7 +112,7 @@ def _plan(rng: random.Random, count: int) -> dict[str, Any]:
         "how": rng.choice(("given",) * 8 + ("budget", "default")),
         "fraction": rng.choice((0.0, 0.0, 0.3, 0.7)),  # of the way from the least budget to all on the device
         "homes": [_homes(rng, kind, i == 0) for i in range(count + 2)],
-        "policies": [rng.choice(("keep", "recompute")) for _ in range(count + 2)],
+        "policies": [rng.choice(("keep", "select", "recompute")) for _ in range(count + 2)],
         "activations": [rng.choice(("device", "device", "host", "disk")) for _ in range(count + 2)],
         "units": rng.choice((None, None, "blocks", "some", "with embedding")),
         "slots": rng.choice((1, 1, 2, 3, 4)),

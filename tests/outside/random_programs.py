@@ -293,7 +293,7 @@ def simpler(program: dict[str, Any]) -> Any:  # noqa: C901, PLR0912
             new = copy.deepcopy(program)
             if (i or homes[0] == "device") and set_at(new["plan"], ("homes", i), homes):
                 yield new
-        for policy in ("keep", "recompute"):
+        for policy in ("keep", "select", "recompute"):
             new = copy.deepcopy(program)
             if policy == "recompute" and set_at(new["plan"], ("policies", i), policy):
                 yield new

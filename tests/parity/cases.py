@@ -18,6 +18,7 @@ from torch import nn
 import outcore
 from outcore.planning.homes.fits import can_be_plain
 from outcore.planning.homes.pools import LEAST, Comfort
+from outcore.planning.units import dear
 from outcore.runtime.activations import away
 from outcore.spec.plan import TIERS
 
@@ -28,7 +29,7 @@ KINDS = ("device", "fits", "host", "disk", "mixed")
 """``fits``: as ``device``, and plain where it can be."""
 ROOMS = (0, 2**15, 2**30)  # for activations: none, for some calls, for all
 PRECISIONS = ("fp32", "bf16", "pure_bf16")
-POLICIES = ("recompute", "keep", "mixed")
+POLICIES = ("recompute", "keep", "select", "mixed")
 MIXED = (
     ("device", "host", "disk"),
     ("disk", "host", "host"),
@@ -63,8 +64,8 @@ class Case:
     name: str
     kind: str
     setting: Setting = PLAIN
-    policy: str = "recompute"  # "keep", "recompute"; "mixed" alternates
-    activations: str = "device"  # where those that are kept rest; "mixed" takes turns
+    policy: str = "recompute"  # or "keep", "select"; "mixed" takes turns
+    activations: str = "device"  # where what is saved rests; "mixed" takes turns
     promised: bool = False  # accumulation_steps and, without clipping, clipping=False are given to prepare
     share: float = 0.0  # of the units that can be, updated on the device through staging slots
     early: bool = False  # with promised: every unit that can be is updated inside backward
@@ -110,7 +111,7 @@ class Case:
             optimizer,
             lambda i: tiers(self.kind, i, self.offset),
             policy=lambda i: unit_policy(self.policy, i),
-            activations=lambda i: TIERS[i % 3] if self.activations == "mixed" else self.activations,
+            activations=lambda i: TIERS[(i + i // 3) % 3] if self.activations == "mixed" else self.activations,
             units=self.units,
             precision=self.setting.precision,
             comfort=LEAST if self.is_minimal else comfort,
@@ -127,7 +128,7 @@ class Case:
 def run(case: Case, folder: Path, *, prepare: Callable[..., Any] | None = None, **more: Any) -> Record:
     """Train a case with the streamed loop."""
     options = {**case.options(folder), **more}
-    with mock.patch.object(away, "SMALL_BYTES", 64):  # models are tiny
+    with mock.patch.object(away, "SMALL_BYTES", 64), mock.patch.object(dear, "DEAR_FLOP_PER_BYTE", 1):  # tiny models
         return streamed_loop(case.name, case.setting, make_plan=case.plan, prepare=prepare, **options)
 
 
@@ -209,7 +210,7 @@ def tiers(kind: str, i: int, offset: int = 0) -> tuple[str, str, str]:
 
 def unit_policy(policy: str, i: int) -> str:
     """The policy of unit ``i``."""
-    return policy if policy != "mixed" else ("keep", "recompute")[i % 2]
+    return policy if policy != "mixed" else ("keep", "recompute", "select")[i % 3]
 
 
 def pairwise() -> Iterator[Case]:

@@ -47,7 +47,13 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of what calls have saved."""
     found: list[int] = []
     end = Away.end_forward
-    monkeypatch.setattr(Away, "end_forward", lambda mine, owner: (end(mine, owner), found.append(mine.nbytes)))
+
+    def noting(mine: Away, owner: object) -> Any:
+        call = end(mine, owner)
+        found.append(mine.nbytes)
+        return call
+
+    monkeypatch.setattr(Away, "end_forward", noting)
     return found
 
 
@@ -131,9 +137,19 @@ def test_what_an_error_names_is_enough(tmp_path: Path) -> None:
 
 def test_a_disk_that_is_too_small_for_them_is_refused(tmp_path: Path) -> None:
     model = make(MODELS["llama"])
-    budget = outcore.Budget(device=2**30, host=2**30, disk=tmp_path, disk_bytes=2**16)
+    budget = outcore.Budget(device=2**30, host=2**30, disk=tmp_path, disk_bytes=2**14)
     with pytest.raises(PlanInfeasibleError, match="activations of the units"):
         outcore.prepare(model, adamw(model), sample=sample_of(), activations="disk", device=DEVICE, budget=budget)
+
+
+@pytest.mark.parametrize(("disk_bytes", "policy"), [(2**20, "keep"), (2**16, "recompute")])
+def test_as_much_is_saved_as_there_is_room_for(disk_bytes: int, policy: str, tmp_path: Path) -> None:
+    model = make(MODELS["llama"])
+    budget = outcore.Budget(device=2**30, host=2**30, disk=tmp_path, disk_bytes=disk_bytes)
+    options = {"sample": sample_of(), "activations": "disk", "device": DEVICE, "budget": budget}
+    with outcore.prepare(model, adamw(model), **options) as (model, optimizer):
+        assert {unit.policy for unit in optimizer.plan.units[1:]} == {policy}
+        train(model, optimizer, 1)
 
 
 def test_a_plan_goes_through_json(tmp_path: Path) -> None:

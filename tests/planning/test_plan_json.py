@@ -88,7 +88,7 @@ def test_missing_keys(key):
         ("units/0/weights", "host", "root unit's weights are always resident, expected 'device', but got 'host'"),
         ("units/1/weights", "nvme", "unit 'layers.0': weights: expected one of device, host, disk, but got 'nvme'"),
         ("units/1/weights", {}, "weights: expected one of"),
-        ("units/1/policy", "offload", "policy: expected one of keep, recompute, but got 'offload'"),
+        ("units/1/policy", "offload", "policy: expected one of keep, select, recompute, but got 'offload'"),
         ("units/1/states", "device", "states on the device need weights and gradients on the device too"),
         ("pools", "none", "expected a list under 'pools'"),
         ("pools/0/tier", "disk", "tier: expected one of device, host, but got 'disk'"),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import random
@@ -17,6 +18,7 @@ import torch
 from parity import zoo
 from parity.cases import MIXED, Case, run, unit_policy
 from parity.loops import Setting, assert_equal, plain_loop
+from plans import forced
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -24,10 +26,15 @@ import outcore
 from outcore.api import prepare_for_test
 from outcore.optim.rules import rule_for
 from outcore.planning.homes.reservations import tier_bytes
+from outcore.planning.units import dear
+from outcore.planning.units.activations import footprint_of
+from outcore.planning.units.footprint import Footprint
 from outcore.planning.units.partition import partition
+from outcore.spec.plan import POLICIES, TIERS
 
 pytestmark = pytest.mark.gpu
 NUM_PLANS = 24
+LAYERS = 6
 LOOSE_BYTES = 2**16  # norms, factors, counts of steps: each takes a block of 512 bytes
 
 
@@ -158,3 +165,51 @@ def test_activations_that_leave_are_not_there(tier: str, tmp_path: Path) -> None
     assert none == 0
     assert slots > 0
     assert away + slots <= 0.53 * kept, f"{away} and {slots} instead of {kept}"
+
+
+def random_policies(seed: int) -> tuple[list[str], list[str], str]:
+    """By unit what is saved and where it rests, and where everything else is."""
+    draw = random.Random(seed)
+    kind = draw.choice(["mixed", *POLICIES])
+    policies = [draw.choice(POLICIES) if kind == "mixed" else kind for _ in range(LAYERS)]
+    tiers = [draw.choice(TIERS) for _ in range(LAYERS)]
+    return policies, tiers if draw.random() < 0.5 else tiers[:1] * LAYERS, draw.choice(["device", "host"])
+
+
+def planned_and_seen(seed: int, folder: Path) -> tuple[int, int]:
+    """Device bytes beside the arena: what the footprint says, and what the device counts."""
+    policies, tiers, homes = random_policies(seed)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=344, num_hidden_layers=LAYERS, num_attention_heads=4, vocab_size=600
+    )
+    model, ids = LlamaForCausalLM(config), torch.randint(64, (2, 128)).cuda()
+    sample = {"input_ids": ids, "labels": ids}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = footprint_of(partition(model, state_names=(), precision=None), sample, torch.device("cuda"))
+    _, plan = forced(model, optimizer, homes, policy=lambda i: policies[i - 1], activations=lambda i: tiers[i - 1])
+    plan = with_room_for(found, plan)
+    with outcore.prepare(model, optimizer, plan=plan, device="cuda", budget=outcore.Budget(disk=folder)) as (model, _):
+        before = allocated()
+        torch.cuda.reset_peak_memory_stats()
+        model(**sample).loss.backward()
+        torch.cuda.synchronize()
+        return found.peak_bytes(plan.units), torch.cuda.max_memory_allocated() - before
+
+
+def with_room_for(found: Footprint, plan: outcore.Plan) -> outcore.Plan:
+    """For what calls save, to the byte."""
+    units = []
+    for unit in plan.units:
+        nbytes = found.saved[unit.name].of(unit.policy) if unit.activations != "device" else 0
+        units.append(dataclasses.replace(unit, saved_bytes=nbytes))
+    largest = max(unit.saved_bytes for unit in units)
+    pools = [dataclasses.replace(p, slot_bytes=largest) if p.kind == "activations" else p for p in plan.pools]
+    return dataclasses.replace(plan, units=tuple(units), pools=tuple(pools))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_step_takes_what_was_planned(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dear, "DEAR_FLOP_PER_BYTE", 30)
+    planned, seen = planned_and_seen(seed, tmp_path)
+    assert 0.93 * planned <= seen <= 1.01 * planned + LOOSE_BYTES, f"{seen} instead of {planned}"

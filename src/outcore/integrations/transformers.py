@@ -27,11 +27,12 @@ refuse_missing(*TRAINER)  # before Python does, who knows of no extra
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 
-from outcore.api import close, prepare, save_pretrained
+from outcore.api import close, prepare_in_loop, save_pretrained
 from outcore.core.errors import ConfigError, OutcoreError
-from outcore.forecast import NamedHardware
+from outcore.forecast import Loop, NamedHardware
 from outcore.integrations.checkpoints import mark_of_weights, refuse_incomplete
 from outcore.integrations.refusals import refuse_accelerator, refuse_arguments, refuse_model, refuse_optimizer
+from outcore.integrations.versions import scores_in_tiles
 from outcore.memory.weights_file import WeightsDirectory
 from outcore.runtime.module_guard import attachment_of
 from outcore.runtime.optimizer import StreamedOptimizer
@@ -40,7 +41,7 @@ from outcore.saving.conversions import is_adapter_model
 from outcore.saving.training_state import check_adapters, has_states, load_states, load_weights, save_states
 from outcore.spec.budget import Budget
 from outcore.spec.model import Precision
-from outcore.spec.plan import Plan
+from outcore.spec.plan import AwayTier, Plan
 
 # What Accelerate has this on, it neither moves nor wraps.
 _ACCELERATE_PREPARED = "_is_accelerate_prepared"
@@ -61,7 +62,7 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
 
     optimizer: Any  # a StreamedOptimizer from the first use on
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (as prepare)
         self,
         *args: Any,
         budget: Budget | None = None,
@@ -71,6 +72,8 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
         units: Sequence[str | type] | None = None,
         hardware: NamedHardware | None = None,
         compile: bool | Mapping[str, Any] = False,
+        sample: Mapping[str, torch.Tensor] | None = None,
+        activations: AwayTier | None = None,
         **kwargs: Any,
     ) -> None:
         """Build the Trainer below; the model is prepared when it is first used.
@@ -86,6 +89,9 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
             hardware: As for ``outcore.prepare``: the plan is the one that is predicted to be fastest where the training
                 arguments have a ``max_length``, which says with the batch size how large batches are.
             compile: Compile blocks, as for ``outcore.prepare``.
+            sample: The largest micro-batch that will come, as for ``outcore.prepare``. None: token IDs, if the training
+                arguments have a ``max_length``.
+            activations: As for ``outcore.prepare``: ``"host"`` or ``"disk"``.
             **kwargs: The Trainer's own.
 
         Raises:
@@ -93,7 +99,8 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
         """
         refuse_several_processes(type(self).__name__)
         self._outcore_options: dict[str, Any] = {"budget": budget, "plan": plan, "weights": weights, "units": units}
-        self._outcore_options |= {"hardware": hardware, "compile": compile}
+        self._outcore_options |= {"hardware": hardware, "compile": compile, "activations": activations}
+        self._outcore_sample = sample
         self._outcore_precision = precision
         self._outcore_checkpoint: str | None = None  # to begin from, until the model is prepared
         self._outcore_logged = (0, 0.0)
@@ -177,7 +184,11 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
             options["accumulation_steps"] = self.args.gradient_accumulation_steps
         precision = self._outcore_precision or _plain_precision(self.model)
         options |= {"precision": precision, "device": self.args.device, "sample": self._outcore_largest_batch()}
-        prepared = prepare(self.model, self.optimizer, **options)
+        loop = Loop(
+            self.args.gradient_accumulation_steps,
+            makes_logits=self._outcore_sample is not None or not scores_in_tiles(),
+        )
+        prepared = prepare_in_loop(self.model, self.optimizer, loop=loop, **options)
         self.optimizer = prepared.optimizer
         _PREPARED.add(self.model)
         self._outcore_logged = (0, 0.0)
@@ -187,8 +198,8 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
     def _outcore_largest_batch(self) -> Mapping[str, torch.Tensor] | None:
         """Tokens of a micro-batch where the arguments say how many may come. Of preferences both answers come."""
         length = getattr(self.args, "max_length", None)
-        if length is None:
-            return None
+        if self._outcore_sample is not None or length is None:
+            return self._outcore_sample
         pairs = any(kind.__name__ == "DPOConfig" for kind in type(self.args).__mro__)
         rows = self.args.per_device_train_batch_size * (1 + pairs)
         ids = torch.zeros(rows, length, dtype=torch.long, device="cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping
 
 _RENAMED = {
@@ -20,3 +21,9 @@ def other_names(fields: Collection[str]) -> Mapping[str, str]:
         **{old: new for old, new in _RENAMED.items() if new in fields},
         **{new: old for old, new in _RENAMED.items() if new not in fields},
     }
+
+
+def scores_in_tiles() -> bool:
+    """Whether TRL's trainers work out losses without the logits of the whole micro-batch."""
+    utils = sys.modules.get("trl.trainer.utils")
+    return hasattr(utils, "add_fused_lm_head")

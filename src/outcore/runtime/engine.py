@@ -126,7 +126,7 @@ class Engine:
         with self.opened.closed_on_error():
             self.attached.move_in(values, self.states.initial_value)
             if self.plan.kept_bytes:
-                room = Room(self.plan.kept_bytes, self.device.meter())
+                room = Room(self.plan.kept_bytes + self.plan.workspace_bytes, self.device.meter())
                 self._services = self._services._replace(room=room)
             if self.plan.plain:
                 self._stepper = plain = PlainUpdates(self.units, self.device)

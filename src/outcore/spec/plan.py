@@ -17,8 +17,8 @@ from outcore.spec.text_file import content_of, replace_file
 Tier = Literal["device", "host", "disk"]
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 AwayTier = Literal["host", "disk"]
-Policy = Literal["keep", "recompute"]
-POLICIES: tuple[Policy, ...] = ("keep", "recompute")
+Policy = Literal["keep", "select", "recompute"]
+POLICIES: tuple[Policy, ...] = ("keep", "select", "recompute")
 PoolKind = Literal[
     "weights", "bucket", "scratch", "staging", "new_weights", "states", "gradients", "landing", "activations"
 ]
@@ -46,8 +46,10 @@ class UnitPlan:
     gradients: Tier
     states: Tier
     policy: Policy = "recompute"
+    """What forward saves: all that autograd would (``keep``); or the arguments (``recompute``), from which the block
+    runs again in backward; or with these the results of matrix products and attention (``select``)."""
     activations: Tier = "device"
-    """Where what autograd saves in forward rests until backward, with policy ``keep``."""
+    """Where what is saved rests until backward."""
     saved_bytes: int = 0
     """Room for what one call saves, on host or disk. A call that saves more is recomputed."""
     update: Literal["host", "device"] = "host"
@@ -91,10 +93,10 @@ class UnitPlan:
                 f"{where}: expected saved_bytes > 0 where activations leave the device, and only there, but got "
                 f"{self.saved_bytes} with activations on {self.activations}"
             )
-        if self.activations != "device" and (self.policy != "keep" or not self.name):
+        if self.activations != "device" and not self.name:
             raise ConfigError(
-                f"{where}: expected activations on the device, or policy 'keep' in a unit other than the root, but "
-                f"got activations on {self.activations} with policy '{self.policy}'"
+                f"{where}: expected activations on the device, where those of the root stay, but got "
+                f"'{self.activations}'"
             )
 
     def _check_update(self, where: str) -> None:
@@ -165,6 +167,9 @@ class Plan:
     kept_bytes: int = 0
     """Device bytes, beside the plan's own, in which calls of units with policy ``recompute`` may keep their activations
     instead. A call that finds no room there is recomputed."""
+    workspace_bytes: int = 0
+    """Device bytes, beside those that the plan lists by unit and pool, that activations and workspace of the largest
+    micro-batch take at most; 0: not known."""
     plain: bool = False
     """Everything rests on the device in the form in which autograd makes it: gradients are autograd's own tensors, and
     a call that keeps its activations is the module's own forward."""
@@ -183,6 +188,7 @@ class Plan:
         if self.accumulation_steps is not None:
             _whole_number(self.accumulation_steps, 1, "plan: accumulation_steps (null: any number)")
         _whole_number(self.kept_bytes, 0, "plan: kept_bytes")
+        _whole_number(self.workspace_bytes, 0, "plan: workspace_bytes")
         if not isinstance(self.plain, bool):
             raise ConfigError(f"plan: plain: expected true or false, but got {self.plain!r}")
         if not isinstance(self.tier_bytes, Mapping):

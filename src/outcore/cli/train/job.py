@@ -20,6 +20,7 @@ from outcore.cli.train.model.source import ModelSource, build_model, find_model,
 from outcore.cli.train.settings.run_settings import Settings
 from outcore.core.errors import ConfigError, DiskError
 from outcore.forecast import Loop
+from outcore.integrations.versions import scores_in_tiles
 from outcore.memory.disk import DiskStore
 from outcore.planning.homes.table import plan_table
 from outcore.runtime.module_guard import is_guarded
@@ -217,7 +218,9 @@ def _plan_model(settings: Settings, source: ModelSource, budget: Budget) -> Plan
             hardware=settings.hardware,
             sample=None if args.max_length is None else _largest_batch(settings, args),
             # The Trainer asks for a norm in any case, but only one that clips makes an update in backward worthless.
-            loop=Loop(micro_batches, clips=args.max_grad_norm > 0, is_promised=True),
+            loop=Loop(
+                micro_batches, clips=args.max_grad_norm > 0, is_promised=True, makes_logits=not scores_in_tiles()
+            ),
             compile=settings.compile,
         )
     )

@@ -29,7 +29,7 @@ def with_room(model: ModelSpec, plan: Plan, limits: Limits, *, clipping: bool) -
         plan = dataclasses.replace(plan, plain=True, pools=())  # slots are for what moves or changes its form
         plan = dataclasses.replace(plan, tier_bytes=dict(tier_bytes(model, plan).items()))
     left = room_bytes(model, plan, limits)
-    return dataclasses.replace(plan, kept_bytes=left if any(u.policy == "recompute" for u in plan.units) else 0)
+    return dataclasses.replace(plan, kept_bytes=left if any(u.policy != "keep" for u in plan.units) else 0)
 
 
 def room_bytes(model: ModelSpec, plan: Plan, limits: Limits) -> int:

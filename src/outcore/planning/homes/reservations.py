@@ -1,5 +1,7 @@
 """Every buffer that a plan takes, on every tier: the one list that the planner adds up and the runtime allocates from.
 
+Workspace is the exception: what compute makes and drops again, which comes from the device's own allocator.
+
 Predicted bytes are exact because both sides read this list.
 """
 
@@ -14,7 +16,7 @@ from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import Plan, Tier, UnitPlan
 
 ReservationKind = Literal[
-    "weights", "gradients", "states", "next_weights", "next_states", "activations", "buffers", "slot"
+    "weights", "gradients", "states", "next_weights", "next_states", "activations", "buffers", "slot", "workspace"
 ]
 
 
@@ -48,6 +50,8 @@ def reservations(model: ModelSpec, plan: Plan) -> Iterator[Reservation]:
     for i, pool in enumerate(plan.pools):
         for slot in range(pool.num_slots):
             yield Reservation(tier=pool.tier, kind="slot", owner=f"{pool.kind}/{i}/{slot}", nbytes=pool.slot_bytes)
+    if plan.workspace_bytes:
+        yield Reservation(tier="device", kind="workspace", owner="", nbytes=plan.workspace_bytes)
 
 
 def _unit(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> Iterator[Reservation]:

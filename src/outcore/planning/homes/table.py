@@ -81,13 +81,15 @@ def infeasible_table(
 
 
 def _tier_rows(items: Sequence[Reservation], order: Sequence[str], plan: Plan) -> Iterator[tuple[str, str, str]]:
-    for kind in ("weights", "gradients", "states", "next_weights", "next_states"):
+    for kind in ("weights", "gradients", "states", "next_weights", "next_states", "activations"):
         owned = {r.owner: r.nbytes for r in items if r.kind == kind}
         for label, nbytes in _runs([(name, owned[name]) for name in order if name in owned]):
             yield f"  {kind.replace('_', ' ')}", label, format_bytes(nbytes)
     buffers = sum(r.nbytes for r in items if r.kind == "buffers")
     if buffers:
         yield "  buffers", "all units", format_bytes(buffers)
+    if workspace := sum(r.nbytes for r in items if r.kind == "workspace"):
+        yield "  workspace", "activations, logits and loss of the largest micro-batch", format_bytes(workspace)
     slots = Counter(_pool_index(r) for r in items if r.kind == "slot")
     for index in sorted(slots):
         pool = plan.pools[index]
@@ -101,6 +103,8 @@ def _sums(items: Sequence[Reservation], plan: Plan) -> dict[str, int]:
     for item in items:
         kind = item.kind.replace("_", " ")
         label = f"{kind} of the units" if item.owner else f"{kind} of the root"
+        if item.kind == "workspace":
+            label = "activations, logits and loss (workspace)"
         if item.kind == "slot":
             label = f"slots for {plan.pools[_pool_index(item)].kind}"
         sums[label] = sums.get(label, 0) + item.nbytes

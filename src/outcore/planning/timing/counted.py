@@ -40,12 +40,12 @@ def counted_work(cut: Partition, sample: Mapping[str, Any], device: torch.device
     Time: a forward in Python, 1 to 3 s for a large model. Memory: none.
     """
     counter = _Counter()
-    with on_shapes(cut, sample, device) as (_, forward), ExitStack() as hooks:
+    with on_shapes(cut, sample, device) as shapes, ExitStack() as hooks:
         for unit, module in zip(cut.spec.units[1:], cut.modules[1:], strict=True):
             hooks.callback(module.register_forward_pre_hook(counter.enter(unit.name)).remove)
             hooks.callback(module.register_forward_hook(counter.leave, always_call=True).remove)
         with counter:
-            forward()
+            shapes.forward(lambda _: None)
     return {unit.name: UnitWork(**counter.work[unit.name]) for unit in cut.spec.units}
 
 

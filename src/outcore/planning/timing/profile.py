@@ -161,6 +161,7 @@ def rates_for(hardware: Hardware, spec: ModelSpec, work: Mapping[str, UnitWork])
     return Rates(
         forward_s=forward,
         backward_s=backward,
+        selected_forward_s={n: seconds(w, 0, 0, 1) for n, w in work.items()},
         # A copy on the device reads and writes; adding up in host memory moves 10 bytes for 4 that it writes.
         bytes_per_s={**bytes_per_s, "compute": device.bytes_per_s / 2, "update": host.bytes_per_s / 2.5},
         parameters_per_s={"update": host.update_parameters_per_s, "device_update": updates, "compute": updates},

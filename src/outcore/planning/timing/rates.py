@@ -61,6 +61,8 @@ class Rates:
     parameters_per_s: Mapping[str, float] = field(default_factory=dict)
     """``update`` (by the CPU), ``device_update`` (states from host memory, beside compute), ``compute`` (states that
     live on the device, in ``step()``) -> parameters updated per second."""
+    selected_forward_s: Mapping[str, float] = field(default_factory=dict)
+    """Unit -> seconds of forward that policy ``select`` computes again."""
     latency_s: Mapping[str, float] = field(default_factory=dict)
     """Link -> seconds that every operation takes besides."""
     shared: tuple[Shared, ...] = ()
@@ -86,7 +88,8 @@ class Pace:
     def __init__(self, model: ModelSpec, plan: Plan, rates: Rates) -> None:
         self._rates = rates
         self._specs = {spec.name: spec for spec in model.units}
-        self._recomputed = {unit.name for unit in plan.units if unit.policy == "recompute"}
+        forward_s = {"keep": {}, "select": rates.selected_forward_s, "recompute": rates.forward_s}
+        self._again_s = {unit.name: forward_s[unit.policy].get(unit.name, 0.0) for unit in plan.units}
 
     def seconds(self, op: Operation) -> float:
         """How long an operation takes alone."""
@@ -108,8 +111,7 @@ class Pace:
 
     def backward_s(self, unit: str) -> float:
         """Of one visit, with recompute where the plan wants it."""
-        again_s = self._rates.forward_s.get(unit, 0.0) if unit in self._recomputed else 0.0
-        return again_s + self._rates.backward_s.get(unit, 0.0) + self._visit_s
+        return self._again_s[unit] + self._rates.backward_s.get(unit, 0.0) + self._visit_s
 
     @property
     def _visit_s(self) -> float:

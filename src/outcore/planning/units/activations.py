@@ -1,162 +1,258 @@
-"""What forwards save, from shapes alone, and a plan under which it leaves the device.
+"""What forwards save and what a step has alive, from shapes alone. See [Note: footprint].
 
 Kernels differ between devices: attention on the CPU saves the scores, on a GPU it does not. So the shapes are followed
-on fake tensors of the device that will compute. Nothing is computed.
+on fake tensors of the device that will compute, with the kernels that torch would choose there. Nothing is computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from outcore.core.errors import PlanInfeasibleError
-from outcore.core.quantities import PAGE_BYTES, align_up, format_bytes
+from outcore.core.errors import ConfigError
+from outcore.planning.units.caches import is_cache
+from outcore.planning.units.footprint import Footprint, Saved
 from outcore.planning.units.partition import Partition
 from outcore.planning.units.shapes import on_shapes
-from outcore.spec.budget import Limits
-from outcore.spec.plan import AwayTier, Plan, Pool, Tier
+from outcore.planning.units.watch import Risen, Watch
+from outcore.spec.model import UnitSpec
 
-SMALL_BYTES = 4096
-"""Storages up to this size stay on the device."""
-ALIGN_BYTES = 512
-"""Storages begin at multiples of this, as allocators let them: kernels are chosen by how their arguments lie."""
+TILE_ROWS = 256
+"""So many tokens are scored at a time where the loss is worked out in tiles."""
 
 
-def saved_bytes(cut: Partition, sample: Mapping[str, Any], device: torch.device) -> dict[str, int]:
-    """Bytes that one call of each unit saves and that can leave the device.
+def footprint_of(
+    cut: Partition, sample: Mapping[str, Any], device: torch.device, *, makes_logits: bool = True
+) -> Footprint:
+    """What a micro-batch saves, by unit and policy, and what is alive while a step works on it.
 
     Args:
         cut: The model; parts of it may be on the meta device.
-        sample: Keyword arguments of its forward, as large as they will come. Only shapes and dtypes count.
+        sample: Keyword arguments of its forward, as large as they will come. Only shapes and dtypes count. The step is
+            followed through the loss that the model gives, else through a cross entropy over its largest result.
         device: That will compute.
+        makes_logits: Of the whole micro-batch. False: the loop works them out in tiles.
 
     Returns:
-        Name of the unit -> bytes, in multiples of 4 KiB. Under autocast casts come on top of it.
+        The footprint; without steps where backward cannot be followed on shapes. Under autocast casts come on top.
 
     Raises:
         ConfigError: The model cannot be run with these arguments, or not without values.
 
-    Time: a forward in Python, 1 to 3 s for a large model. Memory: none.
+    Time: a step in Python, 1 to 4 s for a large model. Memory: none.
     """
-    seen = {unit.name: _Unit() for unit in cut.spec.units[1:]}
-    with on_shapes(cut, sample, device) as (own, forward), ExitStack() as hooks:
-        staying = {_storage(t) for t in own.values()}
-        for unit, module in zip(seen.values(), cut.modules[1:], strict=True):
-            hooks.callback(module.register_forward_pre_hook(unit.begin(staying), with_kwargs=True).remove)
-            hooks.callback(module.register_forward_hook(unit.end, always_call=True).remove)
-        forward()
-    return {name: align_up(unit.nbytes, PAGE_BYTES) for name, unit in seen.items()}
+    if not makes_logits and "labels" in sample:
+        tiled = {**{k: v for k, v in sample.items() if k != "labels"}, "logits_to_keep": TILE_ROWS}
+        with suppress(ConfigError):  # another model has no such argument
+            return footprint_of(cut, tiled, device)
+    watch, is_whole = Watch(), False
+    known: dict[Any, _Known] = {}
+    units = {unit.name: _Unit(unit.name, module, watch, known) for unit, module in _pairs(cut)}
+
+    def backward(result: list[Any]) -> None:
+        nonlocal is_whole
+        loss = _loss_of(result.pop())
+        try:
+            if loss is not None:
+                loss.backward()
+        except Exception:
+            return
+        watch.end()
+        is_whole = True
+
+    with on_shapes(cut, sample, device) as shapes, ExitStack() as undo:
+        given = [t for t in pytree.tree_leaves(shapes.batch) if isinstance(t, torch.Tensor)]
+        watch.begin([*shapes.own.values(), *given])
+        for unit in units.values():
+            undo.callback(unit.stand_in())
+        with watch:
+            shapes.forward(backward)
+    saved = {name: unit.saved for name, unit in units.items()}
+    return Footprint(saved=saved, steps=watch.steps if is_whole else [])
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    """Tells storages apart while they live; fake ones have no address."""
-    return tensor.untyped_storage()._cdata
+def _pairs(cut: Partition) -> Iterator[tuple[UnitSpec, nn.Module]]:
+    return zip(cut.spec.units[1:], cut.modules[1:], strict=True)
+
+
+def _loss_of(result: Any) -> torch.Tensor | None:
+    """What a loop would call backward on."""
+    loss = getattr(result, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    made = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    if not made:
+        return None
+    largest = max(made, key=torch.Tensor.numel)
+    return largest.float().log_softmax(-1).mean() if largest.dim() else largest
 
 
 class _Unit:
-    """Counts what autograd saves in calls of a unit, each storage once."""
+    """Counts what calls of a unit save, and recomputes them."""
 
-    def __init__(self) -> None:
-        self.nbytes = 0
-        """Of the largest call."""
-        self._running: list[tuple[_Call, Any]] = []
+    def __init__(self, name: str, module: nn.Module, watch: Watch, known: dict[Any, _Known]) -> None:
+        """Args: known: Of the calls of all units."""
+        self.name, self.watch, self._module, self._known = name, watch, module, known
+        self.saved = Saved(keep=0, select=0, recompute=0, both=0)
+        """Of the largest calls."""
+        self.forward: Callable[..., Any] = module.forward
 
-    def begin(self, staying: set[int]) -> Any:
-        """Hook before forward. Args: staying: Storages that stay in any case."""
+    def stand_in(self) -> Callable[[], None]:
+        """Take the place of the module's forward. Returns what undoes that."""
+        own = self._module.__dict__.get("forward")
+        self._module.__dict__["forward"] = self._call
 
-        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-            given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-            call = _Call({*staying, *(_storage(t) for t in given if not t.requires_grad)})
-            hooks = torch.autograd.graph.saved_tensors_hooks(call.count, _never)
-            hooks.__enter__()
-            self._running.append((call, hooks))
+        def undo() -> None:
+            del self._module.__dict__["forward"]
+            if own is not None:
+                self._module.__dict__["forward"] = own
 
-        return hook
+        return undo
 
-    def end(self, *_: Any) -> None:
-        """Hook behind forward."""
-        call, hooks = self._running.pop()
-        hooks.__exit__(None, None, None)
-        self.nbytes = max(self.nbytes, call.nbytes)
+    def params(self) -> list[torch.Tensor]:
+        """That need a gradient: the fakes, while they are lent."""
+        return [p for p in self._module.parameters() if p.requires_grad]
 
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        values = [None if is_cache(value) else value for value in args]
+        named = {name: None if is_cache(value) else value for name, value in kwargs.items()}
+        leaves, form = pytree.tree_flatten((values, named))
+        given = [i for i, t in enumerate(leaves) if isinstance(t, torch.Tensor) and t.requires_grad]
+        if not given and not self.params():
+            return self.forward(*values, **named)
+        kind = type(self._module), self._module.training, *map(_shape, self._module.parameters()), *map(_shape, leaves)
+        run = _Run(self, leaves, form, given, self._known.setdefault((*kind, str(form)), _Known()))
+        anchor = torch.empty(0, device="cpu", requires_grad=True)
+        made = iter(_Again.apply(run, anchor, *(leaves[i] for i in given)))
+        results, form = pytree.tree_flatten(run.result)
+        run.result = None
+        return pytree.tree_unflatten([next(made) if i in run.made else t for i, t in enumerate(results)], form)
 
-class _Call:
-    """What one call saves."""
-
-    def __init__(self, staying: set[int]) -> None:
-        self.nbytes = 0
-        self._staying = staying
-        self._kept: list[torch.Tensor] = []  # so that no storage comes twice under one name
-
-    def count(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Hook that packs."""
-        place, nbytes = _storage(tensor), tensor.untyped_storage().nbytes()
-        if place not in self._staying and nbytes > SMALL_BYTES:
-            self._staying.add(place)
-            self._kept.append(tensor.detach())
-            self.nbytes = align_up(self.nbytes + nbytes, ALIGN_BYTES)
-        return tensor
-
-
-def _never(tensor: torch.Tensor) -> torch.Tensor:
-    """No backward comes."""
-    return tensor
-
-
-@dataclass(frozen=True)
-class Sending:
-    """Activations of all units that leave the device for one tier."""
-
-    tier: AwayTier
-    saved: Mapping[str, int]
-    """Unit -> bytes."""
-
-    @property
-    def taken(self) -> dict[Tier, int]:
-        """Tier -> bytes that this takes: homes, and slots on the way."""
-        total: dict[Tier, int] = {"device": 0, "host": 0, "disk": 0}
-        total[self.tier] += sum(self.saved.values())
-        for pool in self._pools():
-            total[pool.tier] += pool.total_bytes
-        return total
-
-    def left(self, limits: Limits) -> Limits:
-        """What is left of limits for everything else."""
-        taken, disk = self.taken, limits.disk_bytes
-        return Limits(
-            device_bytes=max(0, limits.device_bytes - taken["device"]),
-            host_bytes=max(0, limits.host_bytes - taken["host"]),
-            disk_bytes=None if disk is None else max(0, disk - taken["disk"]),
+    def count(self, saved: Saved) -> None:
+        """Of one call."""
+        most = self.saved
+        self.saved = Saved(
+            **{k: max(getattr(saved, k), getattr(most, k)) for k in ("keep", "select", "recompute", "both")}
         )
 
-    def explained(self, error: PlanInfeasibleError) -> PlanInfeasibleError:
-        """The error of a plan for what was left, with what this takes on top of it."""
-        taken = self.taken
-        said = ", ".join(f"{format_bytes(nbytes)} on {tier}" for tier, nbytes in taken.items() if nbytes)
-        required = {tier: nbytes + taken[tier] for tier, nbytes in error.required_bytes.items()}  # type: ignore[index]
-        raised = {tier: nbytes + taken[tier] for tier, nbytes in error.raise_one_to.items()}  # type: ignore[index]
-        text = f"{error}\nActivations that rest on {self.tier} take {said} besides, which the numbers above leave out."
-        return PlanInfeasibleError(text, required, raised)
 
-    def applied(self, plan: Plan) -> Plan:
-        """The plan in which they leave. Args: plan: Made for what was left."""
-        units = [
-            replace(unit, policy="keep", activations=self.tier, saved_bytes=self.saved[unit.name])
-            if self.saved.get(unit.name)
-            else unit
-            for unit in plan.units
-        ]
-        return replace(plan, units=tuple(units), pools=(*plan.pools, *self._pools()))
+class _Known:
+    """What the first call of its kind did: others do the same, and need not be followed."""
 
-    def _pools(self) -> Iterator[Pool]:
-        slot_bytes = max(self.saved.values(), default=0)
-        counts: Sequence[tuple[Tier, int]] = [("device", 2), *([("host", 3)] if self.tier == "disk" else [])]  # type: ignore[list-item]
-        for tier, count in counts if slot_bytes else ():
-            num_slots = min(count, sum(nbytes > 0 for nbytes in self.saved.values()))
-            yield Pool(tier=tier, kind="activations", slot_bytes=slot_bytes, num_slots=num_slots)
+    def __init__(self) -> None:
+        self.saved = Saved(keep=0, select=0, recompute=0, both=0)
+        self.forward = self.backward = Risen({}, {})
+        self.made_bytes = 0
+        """As ``Step.made_bytes``."""
+        self.result: Any = None
+        """Shapes in place of results; None until they are known, and where they are not shapes alone."""
+        self.grads: list[bool] | None = None
+        """Which arguments got one."""
+
+
+class _Run:
+    """One call, to be repeated."""
+
+    def __init__(self, unit: _Unit, leaves: list[Any], form: Any, given: list[int], known: _Known) -> None:
+        """Args: leaves: All parts of the arguments. given: Which of them get a gradient. known: Of such calls."""
+        self.unit, self.given, self.known, self._form = unit, given, known, form
+        self.leaves = [None if i in given else leaf for i, leaf in enumerate(leaves)]
+        self.result: Any = None
+        self.made: set[int] = set()
+
+    def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """On leaves that share the memory of these. Returns them, and results with a gradient."""
+        inner = [t.detach().requires_grad_() for t in tensors]
+        leaves = list(self.leaves)
+        for i, leaf in zip(self.given, inner, strict=True):
+            leaves[i] = leaf
+        args, kwargs = pytree.tree_unflatten(leaves, self._form)
+        self.result = self.unit.forward(*args, **kwargs)
+        results = pytree.tree_leaves(self.result)
+        self.made = {i for i, t in enumerate(results) if isinstance(t, torch.Tensor) and t.grad_fn is not None}
+        return inner, [t for i, t in enumerate(results) if i in self.made]
+
+    def learn(self, made: Sequence[torch.Tensor], saved: Saved) -> None:
+        """What the first call gave."""
+        known, results = self.known, pytree.tree_leaves(self.result)
+        known.saved, known.forward = saved, self.unit.watch.risen
+        if all(i in self.made or t is None or isinstance(t, bool | int | float | str) for i, t in enumerate(results)):
+            known.result = pytree.tree_map_only(torch.Tensor, _Shape, self.result)
+
+    def invent(self) -> list[torch.Tensor]:
+        """Results as the first call gave them."""
+        self.unit.watch.rise(self.known.forward)
+        self.result = pytree.tree_map_only(_Shape, _Shape.empty, self.known.result)
+        results = pytree.tree_leaves(self.result)
+        self.made = {i for i, t in enumerate(results) if isinstance(t, torch.Tensor)}
+        return [t for t in results if isinstance(t, torch.Tensor)]
+
+
+class _Again(torch.autograd.Function):
+    """A unit that is recomputed."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, anchor: torch.Tensor, *given: torch.Tensor) -> Any:
+        ctx.run = run
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*given)
+        unit, watch = run.unit, run.unit.watch
+        watch.visit(unit.name, is_backward=False)
+        if run.known.result is not None:
+            unit.count(run.known.saved)
+            return tuple(run.invent())
+        saving = watch.begin_call([t for t in (*run.leaves, *given) if isinstance(t, torch.Tensor)])
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(saving.keep, _never):
+            made = run.forward(given)[1]
+        saved = watch.end_call(made)
+        unit.count(saved)
+        run.learn(made, saved)
+        return tuple(t.detach() for t in made)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        run: _Run = ctx.run
+        params, watch, known = run.unit.params(), run.unit.watch, run.known
+        watch.visit(run.unit.name, is_backward=True)
+        if known.grads is not None:
+            watch.rise(known.backward)
+            watch.walk().peak = known.made_bytes
+            pairs = zip(ctx.saved_tensors, known.grads, strict=True)
+            return (None, None, *(torch.empty_like(t) if is_given else None for t, is_given in pairs))
+        with torch.enable_grad():
+            inner, made = run.forward(ctx.saved_tensors)
+        run.result = None
+        outputs = [t for t, g in zip(made, grads, strict=True) if g is not None]
+        del made
+        walk = watch.walk()
+        found = torch.autograd.grad(outputs, [*inner, *params], [g for g in grads if g is not None], allow_unused=True)
+        known.backward, known.made_bytes = watch.risen, walk.peak
+        known.grads = [g is not None for g in found[: len(inner)]]
+        return (None, None, *found[: len(inner)])
+
+
+class _Shape:
+    """Of a tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.size, self.stride, self.dtype, self.device = tensor.size(), tensor.stride(), tensor.dtype, tensor.device
+
+    def empty(self) -> torch.Tensor:
+        """One without values."""
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+
+
+def _shape(value: Any) -> Any:
+    """Equal for two parts of arguments with which a block does the same, as far as shapes tell."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.requires_grad
+    return value if isinstance(value, bool | int | float | str | None) else type(value)
+
+
+def _never(_: object) -> torch.Tensor:
+    raise AssertionError("forward saves nothing")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
@@ -15,10 +16,18 @@ from outcore.planning.units.partition import Partition
 from outcore.spec.model import row_major
 
 
+class Shapes(NamedTuple):
+    """A model and a micro-batch without values."""
+
+    own: Mapping[str, torch.Tensor]
+    """Parameters and buffers, by name."""
+    batch: Mapping[str, Any]
+    forward: Callable[[Callable[[list[Any]], None]], None]
+    """Runs the model, and gives its result, in a list, to a function while the model has these parameters."""
+
+
 @contextmanager
-def on_shapes(
-    cut: Partition, sample: Mapping[str, Any], device: torch.device
-) -> Iterator[tuple[Mapping[str, torch.Tensor], Callable[[], object]]]:
+def on_shapes(cut: Partition, sample: Mapping[str, Any], device: torch.device) -> Iterator[Shapes]:
     """Have the model's parameters and buffers as fake tensors, and a forward over them.
 
     Args:
@@ -27,7 +36,7 @@ def on_shapes(
         device: That will compute.
 
     Yields:
-        Fake tensors by name; and the forward, which raises ``ConfigError`` if the model cannot be run so.
+        Fake tensors, and the forward, which raises ``ConfigError`` if the model cannot be run so.
 
     Time of the forward: its Python, 1 to 3 s for a large model. Memory: none.
     """
@@ -36,17 +45,29 @@ def on_shapes(
         own = _fakes(cut, device)
         batch = pytree.tree_map_only(torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device=device), sample)
 
-        def forward() -> object:
-            try:
-                return torch.func.functional_call(model, own, (), dict(batch))
-            except Exception as error:
-                raise ConfigError(
-                    "sample: expected keyword arguments with which the model runs on shapes alone, but it raised "
-                    f"{type(error).__name__}: {error}; give a micro-batch as the loop does, or prepare without sample= "
-                    "and activations="
-                ) from error
+        def forward(then: Callable[[list[Any]], None]) -> None:
+            torch.func.functional_call(_Lent(model, then), {f"model.{name}": t for name, t in own.items()}, (batch,))
 
-        yield own, forward
+        yield Shapes(own, batch, forward)
+
+
+class _Lent(nn.Module):
+    """A model whose parameters are lent for longer than its forward: backward may run it again."""
+
+    def __init__(self, model: nn.Module, then: Callable[[list[Any]], None]) -> None:
+        super().__init__()
+        self.model, self._then = model, then
+
+    def forward(self, batch: Mapping[str, Any]) -> None:
+        try:
+            result = [self.model(**batch)]  # in a list, from which it can be taken: nobody else shall keep it alive
+        except Exception as error:
+            raise ConfigError(
+                "sample: expected keyword arguments with which the model runs on shapes alone, but it raised "
+                f"{type(error).__name__}: {error}; give a micro-batch as the loop does, or prepare without sample= and "
+                "activations="
+            ) from error
+        self._then(result)
 
 
 def _fakes(cut: Partition, device: torch.device) -> dict[str, torch.Tensor]:

@@ -22,11 +22,16 @@ from outcore.device.lanes import Handle
 from outcore.memory.arena import Region
 from outcore.order.activations import ActivationOrder, SavedCall
 from outcore.order.ledger import Span
-from outcore.planning.units.activations import ALIGN_BYTES, SMALL_BYTES
-from outcore.runtime.activations.saved import Kept, by_place, changed, escaped, storage_of
+from outcore.planning.units.watch import ALIGN_BYTES, SMALL_BYTES
+from outcore.runtime.activations.saved import Kept, Placed, by_place, changed, escaped, storage_of, version_of
 from outcore.runtime.unit.unit import Unit
 from outcore.spec.lanes import Lane
 
+TOO_LARGE = (
+    "a call saves more than the plan has room for on host or disk, and is recomputed in backward, which changes no "
+    "result; give outcore.prepare() the largest batch as sample="
+)
+"""The same words for all units, so that Python says it once."""
 _calls = itertools.count()
 
 
@@ -92,15 +97,20 @@ class _Packing:
         buffer = self._unit.device_buffer()
         if buffer is not None:
             self._staying.add(storage_of(buffer.bytes))
-        return torch.autograd.graph.saved_tensors_hooks(self._keep, self._give)
+        return torch.autograd.graph.saved_tensors_hooks(self._keep, self.give)
 
     def _keep(self, tensor: torch.Tensor) -> Any:
         packed = self._pack(tensor) if self.fits else None
-        if not isinstance(packed, Kept) or tensor.device != self._device:
-            return packed
+        return self.put(tensor) if isinstance(packed, Kept) else packed
+
+    def put(self, tensor: torch.Tensor) -> Any:
+        """Store a tensor that is no weight. Returns what ``give`` takes; None: nothing fits any more."""
+        if not self.fits:
+            return None
         place = storage_of(tensor)
-        if place in self._staying or tensor.untyped_storage().nbytes() <= SMALL_BYTES:
-            return packed
+        is_elsewhere = tensor.device != self._device or place in self._staying
+        if is_elsewhere or tensor.untyped_storage().nbytes() <= SMALL_BYTES:
+            return Kept(tensor.detach(), version_of(tensor))
         storage = self.storages.get(place) or self._take(place, tensor)
         if storage is None:
             return None
@@ -126,11 +136,14 @@ class _Packing:
             view.tensor = None
         self._views.clear()
 
-    def _give(self, packed: Any) -> torch.Tensor:
+    def give(self, packed: Any) -> torch.Tensor:
+        """What was stored, wherever it is."""
         if packed is None:
             raise UnsupportedError(escaped(self._where))
-        if not isinstance(packed, _View):
+        if isinstance(packed, Placed):
             return self._unpack(packed)
+        if isinstance(packed, Kept):
+            return packed.unchanged(self._where)
         if packed.is_changed or (packed.tensor is not None and packed.tensor._version != packed.version):
             raise UnsupportedError(changed(packed.size, self._where))
         if packed.tensor is not None:
@@ -175,6 +188,14 @@ class Away:
     def hooks(self) -> Any:
         """To run the block under, with its weights bound."""
         return self._packing.hooks()
+
+    def put(self, tensor: torch.Tensor) -> Any:
+        """Store a tensor that is no weight, until ``end_forward``. Returns what ``give`` takes."""
+        return self._packing.put(tensor)
+
+    def give(self, packed: Any) -> torch.Tensor:
+        """What was stored, in backward."""
+        return self._packing.give(packed)
 
     # What the order asks for.
 
@@ -245,12 +266,31 @@ class Away:
             self._order.end_backward(call, is_over=is_over)
 
 
+class Sender:
+    """Begins what leaves with a call of one unit."""
+
+    def __init__(self, unit: Unit, order: ActivationOrder[Handle], device: Device, where: str) -> None:
+        """Args: order: Of all units. device: That compute uses. where: For errors."""
+        self._unit, self._order, self._device, self._where = unit, order, device, where
+        self._buffers = [buffer for module in unit.modules for buffer in module.buffers(recurse=False)]
+
+    def begin(self, tensors: Sequence[torch.Tensor]) -> Away | None:
+        """None if the unit's home is taken. Args: tensors: Arguments of the call."""
+        if not self._order.is_free(self._unit.ledger):
+            return None
+        staying = [*self._buffers, *(t for t in tensors if not t.requires_grad)]
+        return Away(self._unit, self._order, self._device, staying, self._where)
+
+
 def _nobody() -> None:
     return None
 
 
 def without_values(tensors: Sequence[torch.Tensor]) -> None:
     """Let go of the memory of leaves: what backward needs of them was saved."""
-    for tensor in tensors:
-        if tensor.requires_grad and tensor.grad_fn is None:
-            tensor.data = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+    for leaf in tensors:
+        if leaf.requires_grad and leaf.grad_fn is None:
+            nothing = torch.empty((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
+            for tensor in (leaf, leaf._base):  # what it is a view of has the memory as well
+                if tensor is not None:
+                    tensor.data = nothing

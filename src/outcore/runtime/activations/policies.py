@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -12,50 +12,15 @@ from outcore.core.errors import UnsupportedError
 from outcore.device.device import Device
 from outcore.device.lanes import Handle
 from outcore.order.activations import ActivationOrder, SavedCall
-from outcore.runtime.activations.away import Away, without_values
+from outcore.runtime.activations.away import TOO_LARGE, Away, Sender, without_values
+from outcore.runtime.activations.recomputed import Again
 from outcore.runtime.activations.room import Lease, Room
-from outcore.runtime.activations.saved import by_place, drop_saved, escaped, save_weights_by_place, storage_of
+from outcore.runtime.activations.saved import by_place, escaped, storage_of
+from outcore.runtime.activations.saving import Dropped, Graph, KeptGraph, Saving, SavingBase
+from outcore.runtime.activations.selection import Selection
 from outcore.runtime.unit.unit import Unit
 
 _MOST_KNOWN = 4096  # kinds of arguments that are remembered
-
-Graph = tuple[Sequence[torch.Tensor], Sequence[Any]]
-"""The arguments inside of the block, and its results or their edges in the graph."""
-
-
-class Saving(Protocol):
-    """What one call does with what autograd saves. Room that it has taken goes back with the object."""
-
-    may_drop: bool
-    """Whether it may come to a recompute."""
-
-    @property
-    def is_kept(self) -> bool:
-        """Backward walks the graph of forward, as it looks now; else it runs the block again."""
-
-    def hooks(self) -> Any:
-        """To run the block under, with its weights bound."""
-
-    def end(self, inner: Sequence[torch.Tensor], made: Sequence[torch.Tensor], owner: object) -> Graph | None:
-        """Forward is over. Returns what backward begins with; None: it is recomputed.
-
-        Args:
-            inner: The arguments inside of the block.
-            made: Results with a gradient.
-            owner: Lives as long as a backward may come.
-        """
-
-    def watched(self, made: Sequence[torch.Tensor]) -> Sequence[int]:
-        """Results that must not be changed in place outside."""
-
-    def returned(self, results: list[tuple[torch.Tensor, int]]) -> list[tuple[torch.Tensor, int]]:
-        """Watched results as they were handed out, with their versions then: those that somebody else has to watch."""
-
-    def begin_backward(self) -> None:
-        """The graph is walked now."""
-
-    def end_backward(self, *, is_over: bool) -> None:
-        """It was walked. Args: is_over: And will not be again."""
 
 
 class Policy:
@@ -68,7 +33,7 @@ class Policy:
     def __init__(self, unit: Unit, where: str) -> None:
         """Args: where: For errors."""
         self._unit, self._where = unit, where
-        self._kept = Kept(unit, None, None, where)
+        self._kept = KeptGraph(unit, None, None, where)
 
     def kind_of(self, args: Any, kwargs: Any) -> Hashable:
         """What the bytes of a call depend on."""
@@ -93,63 +58,6 @@ class Policy:
 
     def learn(self, kind: Hashable, count: Count, made: Sequence[torch.Tensor]) -> None:
         """Remember what calls take."""
-
-
-class _Saving:
-    """What most do."""
-
-    def returned(self, results: list[tuple[torch.Tensor, int]]) -> list[tuple[torch.Tensor, int]]:
-        """All."""
-        return results
-
-    def begin_backward(self) -> None:
-        """All is where it is wanted."""
-
-    def end_backward(self, *, is_over: bool) -> None:
-        """Nothing to do."""
-
-
-class Kept(_Saving):
-    """All is kept."""
-
-    is_kept, may_drop = True, False
-
-    def __init__(self, unit: Unit, lease: Lease | None, saved: Sequence[int] | None, where: str) -> None:
-        """Args: lease: The bytes that it takes; None: they are not counted. saved: See ``watched``; None: all."""
-        self._unit, self._lease, self._saved, self._where = unit, lease, saved, where
-
-    def hooks(self) -> Any:
-        """See ``Saving``."""
-        return save_weights_by_place(self._unit, self._where)
-
-    def end(self, inner: Sequence[torch.Tensor], made: Sequence[torch.Tensor], owner: object) -> Graph:
-        """See ``Saving``."""
-        return inner, list(made)
-
-    def watched(self, made: Sequence[torch.Tensor]) -> Sequence[int]:
-        """Results that the graph needs unchanged."""
-        return range(len(made)) if self._saved is None else self._saved
-
-
-class Dropped(_Saving):
-    """Nothing is kept."""
-
-    is_kept, may_drop = False, True
-
-    def __init__(self, where: str) -> None:
-        """Args: where: For errors."""
-        self._hooks = drop_saved(where)
-
-    def hooks(self) -> Any:
-        """See ``Saving``."""
-        return self._hooks
-
-    def end(self, inner: Sequence[torch.Tensor], made: Sequence[torch.Tensor], owner: object) -> None:
-        """See ``Saving``."""
-
-    def watched(self, made: Sequence[torch.Tensor]) -> Sequence[int]:
-        """None: recompute makes them again."""
-        return ()
 
 
 class Count:
@@ -186,7 +94,7 @@ class Count:
         return tensor
 
 
-class Trial(_Saving, Count):
+class Trial(SavingBase, Count):
     """Keeps what is saved as well, until there is no room; then nothing is kept."""
 
     may_drop = True
@@ -202,6 +110,11 @@ class Trial(_Saving, Count):
         super().hooks()
         self._pack, self._unpack = by_place(self._unit, self._where)
         return torch.autograd.graph.saved_tensors_hooks(self._keep, self._give)
+
+    @property
+    def is_needed(self) -> bool:
+        """If it was kept."""
+        return self.is_kept
 
     def end(self, inner: Sequence[torch.Tensor], made: Sequence[torch.Tensor], owner: object) -> Graph | None:
         """From here on the graph owns what was kept."""
@@ -241,16 +154,19 @@ class WhatFits(Policy):
 
     keeps_all = False
 
-    def __init__(self, unit: Unit, room: Room, device_kind: str, where: str) -> None:
-        """Args: room: Shared by all units."""
+    def __init__(self, unit: Unit, room: Room, device_kind: str, remember: Remember | None, where: str) -> None:
+        """Args: room: Of all units. remember: What a recompute finds saved; None: the arguments, by autograd."""
         super().__init__(unit, where)
-        self._room, self._device_kind, self.has_kinds = room, device_kind, room.nbytes > 0
+        self._room, self._device_kind, self._remember = room, device_kind, remember
+        self.has_kinds = room.nbytes > 0 or remember is not None
         self._trainable = unit.params[: unit.num_trainable]
         self._known: dict[Hashable, tuple[int, Sequence[int]]] = {}
         self._dropped = Dropped(where)
 
     def kind_of(self, args: Any, kwargs: Any) -> Hashable:
         """See ``Policy``."""
+        if not self._room.nbytes:
+            return True
         device = self._device_kind
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         flags = tuple([p.requires_grad for p in self._trainable])
@@ -269,11 +185,14 @@ class WhatFits(Policy):
         if known is None:
             self._room.expect(sum(t.nbytes for t in tensors))
         if self._shares_casts() or self._room.free_bytes <= 0:
-            return self._dropped
+            return self._drop(tensors)
         if known is None:
             return Trial(self, kind, self._unit, Lease(self._room), self._where)
         lease = self._room.lease(known[0])
-        return self._dropped if lease is None else Kept(self._unit, lease, known[1], self._where)
+        return self._drop(tensors) if lease is None else KeptGraph(self._unit, lease, known[1], self._where)
+
+    def _drop(self, tensors: Sequence[torch.Tensor]) -> Saving:
+        return self._dropped if self._remember is None else self._remember.begin(tensors) or self._dropped
 
     def _shares_casts(self) -> bool:
         """Whether a kept graph needs a cache of casts of its own, which would empty that of the whole model."""
@@ -290,7 +209,7 @@ class WhatFits(Policy):
         self._known[kind] = count.nbytes, count.watched(made)
 
 
-class _SentAway(_Saving):
+class _SentAway(SavingBase):
     """One call whose activations leave the device, if they fit."""
 
     may_drop = True
@@ -303,16 +222,16 @@ class _SentAway(_Saving):
     def is_kept(self) -> bool:
         return self._away.fits
 
+    @property
+    def is_needed(self) -> bool:
+        return self._away.fits
+
     def hooks(self) -> Any:
         return self._away.hooks()
 
     def end(self, inner: Sequence[torch.Tensor], made: Sequence[torch.Tensor], owner: object) -> Graph | None:
         if not self._away.fits:
-            warnings.warn(  # the same words for all units, so that Python says it once
-                "a call saves more than the plan has room for on host or disk, and is recomputed in backward, which "
-                "changes no result; give outcore.prepare() the largest batch as sample=",
-                stacklevel=2,
-            )
+            warnings.warn(TOO_LARGE, stacklevel=2)
             return None
         self._call = self._away.end_forward(owner)
         edges = [torch.autograd.graph.get_gradient_edge(t) for t in made]
@@ -333,16 +252,32 @@ class _SentAway(_Saving):
         self._away.end_backward(self._call, is_over=is_over)
 
 
+class Remember:
+    """What calls save that are recomputed: on the device, or off it."""
+
+    def __init__(self, sender: Sender | None, where: str, *, selects: bool) -> None:
+        """Args: sender: None: all stays. selects: Whether results that are dear to compute are saved."""
+        self._sender, self._selects, self._where = sender, selects, where
+
+    def begin(self, tensors: Sequence[torch.Tensor]) -> Saving | None:
+        """Args: tensors: Arguments of the call. Returns None if the unit's home is taken."""
+        away = None
+        if self._sender is not None:
+            away = self._sender.begin(tensors)
+            if away is None:
+                return None
+        return Again(tensors, Selection(self._where) if self._selects else None, away, self._where)
+
+
 class SendAway(Policy):
     """What is saved leaves the device; a call that does not fit its home is recomputed."""
 
     keeps_all, has_kinds = False, True
 
-    def __init__(self, unit: Unit, order: ActivationOrder[Handle], device: Device, where: str) -> None:
-        """Args: order: Of all units. device: That compute uses."""
+    def __init__(self, unit: Unit, sender: Sender, where: str) -> None:
+        """Args: sender: Of the unit."""
         super().__init__(unit, where)
-        self._order, self._device, self._dropped = order, device, Dropped(where)
-        self._buffers = [buffer for module in unit.modules for buffer in module.buffers(recurse=False)]
+        self._sender, self._dropped = sender, Dropped(where)
 
     def kind_of(self, args: Any, kwargs: Any) -> Hashable:
         """One for all: what a call takes is known when it has run."""
@@ -352,17 +287,18 @@ class SendAway(Policy):
         """See ``Policy``."""
         if kind is None:
             return self._kept
-        if not self._order.is_free(self._unit.ledger):
-            return self._dropped
-        staying = [*self._buffers, *(t for t in tensors if not t.requires_grad)]
-        return _SentAway(Away(self._unit, self._order, self._device, staying, self._where))
+        away = self._sender.begin(tensors)
+        return self._dropped if away is None else _SentAway(away)
 
 
 def policy_of(unit: Unit, room: Room, order: ActivationOrder[Handle], device: Device, where: str) -> Policy:
     """The policy that the plan gives to a unit."""
-    if unit.plan.policy == "recompute":
-        return WhatFits(unit, room, device.torch_device.type, where)
-    return Policy(unit, where) if unit.plan.activations == "device" else SendAway(unit, order, device, where)
+    sender = None if unit.plan.activations == "device" else Sender(unit, order, device, where)
+    if unit.plan.policy == "keep":
+        return Policy(unit, where) if sender is None else SendAway(unit, sender, where)
+    selects = unit.plan.policy == "select"
+    remember = Remember(sender, where, selects=selects) if selects or sender is not None else None
+    return WhatFits(unit, room, device.torch_device.type, remember, where)
 
 
 def _signature(value: Any) -> Any:

@@ -60,9 +60,7 @@ def by_place(unit: Unit, where: str) -> tuple[Callable[[torch.Tensor], Any], Cal
 
     def unpack(saved: Kept | Placed) -> torch.Tensor:
         if isinstance(saved, Kept):
-            if saved.tensor._version != saved.version:
-                raise UnsupportedError(changed(saved.tensor.shape, where))
-            return saved.tensor
+            return saved.unchanged(where)
         now = unit.device_buffer()
         if not unit.presence.num_calls:
             raise UnsupportedError(escaped(where))
@@ -81,6 +79,12 @@ class Kept(NamedTuple):
 
     tensor: torch.Tensor
     version: int
+
+    def unchanged(self, where: str) -> torch.Tensor:
+        """The tensor. Raises: UnsupportedError: It was changed in place since."""
+        if version_of(self.tensor) != self.version:
+            raise UnsupportedError(changed(self.tensor.shape, where))
+        return self.tensor
 
 
 class Placed(NamedTuple):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from outcore.core.errors import UnsupportedError
+from outcore.planning.units.caches import is_cache
 
 Arguments = tuple[tuple[Any, ...], tuple[str, ...], tuple[Any, ...]]
 """Arguments by position, and names and values of the others: all in tuples, which nobody can change."""
@@ -39,13 +39,3 @@ def in_training(args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> tu
     refuse_filled_caches(arguments, where)
     args, names, values = without_caches(arguments)
     return args, dict(zip(names, values, strict=True))
-
-
-def is_cache(value: Any) -> bool:
-    """Whether it is a key-value cache of Transformers."""
-    return _is_cache_class(type(value))  # type: ignore[arg-type]  # classes can be hashed
-
-
-@functools.lru_cache(maxsize=256)
-def _is_cache_class(kind: type) -> bool:
-    return any(c.__name__ == "Cache" and c.__module__.startswith("transformers") for c in kind.__mro__)

@@ -21,12 +21,14 @@ from outcore.device.autograd import is_executed, is_packing, keeps_graph, order_
 from outcore.device.device import Device
 from outcore.device.lanes import Handle
 from outcore.order.activations import ActivationOrder
-from outcore.runtime.activations.policies import Graph, Policy, policy_of
+from outcore.planning.units.caches import is_cache
+from outcore.runtime.activations.policies import Policy, policy_of
 from outcore.runtime.activations.room import Room
 from outcore.runtime.activations.saved import storage_of, version_of
+from outcore.runtime.activations.saving import Graph
 from outcore.runtime.module.autocast import AutocastCacheOff
 from outcore.runtime.module.bound import Bound, make_way
-from outcore.runtime.module.caches import is_cache, refuse_filled_caches, without_caches
+from outcore.runtime.module.caches import refuse_filled_caches, without_caches
 from outcore.runtime.module.checks import Doubts, Rhythm, Summary, summary_of
 from outcore.runtime.module.compiling import Compiling
 from outcore.runtime.module.inner_graph import (
@@ -100,8 +102,7 @@ class UnitCall:
         self._anchor = torch.empty(0, device="cpu", requires_grad=True)
         self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
         functools.update_wrapper(self, unit.module.forward)
-        self._is_closed = False
-        self._where = f"unit '{unit.label}'"
+        self._is_closed, self._where = False, f"unit '{unit.label}'"
         self._surroundings = Surroundings(unit.modules, self._device, self._where)
         self._policy: Policy = policy_of(unit, room, activations, self._device, self._where)
         self._activations = activations if activations.homes_are_used else None
@@ -143,7 +144,7 @@ class UnitCall:
         call, inner, outputs, out_structure = self._run_forward(tensors, structure, kind)
         if call.outputs:
             given = [t for t, u in zip(tensors, call.used, strict=True) if u]
-            saved = tensors if call.state is not None or is_packing() else []
+            saved = tensors if call.needs_arguments or is_packing() else []
             # Parameters are inputs too: for torch.autograd.grad, backward(inputs=...) and their own gradient hooks.
             results = iter(UnitFunction.apply(self, call, saved, self._anchor, *given, *call.foreign, *self._trainable))
         outer = {id(i): t for i, t in zip(inner, tensors, strict=True)}
@@ -202,8 +203,7 @@ class UnitCall:
             self._refuse_weights_outside(outputs)
             edits = self._edits.end()
         self._edits.write_home(edits)
-        if saving.is_kept:
-            state = None
+        state = None if saving.is_kept else state
         if state is not None:
             state.drop_unchanged()
         if [version_of(t) for t in tensors] != versions:
@@ -218,11 +218,11 @@ class UnitCall:
         call.foreign_versions = [version_of(t) for t in foreign]
         call.watched = sharing_memory(made, tensors)
         call.graph = saving.end(inner, made, call)
+        call.saving = saving if saving.is_needed else None
         if call.graph is None:
-            call.edited, call.kind = self._edits.suspects, kind
+            call.edited, call.kind = self._edits.suspects, None if saving.is_needed else kind
             call.summary = summary_of(outputs, out_structure) if is_checked or call.edited else None
         else:
-            call.saving = saving
             call.watched = sorted({*call.watched, *saving.watched(made)})
             self._casts.learn(made)
         return call, inner, outputs, out_structure
@@ -357,9 +357,11 @@ class UnitCall:
                 why = "expected one backward through this graph, but it is the second"
                 raise UnsupportedError(f"{self._where}: {why}; pass retain_graph=True to the first")
             return call.graph
-        inner = [guarded_leaf(t, self._where) if w else t for t, w in zip(saved, call.wants_grad, strict=True)]
         count = None if call.kind is None else self._policy.count(call.kind)
         saving = nullcontext() if count is None else count.hooks()
+        if call.saving is not None:
+            saving, saved = call.saving.again(saving), call.saving.arguments(saved)
+        inner = [guarded_leaf(t, self._where) if w else t for t, w in zip(saved, call.wants_grad, strict=True)]
         with call.state.restored(), self._edits.undone(call.edited):
             modes = saving, self._casts.cache_again(was_on=call.state.caches_casts)
             outputs, structure = self._run(call.inputs, inner, modes, call.recording)

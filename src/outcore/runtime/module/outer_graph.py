@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from outcore.core.errors import UnsupportedError
-from outcore.runtime.activations.policies import Graph, Saving
 from outcore.runtime.activations.saved import version_of
+from outcore.runtime.activations.saving import Graph, Saving
 from outcore.runtime.module.checks import Summary
 from outcore.runtime.module.replay import ForwardState
 from outcore.runtime.module.structure import Structure
@@ -48,8 +48,15 @@ class Call:
     kind: Hashable = None
     """Of the arguments, where a recompute may have to be counted."""
 
+    @property
+    def needs_arguments(self) -> bool:
+        """Whether it is recomputed from arguments that autograd keeps."""
+        return self.state is not None and (self.saving is None or not self.saving.has_arguments)
+
     def release(self) -> None:
         """Let go of what a backward needs: this object lives as long as the loss does."""
+        if self.saving is not None:
+            self.saving.release()
         self.graph = self.state = self.saving = None
         self.returned = []
 

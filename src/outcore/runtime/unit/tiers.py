@@ -37,7 +37,7 @@ class Tiers:
             DiskError: The disk tier cannot be opened.
         """
         # Buffers stay where they are; gradients of a plain plan are autograd's own tensors.
-        elsewhere = ("buffers", "gradients") if plan.plain else ("buffers",)
+        elsewhere = ("buffers", "workspace", *(["gradients"] if plan.plain else []))
         self._items = [r for r in reservations(model, plan) if r.kind not in elsewhere]
         total = {
             tier: sum(align_up(r.nbytes, 4096) for r in self._items if r.tier == tier)

@@ -1,0 +1,72 @@
+"""A plan under which what forwards save leaves the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from outcore.core.errors import PlanInfeasibleError
+from outcore.core.quantities import format_bytes
+from outcore.planning.units.footprint import Footprint
+from outcore.spec.budget import Limits
+from outcore.spec.plan import AwayTier, Plan, Policy, Pool, Tier, UnitPlan
+
+
+@dataclass(frozen=True)
+class Sending:
+    """Activations of all units that leave the device for one tier."""
+
+    tier: AwayTier
+    policy: Policy
+    """Of all units but the root: what is saved."""
+    footprint: Footprint
+
+    @property
+    def saved(self) -> dict[str, int]:
+        """Unit -> bytes."""
+        return {name: saved.of(self.policy) for name, saved in self.footprint.saved.items()}
+
+    @property
+    def taken(self) -> dict[Tier, int]:
+        """Tier -> bytes that this takes: homes, and slots on the way."""
+        total: dict[Tier, int] = {"device": 0, "host": 0, "disk": 0}
+        total[self.tier] += sum(self.saved.values())
+        for pool in self._pools():
+            total[pool.tier] += pool.total_bytes
+        return total
+
+    def left(self, limits: Limits) -> Limits:
+        """What is left of limits for everything else."""
+        taken, disk = self.taken, limits.disk_bytes
+        return Limits(
+            device_bytes=max(0, limits.device_bytes - taken["device"]),
+            host_bytes=max(0, limits.host_bytes - taken["host"]),
+            disk_bytes=None if disk is None else max(0, disk - taken["disk"]),
+        )
+
+    def explained(self, error: PlanInfeasibleError) -> PlanInfeasibleError:
+        """The error of a plan for what was left, with what this takes on top of it."""
+        taken = self.taken
+        said = ", ".join(f"{format_bytes(nbytes)} on {tier}" for tier, nbytes in taken.items() if nbytes)
+        required = {tier: nbytes + taken[tier] for tier, nbytes in error.required_bytes.items()}  # type: ignore[index]
+        raised = {tier: nbytes + taken[tier] for tier, nbytes in error.raise_one_to.items()}  # type: ignore[index]
+        text = f"{error}\nActivations that rest on {self.tier} take {said} besides, which the numbers above leave out."
+        return PlanInfeasibleError(text, required, raised)
+
+    def applied(self, plan: Plan) -> Plan:
+        """The plan in which they leave. Args: plan: Made for what was left."""
+        units, pools = tuple(map(self.unit, plan.units)), (*plan.pools, *self._pools())
+        return replace(plan, units=units, pools=pools)
+
+    def unit(self, plan: UnitPlan) -> UnitPlan:
+        """The plan of one unit in which what it saves leaves. What saves nothing that can leave stays."""
+        nbytes = self.saved.get(plan.name, 0)
+        tier: Tier = self.tier if nbytes else "device"
+        return replace(plan, policy=self.policy if plan.name else "keep", activations=tier, saved_bytes=nbytes)
+
+    def _pools(self) -> Iterator[Pool]:
+        slot_bytes = max(self.saved.values(), default=0)
+        counts: Sequence[tuple[Tier, int]] = [("device", 2), *([("host", 3)] if self.tier == "disk" else [])]  # type: ignore[list-item]
+        for tier, count in counts if slot_bytes else ():
+            num_slots = min(count, sum(nbytes > 0 for nbytes in self.saved.values()))
+            yield Pool(tier=tier, kind="activations", slot_bytes=slot_bytes, num_slots=num_slots)

@@ -1,0 +1,50 @@
+"""Results that are dear to compute for their bytes: what policy ``select`` saves instead of computing it again.
+
+[Note: select] Matrix products and attention take most of a block's work, and their results are a small part of what
+autograd saves. Everything else (norms, activation functions, positions) is bound by memory: to compute it again takes
+about as long as to read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+DEAR_FLOP_PER_BYTE = 200
+"""Of the result. An A100 computes so many for each byte that it reads: 312 TFLOP/s in bf16 over 1.555 TB/s (NVIDIA,
+"A100 Tensor Core GPU Architecture"). Below that, computing takes no longer than moving."""
+
+
+_CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 (torch has no other name)
+"""The one that torch's table of work leaves out."""
+
+
+def may_be_dear(func: Any) -> bool:
+    """Whether an operation is one of which the work is known."""
+    packet = getattr(func, "overloadpacket", None)  # operations of higher order have none
+    return packet is _CPU_ATTENTION or packet in flop_registry
+
+
+def is_dear(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
+    """Whether to save a result. Args: func: ``may_be_dear``. result: What it gave for these arguments."""
+    if _draws(func, args, kwargs):
+        return False
+    tensors = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+    if func.overloadpacket is _CPU_ATTENTION:
+        flop = sdpa_flop_count(*(t.shape for t in args[:3]))
+    else:
+        flop = flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
+    return bool(flop >= DEAR_FLOP_PER_BYTE * sum(t.nbytes for t in tensors))
+
+
+def _draws(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether it takes random numbers, which those behind it would then find taken or not."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return float(given.get("dropout_p", 0.0)) > 0.0

@@ -1,0 +1,121 @@
+"""What activations and workspace take on the device at most, for any choice of policies. See [Note: footprint].
+
+[Note: footprint] One step is followed, on shapes alone, in which every unit is recomputed (``units.activations``). It
+gives, visit by visit, how many bytes are alive. From that any other choice is worked out. What a unit keeps beyond its
+arguments comes on top from its forward to its backward. What leaves is gone, arguments too, when the call after the
+next begins ([Note: activations away] in ``order.activations``), and comes back into slots, which the plan lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from outcore.spec.plan import Policy, UnitPlan
+
+STAY = 2
+"""The latest calls, the one that runs among them, whose activations are still on the device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """Bytes that one call of a unit saves, by policy: those that can leave the device, in multiples of 4 KiB."""
+
+    keep: int
+    select: int
+    recompute: int
+    """The arguments that need a gradient."""
+    both: int
+    """All that ``keep`` or ``select`` saves."""
+
+    def of(self, policy: Policy) -> int:
+        """By name."""
+        found: int = getattr(self, policy)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A visit of a unit and what follows it, up to the next one, in a step that recomputes everything."""
+
+    unit: str
+    """The root where none has been visited yet."""
+    is_backward: bool
+    begin_bytes: int
+    """Alive when it begins."""
+    peak_bytes: int
+    """Alive at most."""
+    select_bytes: int
+    """In forward: alive at most if this call keeps what is selected."""
+    keep_bytes: int
+    """In forward: alive at most if this call keeps all that autograd saves."""
+    made_bytes: int = 0
+    """What the walk through the unit's graph makes, at most at a time, without what was saved for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Of one micro-batch."""
+
+    saved: Mapping[str, Saved]
+    """By unit, without the root."""
+    steps: Sequence[Step]
+    """Empty where the step could not be followed."""
+
+    @property
+    def keep_bytes(self) -> int:
+        """What all units save that keep everything."""
+        return sum(saved.keep for saved in self.saved.values())
+
+    def peak_bytes(self, units: Iterable[UnitPlan]) -> int:
+        """Device bytes beside the plan's own, at most, with the policies of these units."""
+        plans = {unit.name: unit for unit in units}
+        waiting: list[_Waiting] = []  # calls between forward and backward, the latest last
+        most = 0
+        for step in self.steps:
+            saved = self.saved.get(step.unit)
+            if saved is None:  # the root's own work, before any unit
+                most = max(most, step.peak_bytes)
+                continue
+            if not step.is_backward:
+                is_first = all(call.unit != step.unit for call in waiting)
+                waiting.append(_Waiting(step.unit, saved, plans[step.unit], is_first=is_first))
+                for call in waiting[:-STAY]:
+                    call.has_left = call.leaves
+                most = max(most, waiting[-1].ran(step) + sum(call.beyond for call in waiting[:-1]))
+                continue
+            mine = next(call for call in reversed(waiting) if call.unit == step.unit)
+            waiting.remove(mine)
+            most = max(most, mine.walked(step) + sum(call.beyond for call in waiting))
+        return most
+
+
+class _Waiting:
+    """A call between its forward and its backward."""
+
+    def __init__(self, unit: str, saved: Saved, plan: UnitPlan, *, is_first: bool) -> None:
+        """Args: is_first: Of the unit's calls that wait: it has the unit's home."""
+        self.unit, self.saved, self.plan = unit, saved, plan
+        self.leaves = is_first and plan.activations != "device"
+        self.has_left = False
+
+    def ran(self, step: Step) -> int:
+        """What is alive at most while its forward runs, without what other calls have beyond their arguments."""
+        return {"keep": step.keep_bytes, "select": step.select_bytes, "recompute": step.peak_bytes}[self.plan.policy]
+
+    def walked(self, step: Step) -> int:
+        """What is alive at most while its backward runs, without other calls."""
+        whole = step.begin_bytes + step.made_bytes - self.saved.recompute
+        if self.has_left:
+            return whole if self.plan.policy == "keep" else step.peak_bytes - self.saved.recompute
+        if not self.leaves or self.plan.policy == "recompute":
+            return step.peak_bytes
+        # What was to leave is held as a whole; else backward lets go of it bit by bit.
+        if self.plan.policy == "keep":
+            return whole + self.saved.keep
+        return max(step.peak_bytes + self.saved.both - self.saved.keep, whole + self.saved.both)
+
+    @property
+    def beyond(self) -> int:
+        """What it has on the device beyond its arguments. Negative where those have left."""
+        return (0 if self.has_left else self.saved.of(self.plan.policy)) - self.saved.recompute

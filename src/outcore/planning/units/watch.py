@@ -1,0 +1,216 @@
+"""What is alive while a step is followed on shapes alone, and what its calls save."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from outcore.core.quantities import PAGE_BYTES, align_up
+from outcore.planning.units.dear import is_dear, may_be_dear
+from outcore.planning.units.footprint import Saved, Step
+from outcore.spec.plan import POLICIES, Policy
+
+SMALL_BYTES = 4096
+"""Storages up to this size stay on the device."""
+ALIGN_BYTES = 512
+"""Storages begin at multiples of this, as allocators let them: kernels are chosen by how their arguments lie."""
+
+
+class Watch(TorchDispatchMode):
+    """What is alive while a step is followed. Allocators give multiples of 512 bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[Step] = []
+        self.staying: set[int] = set()
+        """Storages that the loop keeps in any case."""
+        self.call: Saving | None = None
+        """Of a unit, in forward."""
+        self._serials: dict[int, int] = {}
+        """Storage -> its number, while it lives: addresses are used again."""
+        self._count = 0
+        self._alive = 0
+        self._peaks = _Peaks()
+        self._latest: Saving | None = None
+        """The call whose forward was visited last."""
+        self._walk: Walk | None = None
+        self._begun: tuple[str, bool, int] = ("", False, 0)
+
+    def begin(self, own: Iterable[torch.Tensor]) -> None:
+        """Args: own: Tensors that are there before."""
+        self.staying = {self.number(t) for t in own}
+        self._held = list(own)
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """Of its storage."""
+        storage = tensor.untyped_storage()
+        place = storage._cdata
+        if place not in self._serials:
+            self._count += 1
+            self._serials[place] = self._count
+            weakref.finalize(storage, self._serials.pop, place, None)
+        return self._serials[place]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._note(tensor.untyped_storage())
+        if self.call is not None and may_be_dear(func) and is_dear(func, args, kwargs, result):
+            self.call.select(result)
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self._serials:
+            return
+        self._count += 1
+        self._serials[storage._cdata] = self._count
+        nbytes = align_up(storage.nbytes(), ALIGN_BYTES)
+        self._alive += nbytes
+        self._peaks.see(self._alive)
+        walk = self._walk
+        if walk is not None:
+            walk.add(nbytes)
+        weakref.finalize(storage, self._end_of, storage._cdata, nbytes, walk)
+
+    def _end_of(self, place: int, nbytes: int, walk: Walk | None) -> None:
+        number = self._serials.pop(place, None)
+        self._alive -= nbytes
+        if self._latest is not None:
+            self._latest.lose(number, nbytes, self._peaks)
+        if walk is not None:
+            walk.add(-nbytes)
+
+    def begin_call(self, arguments: Sequence[torch.Tensor]) -> Saving:
+        """A unit's forward begins."""
+        self.call = self._latest = Saving(self, arguments)
+        return self.call
+
+    def end_call(self, made: Sequence[torch.Tensor]) -> Saved:
+        """It is over. Args: made: Results. Returns what it saved."""
+        call, self.call = self.call, None
+        if call is None:
+            raise AssertionError("no call runs")
+        return call.saved(made)
+
+    def visit(self, unit: str, *, is_backward: bool) -> None:
+        """A unit is visited; what was before it is over."""
+        self.end()
+        self._begun, self._latest = (unit, is_backward, self._alive), None
+
+    def rise(self, risen: Risen) -> None:
+        """A visit as it was before."""
+        self._peaks.most = {policy: max(n, self._alive + risen.most[policy]) for policy, n in self._peaks.most.items()}
+        self._peaks.lost |= risen.lost
+
+    @property
+    def risen(self) -> Risen:
+        """What this visit was so far."""
+        most = {policy: n - self._begun[2] for policy, n in self._peaks.most.items()}
+        return Risen(most, dict(self._peaks.lost))
+
+    def end(self) -> None:
+        """Write down what was alive since the last visit began."""
+        (unit, is_backward, begin), made = self._begun, self._walk
+        self.steps.append(
+            Step(
+                unit=unit,
+                is_backward=is_backward,
+                begin_bytes=begin,
+                peak_bytes=self._peaks.most["recompute"],
+                select_bytes=self._peaks.most["select"],
+                keep_bytes=self._peaks.most["keep"],
+                made_bytes=0 if made is None else made.peak,
+            )
+        )
+        self._walk, self._peaks = None, _Peaks(self._alive)
+
+    def walk(self) -> Walk:
+        """The graph of the unit is walked from here on."""
+        self._walk = Walk()
+        return self._walk
+
+
+class Risen(NamedTuple):
+    """A visit, beyond what was alive when it began."""
+
+    most: Mapping[Policy, int]
+    lost: Mapping[Policy, int]
+    """What was dropped that a policy would hold."""
+
+
+class _Peaks:
+    """The most that is alive in a visit, if the call saves nothing, something or all."""
+
+    def __init__(self, alive: int = 0) -> None:
+        self.lost: dict[Policy, int] = dict.fromkeys(POLICIES, 0)
+        self.most: dict[Policy, int] = dict.fromkeys(POLICIES, alive)
+
+    def see(self, alive: int) -> None:
+        """So much is alive now."""
+        for policy in POLICIES:
+            self.most[policy] = max(self.most[policy], alive + self.lost[policy])
+
+
+class Walk:
+    """Bytes that were made since it began."""
+
+    def __init__(self) -> None:
+        self.alive = self.peak = 0
+
+    def add(self, nbytes: int) -> None:
+        """Or took away."""
+        self.alive += nbytes
+        self.peak = max(self.peak, self.alive)
+
+
+class Saving:
+    """What one call saves, by policy, each storage once."""
+
+    def __init__(self, watch: Watch, arguments: Sequence[torch.Tensor]) -> None:
+        self._watch = watch
+        self._staying = {*watch.staying, *(watch.number(t) for t in arguments if not t.requires_grad)}
+        self._arguments = self._large([t for t in arguments if t.requires_grad])
+        self._keep: dict[int, int] = {}
+        self._select: dict[int, int] = {}
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Hook that packs."""
+        self._keep |= self._large([tensor])
+
+    def select(self, result: Any) -> None:
+        """Of an operation that is dear."""
+        self._select |= self._large([t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)])
+
+    def saved(self, made: Sequence[torch.Tensor]) -> Saved:
+        """Args: made: Results; what shares memory with them is not selected."""
+        outside = {self._watch.number(t) for t in made}
+        select = {number: nbytes for number, nbytes in self._select.items() if number not in outside}
+        both = _total(select | self._arguments | self._keep)
+        return Saved(
+            keep=_total(self._keep),
+            select=_total(select | self._arguments),
+            recompute=_total(self._arguments),
+            both=both,
+        )
+
+    def lose(self, number: int | None, nbytes: int, peaks: _Peaks) -> None:
+        """A storage is gone that some policies would hold."""
+        if number in self._keep:
+            peaks.lost["keep"] += nbytes
+        if number in self._select:
+            peaks.lost["select"] += nbytes
+
+    def _large(self, tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+        sizes = {self._watch.number(t): t.untyped_storage().nbytes() for t in tensors}
+        return {n: nbytes for n, nbytes in sizes.items() if n not in self._staying and nbytes > SMALL_BYTES}
+
+
+def _total(sizes: Mapping[int, int]) -> int:
+    return align_up(sum(align_up(nbytes, ALIGN_BYTES) for nbytes in sizes.values()), PAGE_BYTES)

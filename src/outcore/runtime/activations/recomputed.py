@@ -1,0 +1,108 @@
+"""A call that is recomputed from more than autograd keeps for it: arguments that left, results that were selected."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from outcore.device.lanes import Handle
+from outcore.order.activations import SavedCall
+from outcore.runtime.activations.away import TOO_LARGE, Away
+from outcore.runtime.activations.saved import Kept, drop_saved
+from outcore.runtime.activations.saving import SavingBase
+from outcore.runtime.activations.selection import Selection
+
+
+class Again(SavingBase):
+    """Nothing of the graph is kept: the block runs again, from its arguments and from what was selected."""
+
+    is_kept, may_drop = False, True
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], selection: Selection | None, away: Away | None, where: str
+    ) -> None:
+        """Args: tensors: Arguments. away: What is saved leaves with it; None: it stays on the device."""
+        self._tensors, self._selection, self._away, self._where = tensors, selection, away, where
+        self._packed: Sequence[Any] = ()
+        self._call: SavedCall[Handle] | None = None
+        self.has_arguments = False
+
+    @property
+    def is_needed(self) -> bool:
+        """If it has something."""
+        return self._selection is not None or self._away is not None
+
+    def hooks(self) -> Any:
+        """See ``Saving``."""
+        hooks = drop_saved(self._where)
+        return hooks if self._selection is None else _Both(hooks, self._selection.forward())
+
+    def end(self, inner: Sequence[torch.Tensor], made: Sequence[torch.Tensor], owner: object) -> None:
+        """See ``Saving``."""
+        tensors, self._tensors = self._tensors, ()
+        away = self._away
+        if self._selection is not None:
+            is_whole = self._selection.end(made, self._kept if away is None else away.put, self._give)
+            self._selection = self._selection if is_whole else None
+        if away is not None:
+            self._packed = [away.put(tensor) for tensor in tensors]
+            if away.fits:
+                self.has_arguments = True
+                self._call = away.end_forward(owner)
+            else:
+                warnings.warn(TOO_LARGE, stacklevel=2)
+                self._selection = self._away = None
+
+    def watched(self, made: Sequence[torch.Tensor]) -> Sequence[int]:
+        """None: recompute makes them again."""
+        return ()
+
+    def begin_backward(self) -> None:
+        """See ``Saving``."""
+        if self._away is not None:
+            self._away.begin_backward(self._call)
+
+    def arguments(self, saved: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """See ``Saving``."""
+        return [self._give(packed) for packed in self._packed] if self.has_arguments else saved
+
+    def again(self, hooks: Any) -> Any:
+        """See ``Saving``."""
+        return hooks if self._selection is None else _Both(hooks, self._selection.again())
+
+    def release(self) -> None:
+        """See ``Saving``."""
+        self._selection, self._packed = None, ()
+
+    def end_backward(self, *, is_over: bool) -> None:
+        """See ``Saving``."""
+        if self._away is not None:
+            self._away.end_backward(self._call, is_over=is_over)
+
+    def _kept(self, tensor: torch.Tensor) -> Kept:
+        return Kept(tensor.detach(), tensor._version)
+
+    def _give(self, packed: Any) -> torch.Tensor:
+        if self._away is not None:
+            return self._away.give(packed)
+        return packed.unchanged(self._where)
+
+
+class _Both:
+    """Two contexts as one, entered where this one is."""
+
+    def __init__(self, outer: Any, inner: Any) -> None:
+        self._outer, self._inner = outer, inner
+
+    def __enter__(self) -> None:
+        self._outer.__enter__()
+        self._inner.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self._inner.__exit__(*error)
+        finally:
+            self._outer.__exit__(*error)

@@ -1,0 +1,119 @@
+"""Results that one forward saves for its recompute, and how they are handed out there. See [Note: select]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from outcore.core.errors import UnsupportedError
+from outcore.planning.units.dear import is_dear, may_be_dear
+from outcore.runtime.activations.saved import storage_of
+
+
+class Selection:
+    """What operations that may be dear gave in one forward, in their order."""
+
+    def __init__(self, where: str) -> None:
+        """Args: where: For errors."""
+        self._where = where
+        self.calls: list[tuple[Any, Any]] = []
+        """Operation, and its result; None: it is run again. Tensors with their versions, later as they were packed."""
+        self._unpack: Callable[[Any], torch.Tensor] = _never
+
+    def forward(self) -> TorchDispatchMode:
+        """To run the block under."""
+        return _Selecting(self.calls)
+
+    def end(
+        self,
+        made: Sequence[torch.Tensor],
+        pack: Callable[[torch.Tensor], Any],
+        unpack: Callable[[Any], torch.Tensor],
+    ) -> bool:
+        """Forward is over. What results share memory with is left out: whoever has them may change them.
+
+        Args:
+            made: Results.
+            pack: Stores a tensor.
+            unpack: Gives it back in backward.
+
+        Returns:
+            False if the block has changed in place what was to be saved; then nothing is.
+        """
+        outside = {storage_of(t) for t in made}
+        packed: list[tuple[Any, Any]] = []
+        for func, result in self.calls:
+            held = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, _Made)]
+            if any(leaf.tensor._version != leaf.version for leaf in held):
+                self.calls.clear()
+                return False
+            is_out = any(storage_of(leaf.tensor) in outside for leaf in held)
+            kept = None if is_out else pytree.tree_map_only(_Made, lambda leaf: _Packed(pack(leaf.tensor)), result)
+            packed.append((func, kept))
+        self.calls, self._unpack = packed, unpack
+        return True
+
+    def again(self) -> TorchDispatchMode:
+        """To run it again under."""
+        return _HandingOut(self.calls, self._unpack, self._where)
+
+
+class _Made:
+    """A result, and its version then."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.version = tensor, tensor._version
+
+
+class _Packed:
+    """A result that was packed."""
+
+    __slots__ = ("content",)
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
+class _Selecting(TorchDispatchMode):
+    def __init__(self, calls: list[tuple[Any, Any]]) -> None:
+        super().__init__()
+        self._calls = calls
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if may_be_dear(func):
+            kept = pytree.tree_map_only(torch.Tensor, _Made, result) if is_dear(func, args, kwargs, result) else None
+            self._calls.append((func, kept))
+        return result
+
+
+class _HandingOut(TorchDispatchMode):
+    def __init__(self, calls: Sequence[tuple[Any, Any]], unpack: Callable[[Any], torch.Tensor], where: str) -> None:
+        super().__init__()
+        self._left, self._unpack, self._where = iter(calls), unpack, where
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not may_be_dear(func):
+            return func(*args, **(kwargs or {}))
+        nothing: tuple[Any, Any] = (None, None)
+        before, result = next(self._left, nothing)
+        if before is not func:
+            raise UnsupportedError(
+                f"{self._where}: recompute does {func} where forward did {before}; the block depends on something "
+                "besides its arguments, random numbers and buffers, or give this unit the policy keep in the plan"
+            )
+        if result is None:
+            return func(*args, **(kwargs or {}))
+        # A tensor of its own each time: it becomes part of a graph.
+        return pytree.tree_map_only(_Packed, lambda packed: self._unpack(packed.content).detach(), result)
+
+
+def _never(packed: Any) -> torch.Tensor:
+    raise AssertionError(f"expected that forward is over, but it runs: {packed}")

@@ -1,0 +1,146 @@
+"""What a step has alive, from shapes alone, for any choice of policies. Runs of a simulated GPU are held against it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from outcore.planning.units import dear
+from outcore.planning.units.activations import footprint_of
+from outcore.planning.units.footprint import Footprint, Saved, Step
+from outcore.planning.units.partition import Partition, partition
+from outcore.spec.plan import POLICIES, TIERS, UnitPlan
+
+SAVED = Saved(keep=100, select=40, recompute=10, both=110)
+NAMES = ("a", "b", "c", "d")
+
+
+def step(unit: str, begin: int, recompute: int, select: int, keep: int, *, is_backward: bool = False) -> Step:
+    """Peaks are beyond what is alive before."""
+    return Step(
+        unit=unit,
+        is_backward=is_backward,
+        begin_bytes=begin,
+        peak_bytes=begin + recompute,
+        select_bytes=begin + select,
+        keep_bytes=begin + keep,
+        made_bytes=20 * is_backward,
+    )
+
+
+FOOTPRINT = Footprint(
+    saved=dict.fromkeys(NAMES, SAVED),
+    steps=[
+        step("", 0, 5, 5, 5),
+        *(step(n, 10 * i, 30, 50, 110) for i, n in enumerate(NAMES)),
+        *(step(n, 10 * i, 150, 0, 0, is_backward=True) for i, n in reversed(list(enumerate(NAMES)))),
+    ],
+)
+
+
+def units(policy: str, tier: str) -> list[UnitPlan]:
+    homes: Any = {"weights": "device", "gradients": "device", "states": "device"}
+    saved_bytes = 4096 if tier != "device" else 0
+    return [UnitPlan(name=n, policy=policy, activations=tier, saved_bytes=saved_bytes, **homes) for n in NAMES]
+
+
+@pytest.mark.parametrize(
+    ("policy", "tier", "most"),
+    [
+        ("recompute", "device", 180),
+        ("select", "device", 180 + 3 * 30),
+        ("keep", "device", 180 + 3 * 90),
+        ("recompute", "host", 180 - 2 * 10),  # the last two are there still
+        ("select", "host", 180 + 10 - 2 * 10 + 30),
+        ("keep", "host", 30 + 110 - 2 * 10 + 90),
+        ("keep", "disk", 30 + 110 - 2 * 10 + 90),
+    ],
+)
+def test_peak_of_policies(policy: str, tier: str, most: int) -> None:
+    assert FOOTPRINT.peak_bytes(units(policy, tier)) == most
+
+
+def llama(layers: int = 3, device: str = "cpu") -> Partition:
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=160, num_hidden_layers=layers, num_attention_heads=4, vocab_size=300
+    )
+    with torch.device(device):
+        model = LlamaForCausalLM(config)
+    return partition(model, state_names=(), precision=None)
+
+
+def peak(found: Footprint) -> int:
+    """Of a step that recomputes everything."""
+    homes: Any = {"weights": "device", "gradients": "device", "states": "device"}
+    return found.peak_bytes(UnitPlan(name=name, **homes) for name in found.saved)
+
+
+def sample(rows: int = 2) -> dict[str, torch.Tensor]:
+    ids = torch.zeros(rows, 64, dtype=torch.long)
+    return {"input_ids": ids, "labels": ids}
+
+
+CPU = torch.device("cpu")
+
+
+def test_saves_more_with_every_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dear, "DEAR_FLOP_PER_BYTE", 1)
+    for saved in footprint_of(llama(), sample(), CPU).saved.values():
+        assert 0 < saved.recompute < saved.select < saved.keep
+        assert saved.recompute == 2 * 64 * 64 * 4
+
+
+def test_equal_layers_are_followed_once_and_count_all() -> None:
+    """As if each had been followed."""
+    few, many = (footprint_of(llama(n, "meta"), sample(), CPU) for n in (2, 12))
+    backward = [step for step in many.steps if step.is_backward]
+    assert len(backward) == 12
+    assert {step.made_bytes for step in backward[1:]} == {few.steps[-1].made_bytes}
+    arguments = 2 * 64 * 64 * 4
+    assert peak(many) == peak(few) + 10 * arguments
+
+
+def test_rows_add_bytes() -> None:
+    one, two = (peak(footprint_of(llama(), sample(rows), CPU)) for rows in (1, 2))
+    assert 1.5 * one < two < 2.5 * one
+
+
+def test_every_policy_on_every_tier_is_less_than_all_kept() -> None:
+    cut = llama()
+    found = footprint_of(cut, sample(), CPU)
+    plans = [
+        UnitPlan(name=u.name, weights="device", gradients="device", states="device", policy="keep")
+        for u in cut.spec.units
+    ]
+    most = found.peak_bytes(plans)
+    for policy in POLICIES:
+        for tier in TIERS:
+            more = {"activations": tier, "saved_bytes": 4096} if tier != "device" else {}
+            chosen = [plans[0], *(dataclasses.replace(p, policy=policy, **more) for p in plans[1:])]
+            assert found.peak_bytes(chosen) <= most
+
+
+class Choosy(nn.Module):
+    """Whose backward needs values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        x.register_hook(lambda grad: grad * grad.max().item())
+        return x
+
+
+def test_a_backward_that_needs_values_is_not_known() -> None:
+    cut = partition(Choosy(), state_names=(), precision=None)
+    found = footprint_of(cut, {"x": torch.ones(2, 8)}, CPU)
+    assert not found.steps
+    assert peak(found) == 0
