@@ -16,7 +16,7 @@ import simulator  # noqa: E402
 
 TESTS = FOLDER.parent
 GPU = TESTS / "gpu"
-LOOP = (TESTS / "loop" / "test_presence.py", TESTS / "loop" / "test_recompute.py")
+LOOP = [TESTS / "loop" / f"test_{name}.py" for name in ("presence", "recompute", "gradients")]
 ENGINE = "not test_delays_on_each_lane or early"  # of three kinds of plans one
 PARITY = "test_all_lanes_late or test_skipped_frozen_and_shared_parts or by_results_without"
 # A new run, one that stops and goes on, adapters, an evaluation: each by what its user calls.
@@ -29,8 +29,8 @@ RUNS = {
     "engine": ["-m", "gpu", GPU / "test_engine_cuda.py", "-k", ENGINE],
     "parity": ["-k", PARITY, TESTS / "parity"],  # the promise as on CPU lanes, but a device computes and streams wait
     "programs": ["-k", PROGRAMS, TESTS / "cli" / "test_train.py", TESTS / "integrations", TESTS / "saving"],
-    # Parameters whose values are elsewhere for a moment, and tensors that blocks make.
-    "loop": ["-k", "test_a_state_dict or test_the_default_device", *LOOP],
+    # Parameters whose values are elsewhere for a moment, tensors that blocks make, and those that meet gradients.
+    "loop": ["-k", "test_a_state_dict or test_the_default_device or test_scaled_by_hand", *LOOP],
     "memory": ["-m", "gpu", FOLDER / "memory_tests.py"],
     "faults": ["-m", "gpu", FOLDER / "fault_tests.py", GPU / "test_streams_cuda.py", GPU / "test_interrupts_cuda.py"],
     "machine": ["-m", "gpu", FOLDER / "machine_tests.py", GPU / "test_device_cuda.py", GPU / "test_recorder_cuda.py"],

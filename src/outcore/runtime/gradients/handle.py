@@ -105,7 +105,12 @@ def _divide(handle: GradHandle, divisor: torch.Tensor | float) -> GradHandle:
         and float(divisor).hex().startswith(("0x1.0000000000000p", "-0x1.0000000000000p"))
     ):
         return handle.multiply(1.0 / divisor)
-    handle.owner.change_gradient(handle, lambda gradient: gradient.div_(divisor))
+
+    def divide(gradient: torch.Tensor) -> torch.Tensor:
+        """Wherever the gradient rests; a divisor may be on the device."""
+        return gradient.div_(divisor.to(gradient.device) if isinstance(divisor, torch.Tensor) else divisor)
+
+    handle.owner.change_gradient(handle, divide)
     return handle
 
 
