@@ -122,6 +122,7 @@ def products(folder: Path, policy: str) -> int:
     return counter.count
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="a mode of this thread comes first on the device's thread of autograd")
 def test_products_are_not_computed_again(tmp_path: Path) -> None:
     keep, select, recompute = (products(tmp_path, policy) for policy in ("keep", "select", "recompute"))
     assert select == keep
