@@ -75,6 +75,15 @@ class InPlace(Attention):
         return x + torch.tanh(self.out(x).mul_(2))
 
 
+class Unseen(Attention):
+    """Changes it where versions do not tell."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.out(x)
+        made.data.mul_(2)
+        return x + torch.tanh(made)
+
+
 class Ending(Attention):
     """Gives the result of a product to whoever may change it."""
 
@@ -92,7 +101,7 @@ class Changing(Tower):
         return self.head(x)
 
 
-@pytest.mark.parametrize("block", [Attention, Dropping, InPlace])
+@pytest.mark.parametrize("block", [Attention, Dropping, InPlace, Unseen])
 @each_tier
 def test_any_block(block: type[nn.Module], tier: str, tmp_path: Path) -> None:
     same(lambda: Tower(block, num_blocks=4), tier, tmp_path)

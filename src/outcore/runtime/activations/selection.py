@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,12 +21,14 @@ class Selection:
         """Args: where: For errors."""
         self._where = where
         self.calls: list[tuple[Any, Any]] = []
-        """Operation, and its result; None: it is run again. Tensors with their versions, later as they were packed."""
+        """Operation, and its result; None: it is run again. Tensors, later as they were packed."""
+        self._changed: set[int] = set()
+        """Addresses of memory that the block has written in place. Versions do not tell all: ``data`` has its own."""
         self._unpack: Callable[[Any], torch.Tensor] = _never
 
     def forward(self) -> TorchDispatchMode:
         """To run the block under."""
-        return _Selecting(self.calls)
+        return _Selecting(self.calls, self._changed)
 
     def end(
         self,
@@ -48,7 +50,7 @@ class Selection:
         packed: list[tuple[Any, Any]] = []
         for func, result in self.calls:
             held = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, _Made)]
-            if any(leaf.tensor._version != leaf.version for leaf in held):
+            if any(storage_of(leaf.tensor) in self._changed for leaf in held):
                 self.calls.clear()
                 return False
             is_out = any(storage_of(leaf.tensor) in outside for leaf in held)
@@ -63,12 +65,12 @@ class Selection:
 
 
 class _Made:
-    """A result, and its version then."""
+    """A result."""
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("tensor",)
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor, self.version = tensor, tensor._version
+        self.tensor = tensor
 
 
 class _Packed:
@@ -81,17 +83,34 @@ class _Packed:
 
 
 class _Selecting(TorchDispatchMode):
-    def __init__(self, calls: list[tuple[Any, Any]]) -> None:
+    def __init__(self, calls: list[tuple[Any, Any]], changed: set[int]) -> None:
         super().__init__()
-        self._calls = calls
+        self._calls, self._changed = calls, changed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        self._changed.update(map(storage_of, _written(func, args, kwargs)))
         if may_be_dear(func):
             kept = pytree.tree_map_only(torch.Tensor, _Made, result) if is_dear(func, args, kwargs, result) else None
             self._calls.append((func, kept))
+            # What was there before is gone.
+            self._changed.difference_update(storage_of(t) for t in _tensors(result))
         return result
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """Arguments that an operation changes."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return
+    for i, argument in enumerate(schema.arguments):
+        if argument.is_write:
+            yield from _tensors(args[i] if i < len(args) else kwargs.get(argument.name))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 class _HandingOut(TorchDispatchMode):
