@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from outcore.cli.train.model.source import build_model, find_model
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import format_bytes, parse_bytes
+from outcore.forecast import named_hardware
 from outcore.planning.homes.occupancy import Load, occupancy, peak_of
 from outcore.planning.homes.placement import Least, Room, least
 from outcore.planning.homes.table import plan_table
@@ -21,7 +21,6 @@ from outcore.planning.paper.schedule import Circumstances, usual_visits
 from outcore.planning.search.changes import Change, best_changes
 from outcore.planning.search.search import Found, search, steps_until_settled
 from outcore.planning.search.setting import Setting
-from outcore.planning.timing.known_hardware import known_hardware
 from outcore.planning.timing.profile import unit_work
 from outcore.planning.units.partition import partition
 from outcore.spec.budget import Limits
@@ -141,7 +140,7 @@ def answer(question: Question) -> Answer:
         ConfigError: An option that cannot be used.
         PlanInfeasibleError: It does not fit; says what would do.
     """
-    hardware = _hardware(question.hardware)
+    hardware = named_hardware(question.hardware)
     precision = _precision(question.precision)
     limits = _limits(question, hardware)
     model = build_model(find_model(question.model), precision)
@@ -157,10 +156,6 @@ def answer(question: Question) -> Answer:
         clipping=question.clipping,
     )
     return Answer(question=question, setting=setting, found=search(setting.job()))
-
-
-def _hardware(name: str) -> Hardware:
-    return Hardware.load(name) if name.endswith(".json") or Path(name).is_file() else known_hardware(name)
 
 
 def _precision(name: str) -> Precision:
