@@ -113,7 +113,7 @@ class Sleep(torch.autograd.Function):
 class Block(nn.Module):
     """One parameter, and a forward and backward of known length."""
 
-    def __init__(self, numel: int, unit_s: float, saved: int) -> None:
+    def __init__(self, numel: int, unit_s: float, saved: int = 0) -> None:
         """Args: unit_s: Seconds of forward. saved: Values that forward saves."""
         super().__init__()
         self.weight, self.saved = nn.Parameter(torch.zeros(numel)), saved
@@ -126,7 +126,7 @@ class Block(nn.Module):
 class Row(nn.Module):
     """Blocks behind one another."""
 
-    def __init__(self, num_blocks: int, numel: int, unit_s: float, saved: int) -> None:
+    def __init__(self, num_blocks: int, numel: int, unit_s: float, saved: int = 0) -> None:
         """Args: see ``Block``."""
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
@@ -198,7 +198,9 @@ class Case:
         optimizer.zero_grad()
 
 
-def plan_for(model: ModelSpec, setting: Setting, args: argparse.Namespace, *, saved_bytes: int, is_early: bool) -> Plan:
+def plan_for(
+    model: ModelSpec, setting: Setting, args: argparse.Namespace, *, saved_bytes: int = 0, is_early: bool
+) -> Plan:
     """Weights and gradients of all blocks on the host, the root on the device."""
     units = [UnitPlan(name="", weights="device", gradients="device", states="device", policy="keep")]
     leaves: dict[str, Any] = {"policy": "keep", "activations": setting.activations, "saved_bytes": saved_bytes}
