@@ -49,6 +49,12 @@ def test_json_has_the_plan_that_out_has_too(command: Run, config_json: Path, tmp
     assert Plan.load(plan).accumulation_steps == 2
 
 
+def test_a_directory_needs_no_weights(command: Run, config_json: Path, tmp_path: Path):
+    (tmp_path / "config.json").write_text(config_json.read_text())
+    done = command("plan", "--model", tmp_path, "--hardware", "rtx-4090", *SMALL)
+    assert done.status == 0, done.err
+
+
 def test_bytes_written_and_what_they_mean_to_a_drive(command: Run, config_json: Path):
     tight = ("--device-memory", "450KiB", "--host-memory", "450KiB", "--seq-len", 16)
     done = command("plan", "--model", config_json, "--hardware", "rtx-4090", *tight, "--json")

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from outcore.cli.train.model.source import build_model, find_model
@@ -143,7 +144,8 @@ def answer(question: Question) -> Answer:
     hardware = named_hardware(question.hardware)
     precision = _precision(question.precision)
     limits = _limits(question, hardware)
-    model = build_model(find_model(question.model), precision)
+    config = Path(question.model, "config.json")  # of a directory, whose weights may be missing
+    model = build_model(find_model(str(config) if config.is_file() else question.model), precision)
     spec = partition(model, state_names=_STATES, precision=precision).spec
     setting = Setting(
         model=spec,
