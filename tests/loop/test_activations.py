@@ -307,6 +307,28 @@ def test_autocast(policy: str, tmp_path: Path) -> None:
     same(drive, "host", tmp_path, five, policy=policy)
 
 
+class CastsTwice(nn.Module):
+    """Autocast casts its argument for each product; a leaf it would cast once, and round its gradient once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate = nn.Linear(13, 13), nn.Linear(13, 13)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.up(x)) * self.gate(x)
+
+
+@each_policy
+def test_an_argument_that_is_cast_twice(policy: str, tmp_path: Path) -> None:
+    def drive(model: nn.Module, optimizer: Any) -> Any:
+        with torch.autocast(DEVICE, torch.bfloat16):
+            loss = model.loss(batch())
+        loss.backward()
+        optimizer.step()
+
+    same(drive, "host", tmp_path, lambda: Tower(CastsTwice, num_blocks=4), policy=policy)
+
+
 class Frozen(Tower):
     """Nothing is trained before the third block, and little behind."""
 

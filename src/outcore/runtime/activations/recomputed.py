@@ -26,7 +26,7 @@ class Again(SavingBase):
     ) -> None:
         """Args: tensors: Arguments. away: What is saved leaves with it; None: it stays on the device."""
         self._tensors, self._selection, self._away, self._where = tensors, selection, away, where
-        self._packed: Sequence[Any] = ()
+        self._packed: Sequence[tuple[Any, bool]] = ()
         self._call: SavedCall[Handle] | None = None
         self.has_arguments = False
 
@@ -48,7 +48,7 @@ class Again(SavingBase):
             is_whole = self._selection.end(made, self._kept if away is None else away.put, self._give)
             self._selection = self._selection if is_whole else None
         if away is not None:
-            self._packed = [away.put(tensor) for tensor in tensors]
+            self._packed = [(away.put(tensor), tensor.is_leaf) for tensor in tensors]
             if away.fits:
                 self.has_arguments = True
                 self._call = away.end_forward(owner)
@@ -67,7 +67,7 @@ class Again(SavingBase):
 
     def arguments(self, saved: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """See ``Saving``."""
-        return [self._give(packed) for packed in self._packed] if self.has_arguments else saved
+        return [self._argument(*packed) for packed in self._packed] if self.has_arguments else saved
 
     def again(self, hooks: Any) -> Any:
         """See ``Saving``."""
@@ -81,6 +81,14 @@ class Again(SavingBase):
         """See ``Saving``."""
         if self._away is not None:
             self._away.end_backward(self._call, is_over=is_over)
+
+    def _argument(self, packed: Any, was_leaf: bool) -> torch.Tensor:  # noqa: FBT001
+        """A leaf only if it was one: autocast treats leaves otherwise."""
+        tensor = self._give(packed)
+        if was_leaf or not tensor.is_leaf:
+            return tensor
+        with torch.enable_grad():
+            return tensor.detach().requires_grad_().view_as(tensor)
 
     def _kept(self, tensor: torch.Tensor) -> Kept:
         return Kept(tensor.detach(), tensor._version)
