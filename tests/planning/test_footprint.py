@@ -125,6 +125,15 @@ def test_every_policy_on_every_tier_is_less_than_all_kept() -> None:
             assert found.peak_bytes(chosen) <= most
 
 
+def test_a_loss_in_tiles_holds_gradients_in_fp32() -> None:
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4, vocab_size=9000
+    )
+    cut = partition(LlamaForCausalLM(config), state_names=(), precision=None)
+    whole, tiled = (footprint_of(cut, sample(), CPU, makes_logits=makes) for makes in (True, False))
+    assert 4 * 9000 * 64 + 8 * 128 * 64 + 2 * 128 * 9000 < peak(tiled) < peak(whole)
+
+
 class Choosy(nn.Module):
     """Whose backward needs values."""
 

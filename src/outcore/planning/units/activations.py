@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from outcore.core.errors import ConfigError
+from outcore.planning.units.blocks import output_embeddings
 from outcore.planning.units.caches import is_cache
 from outcore.planning.units.footprint import Footprint, Saved
 from outcore.planning.units.partition import Partition
@@ -22,8 +23,8 @@ from outcore.planning.units.shapes import on_shapes
 from outcore.planning.units.watch import Risen, Watch
 from outcore.spec.model import UnitSpec
 
-TILE_ROWS = 256
-"""So many tokens are scored at a time where the loss is worked out in tiles."""
+_TILE_BYTES = 4096 * 32768 * 2
+"""Of logits that a loss in tiles has at a time (TRL 1.16, ``kernels/chunked_logprob.py``, ``trainer/utils.py``)."""
 
 
 def footprint_of(
@@ -47,9 +48,9 @@ def footprint_of(
     Time: a step in Python, 1 to 4 s for a large model. Memory: none.
     """
     if not makes_logits and "labels" in sample:
-        tiled = {**{k: v for k, v in sample.items() if k != "labels"}, "logits_to_keep": TILE_ROWS}
+        tiled = {**{k: v for k, v in sample.items() if k != "labels"}, "logits_to_keep": 1}
         with suppress(ConfigError):  # another model has no such argument
-            return footprint_of(cut, tiled, device)
+            return footprint_of(cut, tiled, device).with_loss(_loss_in_tiles(cut.modules[0], sample["labels"].numel()))
     watch, is_whole = Watch(), False
     known: dict[Any, _Known] = {}
     units = {unit.name: _Unit(unit.name, module, watch, known) for unit, module in _pairs(cut)}
@@ -74,6 +75,19 @@ def footprint_of(
             shapes.forward(backward)
     saved = {name: unit.saved for name, unit in units.items()}
     return Footprint(saved=saved, steps=watch.steps if is_whole else [])
+
+
+def _loss_in_tiles(model: nn.Module, tokens: int) -> int:
+    """Bytes beside the hidden states: gradients in fp32 of the weight and of these, copies of both, and a tile.
+
+    Without Triton a tile is held in fp32, too, some times over; that is for devices that are no accelerators.
+    """
+    weights = [w for head in output_embeddings(model) if isinstance(w := getattr(head, "weight", None), torch.Tensor)]
+    if not weights:
+        return 0
+    words, width = weights[0].shape
+    gradient = 4 * words * width if weights[0].requires_grad else 0
+    return gradient + 8 * tokens * width + min(_TILE_BYTES, 2 * tokens * words)
 
 
 def _pairs(cut: Partition) -> Iterator[tuple[UnitSpec, nn.Module]]:

@@ -9,7 +9,7 @@ next begins ([Note: activations away] in ``order.activations``), and comes back 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outcore.spec.plan import Policy, UnitPlan
 
@@ -61,6 +61,21 @@ class Footprint:
     """By unit, without the root."""
     steps: Sequence[Step]
     """Empty where the step could not be followed."""
+
+    def with_loss(self, nbytes: int) -> Footprint:
+        """With so much more alive between the last forward and the first backward."""
+        steps = list(self.steps)
+        first = next((i for i, step in enumerate(steps) if step.is_backward), 0)
+        if first:
+            last, alive = steps[first - 1], steps[first].begin_bytes + nbytes
+            keeps = max(0, self.saved[last.unit].keep - self.saved[last.unit].recompute) if last.unit else 0
+            steps[first - 1] = replace(
+                last,
+                peak_bytes=max(last.peak_bytes, alive),
+                select_bytes=max(last.select_bytes, alive + keeps),
+                keep_bytes=max(last.keep_bytes, alive + keeps),
+            )
+        return replace(self, steps=steps)
 
     @property
     def keep_bytes(self) -> int:
