@@ -96,6 +96,23 @@ def test_it_ends_a_wait_for_a_lane(tmp_path: Path):
             is_done.set()
 
 
+@pytest.mark.parametrize("wait", ["for one", "for all"])
+def test_it_ends_a_wait_for_the_device(wait: str, tmp_path: Path):
+    """Of a copy that takes long: the host looks, instead of waiting inside the driver."""
+    model = make()
+    with prepared(model, adamw(model), "host", tmp_path) as (model, _):
+        device = engine_of(model, "test").device
+        slow = device.submit(Lane.H2D, "slow", lambda: torch.cuda._sleep(3_000_000_000))  # 1.5 to 3 s
+        timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                device.wait("slow", slow) if wait == "for one" else device.synchronize()
+            assert not slow.is_over()
+        finally:
+            timer.join()
+
+
 @contextmanager
 def handled_by(handler: Callable[..., object]) -> Iterator[None]:
     before = signal.signal(signal.SIGINT, handler)

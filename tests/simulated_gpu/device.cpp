@@ -147,9 +147,10 @@ struct DeviceAllocator final : c10::Allocator {
 DeviceAllocator device_allocator;
 REGISTER_ALLOCATOR(c10::kCUDA, &device_allocator);
 
-// Given back only when no stream can use it any more: torch's own waits for events instead.
+// Given back only when no stream can use it any more. Nobody waits for that: it is looked for when the next one comes.
 struct PinnedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t nbytes) override {
+    collect();
     void* address = std::aligned_alloc(4096, (std::max<size_t>(nbytes, 1) + 4095) / 4096 * 4096);
     Machine::get().register_host(address, std::max<size_t>(nbytes, 1));
     return {address, address, &release, Device(c10::kCPU)};
@@ -157,12 +158,29 @@ struct PinnedAllocator final : c10::Allocator {
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* target, const void* source, size_t nbytes) const override { std::memcpy(target, source, nbytes); }
   static void release(void* address) {
-    for (int device = 0; device < knobs.num_devices; ++device) Machine::get().synchronize(device);
-    Machine::get().unregister_host(address);
-    std::free(address);
+    Points points = Machine::get().everything();
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      freed.emplace_back(address, std::move(points));
+    }
+    collect();
   }
+  static void collect() {
+    std::lock_guard<std::mutex> lock(mutex);
+    std::erase_if(freed, [](auto& one) {
+      if (!are_over(one.second)) return false;
+      Machine::get().unregister_host(one.first);
+      std::free(one.first);
+      return true;
+    });
+  }
+
+  static std::mutex mutex;
+  static std::vector<std::pair<void*, Points>> freed;
 };
 
+std::mutex PinnedAllocator::mutex;
+std::vector<std::pair<void*, Points>> PinnedAllocator::freed;
 PinnedAllocator pinned_allocator;
 
 // Draws a seed per launch, as Philox hands out offsets: the host never waits for the device.

@@ -152,9 +152,7 @@ void Memory::give_to_cache(char* address, const Block& block) {
 void Memory::collect() {
   std::vector<Pending> rest;
   for (auto& pending : pending_) {
-    bool is_over = true;
-    for (auto& [event, version] : pending.events) is_over = is_over && event->is_over();
-    if (is_over) {
+    if (are_over(pending.events)) {
       give_to_cache(pending.address, pending.block);
     } else {
       rest.push_back(std::move(pending));
@@ -261,6 +259,21 @@ void Machine::synchronize(int device) {
     }
     if (one != nullptr) one->synchronize();
   }
+}
+
+Points Machine::everything() {
+  Points points;
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (auto& streams : streams_) {
+    for (auto& stream : streams) {
+      if (!stream || stream->is_idle()) continue;
+      auto event = std::make_shared<Event>();
+      uint64_t version = event->record();
+      stream->push([event, version] { event->pass(version); });
+      points.emplace_back(event, version);
+    }
+  }
+  return points;
 }
 
 void Machine::remember(const std::string& error) {

@@ -60,6 +60,36 @@ struct Event {
 };
 
 using SharedEvent = std::shared_ptr<Event>;
+using Points = std::vector<std::pair<SharedEvent, uint64_t>>;
+
+inline bool are_over(const Points& points) {
+  bool result = true;
+  for (auto& [event, version] : points) result = result && event->is_over();
+  return result;
+}
+
+// Where copies of one direction stand still, if they are told to.
+class Gate {
+ public:
+  // The next one that comes opens it after so long; 0 opens it now.
+  void close(double seconds) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    seconds_ = seconds;
+    changed_.notify_all();
+  }
+  void pass() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (seconds_ <= 0) return;
+    changed_.wait_for(lock, std::chrono::duration<double>(seconds_), [&] { return seconds_ <= 0; });
+    seconds_ = 0;
+    changed_.notify_all();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  double seconds_ = 0;
+};
 
 // What may be set from Python, and what it may ask for. All devices share it.
 struct Knobs {
@@ -71,6 +101,8 @@ struct Knobs {
   std::atomic<double> h2d_bytes_per_s{0};    // 0: as fast as memory is
   std::atomic<double> d2h_bytes_per_s{0};
   std::atomic<double> compute_bytes_per_s{0};
+  Gate h2d_gate;
+  Gate d2h_gate;
   std::atomic<double> delay_s{0};            // at most so long before each operation of a stream, at random
   std::atomic<int64_t> fail_at{-1};          // the operation with this number fails on the device
   std::atomic<int64_t> num_operations{0};
@@ -126,7 +158,7 @@ class Memory {
   struct Pending {  // freed, and still in use on other streams
     char* address;
     Block block;
-    std::vector<std::pair<SharedEvent, uint64_t>> events;
+    Points events;
   };
 
   void* take(size_t nbytes, int stream);
@@ -158,6 +190,7 @@ class Machine {
   int new_stream(int device);
   Memory& memory(int device) { return *memories_[device]; }
   void synchronize(int device);
+  Points everything();  // behind all that was given to any stream so far
 
   void remember(const std::string& error);  // on a stream: surfaces at the next synchronisation
   void raise_remembered();

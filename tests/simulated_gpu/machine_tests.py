@@ -122,6 +122,62 @@ def test_copies_take_as_long_as_the_link_says():
         assert time.monotonic() - start >= 0.2
 
 
+@pytest.mark.parametrize("knob", ["h2d_stall_s", "d2h_stall_s"])
+def test_a_copy_stands_still_until_it_is_released_and_its_stream_with_it(knob):
+    pinned, other, here = torch.ones(MIB).pin_memory(), torch.zeros(MIB).pin_memory(), torch.zeros(MIB, device="cuda")
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    target, source = (here, pinned) if knob == "h2d_stall_s" else (other, here.fill_(1))
+    with simulator.knobs(**{knob: 60}):
+        with torch.cuda.stream(side):
+            target.copy_(source, non_blocking=True)
+            behind = torch.cuda.Event()
+            behind.record()
+        assert (torch.ones(3, device="cuda") * 2).sum().item() == 6, "other streams go on"
+        time.sleep(0.1)
+        assert not behind.query()
+    side.synchronize()
+    assert (target == 1).all()
+
+
+def test_a_copy_stands_still_for_so_long_and_once():
+    pinned, target = torch.ones(3).pin_memory(), torch.zeros(3, device="cuda")
+    torch.cuda.synchronize()
+    with simulator.knobs(h2d_stall_s=0.2):
+        start = time.monotonic()
+        target.copy_(pinned, non_blocking=True)
+        torch.cuda.synchronize()
+        assert time.monotonic() - start >= 0.2
+        target.copy_(pinned, non_blocking=True)
+        torch.cuda.synchronize()
+        assert time.monotonic() - start < 0.4
+
+
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU])
+def test_cells_of_recurrent_layers_are_those_of_the_cpu(kind):
+    torch.manual_seed(0)
+    layer, x = kind(5, 7, num_layers=2, bidirectional=True), torch.randn(4, 3, 5, requires_grad=True)
+    twin, y = kind(5, 7, num_layers=2, bidirectional=True).cuda(), x.detach().cuda().requires_grad_()
+    twin.load_state_dict(layer.state_dict())
+    for model, given in ((layer, x), (twin, y)):
+        (model(given)[0].square().sum() + sum(h.sum() for h in model(given)[1])).backward()
+    torch.testing.assert_close(y.grad.cpu(), x.grad)
+    for a, b in zip(layer.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(b.grad.cpu(), a.grad)
+
+
+def test_pinned_memory_that_a_copy_still_reads_is_not_given_out_again_and_nobody_waits():
+    target = torch.zeros(MIB, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda._sleep(CYCLES)
+    start = time.monotonic()
+    target.copy_(torch.ones(MIB).pin_memory(), non_blocking=True)
+    others = [torch.zeros(MIB).pin_memory() for _ in range(3)]
+    assert time.monotonic() - start < 0.09
+    assert (target == 1).all()
+    assert not any(other.any() for other in others)
+
+
 def test_random_numbers_follow_the_seed_and_the_state():
     torch.manual_seed(3)
     state = torch.cuda.get_rng_state()

@@ -381,8 +381,9 @@ at::Tensor unowned(const at::Tensor& tensor) {
   return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), [](void*) {}, tensor.options());
 }
 
-void copy_later(const char* what, at::Tensor target, at::Tensor source, double seconds) {
-  launch(what, seconds, [target, source]() mutable {
+void copy_later(const char* what, at::Tensor target, at::Tensor source, double seconds, Gate* gate = nullptr) {
+  launch(what, seconds, [target, source, gate]() mutable {
+    if (gate != nullptr) gate->pass();
     c10::impl::ExcludeDispatchKeyGuard guard(kBelowAutograd);
     target.copy_(source);
   });
@@ -397,10 +398,10 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   } else if (is_on_device(self)) {
     bool is_direct = non_blocking && is_pinned(from);
     at::Tensor read = is_direct ? unowned(from) : from.clone();  // pageable memory is staged
-    copy_later("copy to the device", device_bytes(self), read, least_s(bytes_of(from), knobs.h2d_bytes_per_s));
+    copy_later("copy to the device", device_bytes(self), read, least_s(bytes_of(from), knobs.h2d_bytes_per_s), &knobs.h2d_gate);
     if (!non_blocking) block_host("a blocking copy to the device");
   } else {
-    copy_later("copy from the device", unowned(self), device_bytes(from), least_s(bytes_of(from), knobs.d2h_bytes_per_s));
+    copy_later("copy from the device", unowned(self), device_bytes(from), least_s(bytes_of(from), knobs.d2h_bytes_per_s), &knobs.d2h_gate);
     if (!non_blocking || !is_pinned(self)) block_host("a blocking copy from the device");
   }
   return self;

@@ -22,6 +22,8 @@ void sim_set(const char* knob, double value) {
   else if (name == "d2h_bytes_per_s") knobs.d2h_bytes_per_s = value;
   else if (name == "compute_bytes_per_s") knobs.compute_bytes_per_s = value;
   else if (name == "delay_s") knobs.delay_s = value;
+  else if (name == "h2d_stall_s") knobs.h2d_gate.close(value);
+  else if (name == "d2h_stall_s") knobs.d2h_gate.close(value);
   else if (name == "fail_at") knobs.fail_at = value < 0 ? -1 : knobs.num_operations + int64_t(value);
   else std::abort();
 }

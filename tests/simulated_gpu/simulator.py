@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-SOURCES = ("machine.cpp", "device.cpp", "operators.cpp", "python.cpp")
+SOURCES = ("machine.cpp", "device.cpp", "operators.cpp", "recurrent.cpp", "python.cpp")
 _library: ctypes.CDLL | None = None
 
 
@@ -86,7 +86,8 @@ def set_knobs(**values: float) -> None:
     ``num_devices``, ``capacity_bytes`` (of each), ``poison`` (1: freed memory is filled with NaN), ``sync_mode`` (2:
     raise where an operation blocks the host), ``refuse_registration`` (so many are refused), ``h2d_bytes_per_s``,
     ``d2h_bytes_per_s``, ``compute_bytes_per_s`` (0: as fast as it goes), ``delay_s`` (at most, before each operation),
-    ``fail_at`` (the operation so many from now fails; -1: none).
+    ``fail_at`` (the operation so many from now fails; -1: none), ``h2d_stall_s``, ``d2h_stall_s`` (copies of this
+    direction stand still from the next one on, until it has stood so long, or until this is 0 again).
     """
     for name, value in values.items():
         _library.sim_set(name.encode(), float(value))

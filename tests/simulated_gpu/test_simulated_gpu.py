@@ -32,8 +32,14 @@ RUNS = {
     # Parameters whose values are elsewhere for a moment, tensors that blocks make, and those that meet gradients.
     "loop": ["-k", "test_a_state_dict or test_the_default_device or test_scaled_by_hand", *LOOP],
     "memory": ["-m", "gpu", FOLDER / "memory_tests.py"],
-    "faults": ["-m", "gpu", FOLDER / "fault_tests.py", GPU / "test_streams_cuda.py", GPU / "test_interrupts_cuda.py"],
-    "machine": ["-m", "gpu", FOLDER / "machine_tests.py", GPU / "test_device_cuda.py", GPU / "test_recorder_cuda.py"],
+    "faults": [
+        *("-m", "gpu", FOLDER / "fault_tests.py", FOLDER / "stall_tests.py"),
+        *(GPU / "test_streams_cuda.py", GPU / "test_interrupts_cuda.py"),
+    ],
+    "machine": [
+        *("-m", "gpu", FOLDER / "devices_tests.py", FOLDER / "machine_tests.py"),
+        *(GPU / "test_device_cuda.py", GPU / "test_recorder_cuda.py"),
+    ],
 }
 
 pytestmark = [

@@ -50,6 +50,7 @@ def install(library: ctypes.CDLL) -> None:
     torch.UntypedStorage.clone = lambda self: _storage_on(self, self.device)  # of copy.deepcopy
     torch.UntypedStorage.to = lambda self, *, device, **_: _storage_on(self, device)  # of torch.load
     torch.backends.cuda.is_built = _yes
+    torch.backends.cudnn.enabled = False  # else recurrent layers warn that it is not there
     _C._cuda_getCurrentRawStream = lambda device: current_stream(device).stream_id
 
 

@@ -389,5 +389,7 @@ def _in_child(what: str, pid: int) -> str:
 
 def _close_lanes(lanes: Lanes, execution: Execution, pid: int) -> None:
     if os.getpid() == pid:
-        lanes.close()
-        execution.drain()
+        try:
+            lanes.close()
+        finally:
+            execution.drain()  # never to be interrupted: behind this, memory that copies read and write is given back

@@ -28,6 +28,7 @@ from outcore.device.lanes import (
     refuse_closed,
     refuse_on_lane,
     run_operation,
+    wait_for,
 )
 from outcore.device.threads import start_single_threaded
 from outcore.spec.lanes import Lane
@@ -85,9 +86,11 @@ class ThreadedLanes:
         """Threads advance on their own."""
 
     def drain(self) -> None:
-        """Block until every operation submitted so far ran or failed."""
+        """Block until every operation submitted so far ran or failed, and its bytes are there."""
         for handle in tuple(self._last.values()):
             handle.wait_issued()
+            if handle.completion is not None:
+                wait_for(handle.completion)
         if self._stall is not None:
             self._stall.throw()
 

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import NamedTuple, NoReturn, Protocol, final
 
 from outcore.core.errors import LaneError, OutcoreError
+from outcore.device.interrupts import IN_BACKWARD
 from outcore.device.recorder import HostStopwatch, Recorder, Stopwatch
 from outcore.order import ledger
 from outcore.spec.lanes import Lane
@@ -36,6 +37,19 @@ class Completion(Protocol):
 
     def synchronize(self) -> None:
         """Block the host until it did, without holding the interpreter lock."""
+
+
+_SHORT_S, _LONG_S = 2e-5, 2e-4
+
+
+def wait_for(completion: Completion) -> None:
+    """As ``synchronize``, but a Ctrl-C comes through: not for lanes, whose threads may block."""
+    pause_s = _SHORT_S
+    while not completion.query():
+        IN_BACKWARD.look()
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONG_S)
+    completion.synchronize()
 
 
 @final
@@ -172,7 +186,7 @@ class Handle:
         if self._failure is not None:
             self._failure.throw()
         if self.completion is not None:
-            self.completion.synchronize()
+            wait_for(self.completion)
 
     def wait_issued(self) -> None:
         """Block the host until the work ran on its lane or failed; raises nothing that the work raised.

@@ -1,0 +1,103 @@
+"""A copy that stands still: what needs it waits, the result is the same, and a Ctrl-C comes through."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import simulator
+import torch
+from loop.rig import LENGTH, VOCAB, adamw, assert_same, make, prepared, seen
+from torch.nn.utils import clip_grad_norm_
+
+import outcore
+from outcore.device import lane_threads
+
+pytestmark = pytest.mark.gpu
+STALLS = ("h2d_stall_s", "d2h_stall_s")
+
+
+@contextmanager
+def pressed(after_s: float) -> Iterator[list[float]]:
+    """Ctrl-C so much later; gives when it was pressed."""
+    moments: list[float] = []
+
+    def press() -> None:
+        moments.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    timer = threading.Timer(after_s, press)
+    timer.start()
+    try:
+        yield moments
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+def ids(number: int) -> torch.Tensor:
+    """Made on the device."""
+    return torch.arange(3 * LENGTH, device="cuda").view(3, LENGTH).add(number).remainder(VOCAB)
+
+
+def take_steps(model: Any, optimizer: Any, first: int, count: int) -> list[torch.Tensor]:
+    """Nothing here asks for a value, or copies."""
+    losses = []
+    for number in range(first, first + count):
+        torch.manual_seed(number)
+        loss = model.loss(ids(number))
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize(("kind", "knob"), [("host", "h2d_stall_s"), ("disk", "d2h_stall_s")])
+def test_a_stalled_copy_is_waited_for(kind, knob, tmp_path):
+    model, twin = make(), make()
+    with prepared(model, adamw(model), kind, tmp_path) as undisturbed:
+        want = seen(take_steps(*undisturbed, 0, 4), *undisturbed)
+    with prepared(twin, adamw(twin), kind, tmp_path) as (model, optimizer), simulator.knobs(**{knob: 0.4}):
+        start = time.monotonic()
+        assert_same(want, seen(take_steps(model, optimizer, 0, 4), model, optimizer))
+        assert time.monotonic() - start >= 0.4
+
+
+@pytest.mark.parametrize("knob", STALLS)
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_an_interrupt_comes_through_a_stalled_copy(kind, knob, tmp_path):
+    """Wherever the host waits by then. The rest is as ever: a step is lost, or was cut short and is refused."""
+    model = make()
+    with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
+        take_steps(model, optimizer, 0, 2)
+        with simulator.knobs(**{knob: 20}), pressed(0.3) as moments:
+            with pytest.raises(KeyboardInterrupt):
+                take_steps(model, optimizer, 2, 100)
+            assert time.monotonic() - moments[0] < 1
+        outcore.close(model, keep_weights=False)
+
+
+def test_what_a_copy_reads_or_writes_is_not_given_back_before_it_is_over(tmp_path, monkeypatch):
+    """Not even where lanes do not end in time: the thread of the update waits for its gradients."""
+    monkeypatch.setattr(lane_threads, "CLOSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(lane_threads, "_END_TIMEOUT_S", 0.1)
+    model = make()
+    with prepared(model, adamw(model), "host", tmp_path, depth=3) as (model, optimizer):
+        take_steps(model, optimizer, 0, 1)
+        optimizer.engine.device.synchronize()
+        with simulator.knobs(d2h_stall_s=60):
+            model.loss(ids(1)).backward()
+            optimizer.step()
+            release, start = threading.Timer(0.8, simulator.set_knobs, kwargs={"d2h_stall_s": 0}), time.monotonic()
+            release.start()
+            with pytest.warns(RuntimeWarning, match="expected all lanes to end within"):
+                outcore.close(model, keep_weights=False)
+            assert time.monotonic() - start >= 0.8
