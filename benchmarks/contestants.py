@@ -61,7 +61,7 @@ class Streamed:
     @property
     def host_is_pinned(self) -> bool | None:
         """Whether copies go straight to and from host memory; None: the plan has none."""
-        return self.engine.opened.tiers.host_is_pinned if self.engine.plan.tier_bytes.get("host") else None
+        return self.engine.opened.tiers.host_is_pinned if self.engine.opened.plan.tier_bytes.get("host") else None
 
     def step(self, layout: Layout) -> None:
         """One training step."""

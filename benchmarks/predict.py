@@ -39,7 +39,7 @@ from outcore.api import prepare_for_test
 from outcore.device.faults import Faults
 from outcore.device.opening import open_device
 from outcore.forecast import Forecast, Loop
-from outcore.planning.homes.fits import with_room
+from outcore.planning.homes.check import with_room
 from outcore.planning.paper.schedule import Circumstances, usual_visits
 from outcore.planning.search.candidates import ALL_DEVICE, ALL_DISK, ALL_HOST, ROOMY, Choice, Kind
 from outcore.planning.timing.profile import rates_for

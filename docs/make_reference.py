@@ -48,7 +48,7 @@ def page() -> str:
         parts.append(_class(f"outcore.{name}", getattr(outcore, name)))
     parts.append("## What these hand out\n\n")
     for name, (kind, what, members) in _BESIDE.items():
-        names = members or tuple(n for n in vars(kind) if not n.startswith("_"))
+        names = members or _public(kind)
         parts.append(f"### `{name}`\n\n`{kind.__name__}`: {what}.\n\n{_described(kind)}{_members(kind, names)}")
     parts.append("## Integrations\n\n")
     parts.append(_class("outcore.integrations.transformers.OutcoreMixin", OutcoreMixin))
@@ -71,7 +71,13 @@ def _class(name: str, kind: type) -> str:
         text += _entry(kind.__name__, constructor, level="####")
     if kind is OutcoreMixin:  # its methods are the Trainer's
         return text
-    return text + _members(kind, tuple(n for n in vars(kind) if not n.startswith("_")))
+    return text + _members(kind, _public(kind))
+
+
+def _public(kind: type) -> tuple[str, ...]:
+    """Its own members, and those of other classes of the package that it is made from."""
+    bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] == "outcore"]
+    return tuple(dict.fromkeys(n for base in bases for n in vars(base) if not n.startswith("_")))
 
 
 def _described(kind: type) -> str:
@@ -80,7 +86,7 @@ def _described(kind: type) -> str:
 
 def _members(kind: type, names: Sequence[str]) -> str:
     """Properties as a list, then methods."""
-    own = [(name, vars(kind)[name]) for name in names]
+    own = [(name, inspect.getattr_static(kind, name)) for name in names]
     text = "".join(f"- `.{name}`: {_first_line(v.fget)}\n" for name, v in own if isinstance(v, property))
     text += "\n" if text else ""
     for name, value in own:

@@ -12,7 +12,7 @@ from torch import nn
 from outcore.optim.rules import rule_for
 from outcore.planning.homes.pools import LEAST, Comfort, pools_for
 from outcore.planning.homes.reservations import can_be_early
-from outcore.planning.homes.share import share_updates
+from outcore.planning.homes.share import can_be_staged, spread
 from outcore.planning.units.partition import partition
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, UnitPlan
@@ -80,3 +80,9 @@ def forced(
         prefetch_depth=comfort.prefetch_depth if depth is None else depth,
         accumulation_steps=steps,
     )
+
+
+def share_updates(units: Sequence[UnitPlan], fraction: float) -> list[UnitPlan]:
+    """Let the device update a fraction of the units whose states live in host memory, spread evenly."""
+    chosen = spread([i for i, u in enumerate(units) if can_be_staged(u)], fraction)
+    return [dataclasses.replace(u, update="device" if i in chosen else "host") for i, u in enumerate(units)]

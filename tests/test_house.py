@@ -19,8 +19,7 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 CODE = sorted(path for folder in ("src", "tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py"))
 
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, README_LINES, PUBLIC_NAMES = 450, 70, 300, 150, 15
-ATTRIBUTES = 17  # of an object: more are several ideas
-SEVERAL_IDEAS = {"UnitCall"}
+ATTRIBUTES = 15  # of an object: more are several ideas
 FORBIDDEN_MODULES = {"utils", "util", "common", "helpers", "helper", "misc", "manager"}
 # What the package is entered by; the command and the integrations are imported when they are asked for.
 ENTRIES = ("outcore", "outcore.__main__", "outcore.cli.main", "outcore.integrations.transformers")
@@ -80,7 +79,7 @@ def attributes(kind: ast.ClassDef) -> set[str]:
 
 def test_attributes():
     kinds = [node for _, path in modules() for node in nodes(path) if isinstance(node, ast.ClassDef)]
-    assert {kind.name for kind in kinds if len(attributes(kind)) > ATTRIBUTES} <= SEVERAL_IDEAS
+    assert not {kind.name: len(attributes(kind)) for kind in kinds if len(attributes(kind)) > ATTRIBUTES}
 
 
 def test_names_of_modules_say_what_they_are():

@@ -15,11 +15,10 @@ import torch
 from outcore.core.errors import ConfigError, PlanInfeasibleError
 from outcore.core.quantities import PAGE_BYTES, align_up
 from outcore.device.device import Device
-from outcore.forecast import WORTH, Forecast, Loop, NamedHardware, hardware_for, rests_on_device
+from outcore.forecast import WORTH, Forecast, Loop, NamedHardware, hardware_for
 from outcore.memory.limits import disk_free_bytes, host_free_bytes
-from outcore.planning.homes.check import check_plan
+from outcore.planning.homes.check import check_plan, room_bytes, with_room
 from outcore.planning.homes.early import with_early_updates
-from outcore.planning.homes.fits import room_bytes, with_room
 from outcore.planning.homes.placement import place
 from outcore.planning.homes.sending import Sending
 from outcore.planning.timing.simulate import Simulation
@@ -105,7 +104,7 @@ class Timed:
 
     def predict(self, plan: Plan) -> Simulation | None:
         """Steps of a plan; None where the micro-batch or the machine is not known, or cannot be."""
-        forecast = self.forecast(may_measure=not rests_on_device(plan))
+        forecast = self.forecast(may_measure=not plan.rests_on_device)
         return None if forecast is None else forecast.simulate(plan)
 
     def forecast(self, *, may_measure: bool = True) -> Forecast | None:
@@ -198,7 +197,7 @@ class _Planner:
             plan = place(spec, left, accumulation_steps=steps, **room)
         except PlanInfeasibleError as error:
             raise error if sending is None else sending.explained(error) from None
-        is_fastest = sending is not None or rests_on_device(plan)
+        is_fastest = sending is not None or plan.rests_on_device
         forecast = None if is_fastest else self._timed.forecast()
         if forecast is not None:
             plan = forecast.better_than(plan, left, workspace)

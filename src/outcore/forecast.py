@@ -93,7 +93,7 @@ class Forecast:
             workspace_bytes: To leave of the device to activations and workspace; 0: the usual share.
         """
         spec, loop = self.cut.spec, self.loop
-        if not any(unit.trainable for unit in spec.units) or rests_on_device(usual):
+        if not any(unit.trainable for unit in spec.units) or usual.rests_on_device:
             return usual
         may_be_early = loop.is_promised and not loop.clips
         if may_be_early:
@@ -185,8 +185,3 @@ def named_hardware(named: str | Path) -> Hardware:
     """
     is_file = isinstance(named, Path) or named.endswith(".json") or Path(named).is_file()
     return Hardware.load(named) if is_file else known_hardware(str(named))
-
-
-def rests_on_device(plan: Plan) -> bool:
-    """Whether nothing moves: no plan is faster."""
-    return all(u.weights == u.gradients == u.states == u.activations == "device" for u in plan.units)

@@ -91,7 +91,7 @@ YAML: list[Case] = [
 ]
 PLANS: list[Case] = [
     option("plan", "{missing}", "plan: expected a readable JSON file at '.*missing'"),
-    option("plan", "{text}", "plan '.*text.txt': expected a plan as JSON"),
+    option("plan", "{text}", "plan '.*text.txt': expected the plan as JSON"),
     option("plan", "{other_plan}", "plan: expected the 4 units of this model"),
     option("activations", "moon", "--activations: expected 'host' or 'disk', but got 'moon'"),
     option("activations", "disk", "expected a folder for the disk tier"),

@@ -140,7 +140,7 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def tiers(model: torch.nn.Module) -> set[str]:
     """Where a prepared model's plan puts anything."""
-    return tiers_of(attachment_of(model).engine.plan)
+    return tiers_of(attachment_of(model).engine.opened.plan)
 
 
 def tiers_of(plan: outcore.Plan) -> set[str]:

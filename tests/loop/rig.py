@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 import outcore
-from outcore.planning.homes.fits import with_room
+from outcore.planning.homes.check import with_room
 from outcore.planning.homes.pools import Comfort
 from outcore.spec.budget import Limits
 from outcore.spec.plan import Plan

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from plans import share_updates
 
 import outcore
 from outcore.api import prepare_for_test
@@ -15,7 +16,6 @@ from outcore.device.race import RaceChecker
 from outcore.memory.disk_file import OsDiskIO
 from outcore.planning.homes.pools import Comfort, pools_for
 from outcore.planning.homes.reservations import can_be_early
-from outcore.planning.homes.share import share_updates
 from outcore.planning.units.partition import partition
 
 from .rig import adamw, assert_same, batch, make, plan_for, prepared, train

@@ -88,7 +88,7 @@ class TestTheFastest:
         twin = make()
         options = {"budget": outcore.Budget(**TIGHT), "sample": SAMPLE, "hardware": hardware, "device": DEVICE}
         with outcore.prepare(twin, adamw(twin), **options, **how) as (twin, streamed):
-            assert any(u.update == "device" or u.early for u in streamed.engine.plan.units)
+            assert any(u.update == "device" or u.early for u in streamed.plan.units)
             got = seen((torch.manual_seed(5), train(twin, streamed))[1], twin, streamed)
         assert_same(want, got)
 
@@ -141,7 +141,7 @@ class TestActivations:
         budget = outcore.Budget(device=120_000, host=2**22)
         options = {"budget": budget, "sample": SAMPLE, "hardware": slow_device(), "device": DEVICE}
         with outcore.prepare(twin, adamw(twin), **options) as (twin, streamed):
-            assert self.resting(streamed.engine.plan) == {("keep", "host")}
+            assert self.resting(streamed.plan) == {("keep", "host")}
             got = seen((torch.manual_seed(5), train(twin, streamed))[1], twin, streamed)
         assert_same(want, got)
 

@@ -11,7 +11,7 @@ from torch import nn
 import outcore
 import outcore.runtime.module_guard
 from outcore.runtime.unit.absent import AbsentParameter
-from outcore.runtime.unit.presence import LEGAL, Beneath, Presence
+from outcore.runtime.unit.unit import LEGAL, Beneath, Presence
 from outcore.spec.model import ParamSpec
 
 from .rig import KINDS, WIDTH, Block, Tower, agrees, batch, train

@@ -9,9 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from outcore.memory import interleave as module
-from outcore.memory.host import HUGE_PAGE_BYTES, HostMemory
-from outcore.memory.interleave import interleave
+from outcore.memory import host as module
+from outcore.memory.host import HUGE_PAGE_BYTES, HostMemory, interleave
 from outcore.memory.topology import memory_nodes
 
 NBYTES = 3 * HUGE_PAGE_BYTES + 4096

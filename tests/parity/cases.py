@@ -16,7 +16,7 @@ from plans import forced
 from torch import nn
 
 import outcore
-from outcore.planning.homes.fits import can_be_plain
+from outcore.planning.homes.check import can_be_plain
 from outcore.planning.homes.pools import LEAST, Comfort
 from outcore.planning.units import dear
 from outcore.runtime.activations import away

@@ -14,7 +14,7 @@ from torch import nn
 
 from outcore.api import prepare_for_test
 from outcore.device.faults import Faults
-from outcore.runtime.unit.traffic import Traffic
+from outcore.runtime.unit.port import Traffic
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.updates.early import EarlyUpdates, _Attempt
 

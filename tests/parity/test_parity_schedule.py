@@ -66,7 +66,7 @@ class Watch:
             self.visits.append(weights.visits)
 
         device.submit, device.compute, weights.prefetch_after_update = logged_submit, logged_compute, logged_begin
-        spec, plan = engine.model_spec, engine.plan
+        spec, plan = engine.opened.model, engine.opened.plan
         self.schedules = lambda visits: [
             *itertools.islice(consecutive(spec, plan, visits, nothing_held(plan)), 2, 12),
             schedule(spec, plan, visits),

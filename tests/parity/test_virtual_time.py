@@ -16,6 +16,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from plans import share_updates
 from torch import nn
 
 import outcore
@@ -27,7 +28,6 @@ from outcore.memory.arena import Region
 from outcore.optim.rules import rule_for
 from outcore.planning.homes.pools import Comfort, pools_for
 from outcore.planning.homes.reservations import can_be_early
-from outcore.planning.homes.share import share_updates
 from outcore.planning.paper.schedule import Circumstances, consecutive
 from outcore.planning.paper.weight_cache import nothing_held
 from outcore.planning.timing.rates import LINKS, Pace, Rates, Shared

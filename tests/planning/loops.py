@@ -6,10 +6,10 @@ from dataclasses import replace
 from itertools import groupby, takewhile
 
 from hypothesis import strategies as st
+from plans import share_updates
 
 from outcore.planning.homes.pools import Comfort, pools_for
 from outcore.planning.homes.reservations import can_be_early
-from outcore.planning.homes.share import share_updates
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import TIERS, Plan, UnitPlan
 from outcore.spec.schedule import Phase, Visit

@@ -13,11 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from unittest import mock
 
+from plans import share_updates
+
 from outcore.core.quantities import PAGE_BYTES, align_up
 from outcore.planning.bound.bound import bound_of
 from outcore.planning.homes.pools import Comfort, pools_for
 from outcore.planning.homes.reservations import can_be_early
-from outcore.planning.homes.share import share_updates
 from outcore.planning.paper import schedule
 from outcore.planning.paper.schedule import Circumstances, consecutive, usual_visits
 from outcore.planning.paper.weight_cache import nothing_held

@@ -69,7 +69,7 @@ def test_a_call_saves_what_was_planned(
         model,
         optimizer,
     ):
-        planned = [unit.saved_bytes for unit in optimizer.engine.plan.units[1:]]
+        planned = [unit.saved_bytes for unit in optimizer.plan.units[1:]]
         train(model, optimizer)
     assert sizes == planned * 2
     assert min(planned) > 0

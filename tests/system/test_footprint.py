@@ -20,7 +20,7 @@ from torch import nn
 import outcore
 from outcore.memory.allocator import resident_bytes
 from outcore.runtime import attached
-from outcore.runtime.values.states import States
+from outcore.runtime.values.access import States
 
 
 class Block(nn.Module):

@@ -100,6 +100,8 @@ class Slot(Generic[H]):
     """In a run: the buffer."""
     free_after: list[H] = field(default_factory=list)
     """What must be done before its bytes may be overwritten."""
+    ready: H | None = None
+    """What brought the weights that it holds."""
     kept: Home[H] | None = None
     """Of which home on disk it still has a copy, while it is idle."""
     kept_after: H | None = None
@@ -135,8 +137,6 @@ class Ledger(Generic[H]):
         """Where gradients of the pass that is running are on the device."""
         self.slot: Slot[H] | None = None
         """Where the weights are on the device while they live elsewhere."""
-        self.fetched: H | None = None
-        """What brought them there."""
 
     def let_go(self) -> None:
         """Forget where bytes are, so that their memory can be given back."""

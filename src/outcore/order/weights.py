@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from typing import Generic
 
-from outcore.order.ledger import H, Ledger, Slot, newest
+from outcore.order.ledger import Dependency, H, Ledger, Slot, newest
 from outcore.order.port import Port
 from outcore.order.slots import Pools
 from outcore.spec.lanes import Lane
@@ -26,8 +26,6 @@ class WeightSlots(Generic[H]):
         self.slots = list(slots)
         self.holders: list[int | None] = [None] * len(slots)
         """Unit whose weights each slot holds, as the homes have them."""
-        self.written: list[H | None] = [None] * len(slots)
-        """What wrote them."""
         self.sizes = [slot.nbytes for slot in slots]
         self._port, self._label = port, label
 
@@ -35,27 +33,27 @@ class WeightSlots(Generic[H]):
         """The slot that holds a unit's weights."""
         return self.holders.index(unit) if unit in self.holders else None
 
-    def put(self, index: int, unit: int, written: H) -> None:
+    def put(self, index: int, unit: int, ready: H) -> None:
         """A slot that was vacated holds a unit's weights."""
-        self.holders[index], self.written[index] = unit, written
-        self.slots[index].free_after = []
+        slot, self.holders[index] = self.slots[index], unit
+        slot.ready, slot.free_after = ready, []
 
     def reset(self, kept: Container[int]) -> None:
         """Forget all contents but those of some units; nothing may be in flight. See [Note: cut short]."""
-        for i, holder in enumerate(self.holders):
-            if holder not in kept:
-                self.holders[i] = self.written[i] = None
-                self.slots[i].free_after = []
+        for i, slot in enumerate(self.slots):
+            if self.holders[i] not in kept:
+                self.holders[i] = slot.ready = None
+                slot.free_after = []
 
     def vacate(self, index: int) -> None:
         """Forget a slot's content; who uses the slot next waits for its ``free_after``."""
         if self.holders[index] is None:
             return
-        slot, written = self.slots[index], self.written[index]
-        free_after = newest([*([] if written is None else [written]), *slot.free_after])
+        slot = self.slots[index]
+        free_after = newest([*([] if slot.ready is None else [slot.ready]), *slot.free_after])
         free = self._port.freed(slot, Lane.H2D, {self._label: free_after})
         slot.free_after = free_after if free is None else [*free_after, free]
-        self.holders[index] = self.written[index] = None
+        self.holders[index] = slot.ready = None
 
 
 class WeightOrder(Generic[H]):
@@ -72,11 +70,12 @@ class WeightOrder(Generic[H]):
         unit = self._units[index]
         self.vacate_on_device(place)
         slot, nbytes = self.on_device.slots[place], unit.spec.weight_bytes
-        staged = self.on_host.find(index) if unit.weights.tier == "disk" else None
+        staging = self.on_host.find(index) if unit.weights.tier == "disk" else None
+        staged = None if staging is None else self.on_host.slots[staging]
         if staged is None:
             source, after = unit.weights.span(), unit.weights.before_read()
         else:
-            source, after = self.on_host.slots[staged].span(nbytes), {"weights staged": self.on_host.written[staged]}
+            source, after = staged.span(nbytes), {"weights staged": staged.ready}
         fetched = self._port.submit(
             Lane.H2D,
             "fetch",
@@ -88,9 +87,9 @@ class WeightOrder(Generic[H]):
         if staged is None:
             unit.weights.read_by(fetched)
         else:
-            self.on_host.slots[staged].free_after = [fetched]
+            staged.free_after = [fetched]
         self.on_device.put(place, index, fetched)
-        unit.slot, unit.fetched = slot, fetched
+        unit.slot = slot
 
     def read(self, index: int, place: int) -> None:
         """Bring weights from disk into a host slot, whatever it holds."""
@@ -110,8 +109,10 @@ class WeightOrder(Generic[H]):
 
     def use(self, unit: Ledger[H], phase: Phase) -> None:
         """Compute uses the weights of a unit, which are on the device or on the way there."""
-        span = unit.weights_on_device()
-        after = unit.weights.before_read() if unit.is_resident else {"weights fetched": unit.fetched}
+        span, slot = unit.weights_on_device(), unit.slot
+        after: dict[str, Dependency[H]] = {"weights fetched": None if slot is None else slot.ready}
+        if unit.is_resident:
+            after = unit.weights.before_read()
         self._port.compute(phase.value, unit, reads=[] if span is None else [span], after=after)
 
     def used(self, unit: Ledger[H]) -> None:
@@ -131,7 +132,7 @@ class WeightOrder(Generic[H]):
         """Take a device slot from the unit that has it."""
         holder = self.on_device.holders[place]
         if holder is not None:
-            self._units[holder].slot = self._units[holder].fetched = None
+            self._units[holder].slot = None
         self.on_device.vacate(place)
 
     def let_go(self) -> None:

@@ -7,7 +7,6 @@ of torch and of the measurement say whether what was kept still holds.
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import hashlib
 import json
@@ -18,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 
@@ -27,7 +26,7 @@ from outcore.device.opening import device_name, open_device
 from outcore.memory.topology import processor_name, read_topology
 from outcore.probe.measure import QUICK, WHOLE, Effort, host_bytes, measure
 from outcore.spec.hardware import Hardware
-from outcore.spec.text_file import content_of, replace_file
+from outcore.spec.text_file import Described
 
 PROBE_VERSION = "1"
 """Of how it is measured: older measurements are stale."""
@@ -35,8 +34,10 @@ _EFFORTS: Mapping[str, Effort] = {"whole": WHOLE, "quick": QUICK}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class Measured(Described):
     """A machine, and how and when it was measured."""
+
+    what: ClassVar[str] = "kept measurement"
 
     hardware: Hardware
     effort: str
@@ -45,10 +46,6 @@ class Measured:
     """Date and time."""
     versions: Mapping[str, str]
     """What it depends on besides the machine."""
-
-    def to_json(self) -> str:
-        """As JSON text."""
-        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str, *, where: str) -> Self:
@@ -86,7 +83,7 @@ class Machine:
         if not path.is_file():
             return None
         try:
-            found = Measured.from_json(content_of(path, "kept measurement"), where=f"'{path}'")
+            found = Measured.load(path)
         except ConfigError as error:
             _say(f"the measurement of this machine is of no use: {error}")
             return None
@@ -114,7 +111,7 @@ class Machine:
         path = self.path
         with suppress(ConfigError, OSError):  # a home that cannot be written to: it is measured again next time
             path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, found.to_json(), "kept measurement")
+            found.save(path)
         return found
 
     def at_hand(self) -> Hardware:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from outcore.memory.allocator import WORTH_BYTES, HeldBack
 from outcore.runtime.module.call import Services, UnitCall
@@ -41,7 +42,7 @@ class Attached:
         """
         opened, freed_bytes = self._engine.opened, 0
         for unit in self._engine.units:
-            if not self._engine.plan.plain:
+            if not self._engine.opened.plan.plain:
                 self._take_gradients(unit)
             fill_unit(unit, opened.tiers, opened.order.pools, values(unit), initial)
             opened.device.synchronize()
@@ -59,10 +60,12 @@ class Attached:
 
     def take_calls(self, services: Services) -> None:
         """Stand in for the forwards of units, and guard the model."""
-        for index, unit in enumerate(self._engine.units[1:], start=1):
-            call = (PlainCall if self._engine.plan.plain else UnitCall)(unit, index, services)
-            unit.module.__dict__["forward"] = call
-            self._undo.append(call.restore)
+        kind = PlainCall if self._engine.opened.plan.plain else UnitCall
+        for unit in self._engine.units[1:]:
+            call, attributes = kind(unit, services), unit.module.__dict__
+            self._undo.append(partial(_put_back, attributes, attributes.get("forward")))
+            self._undo.append(call.close)
+            attributes["forward"] = call
         self.guard = ModuleGuard(self._engine)
         self._undo.append(self.guard.remove)
 
@@ -98,3 +101,10 @@ class Attached:
             for param in unit.params:
                 if param.grad is not None:
                     param.grad = None
+
+
+def _put_back(attributes: dict[str, Any], forward: Any) -> None:
+    """Args: forward: That this very module had, as patches leave it, not its class."""
+    attributes.pop("forward", None)
+    if forward is not None:
+        attributes["forward"] = forward

@@ -21,21 +21,19 @@ from outcore.runtime.attached import Attached
 from outcore.runtime.gradients.homes import GradientHomes
 from outcore.runtime.gradients.passes import Gradients
 from outcore.runtime.module.call import Services
-from outcore.runtime.module.checks import Doubts
 from outcore.runtime.module.compiling import Compiling
 from outcore.runtime.opened import Opened
+from outcore.runtime.recompute.checks import Doubts
 from outcore.runtime.unit.one_process import refuse_process_group
-from outcore.runtime.unit.presence import Beneath
 from outcore.runtime.unit.recovery import Recovery
-from outcore.runtime.unit.unit import Unit
+from outcore.runtime.unit.unit import Beneath, Unit
 from outcore.runtime.updates.early import EarlyUpdates
+from outcore.runtime.updates.of_unit import Settings
 from outcore.runtime.updates.plain import PlainUpdates
-from outcore.runtime.updates.settings import Settings
 from outcore.runtime.updates.streamed import Stepper, StreamedUpdates
-from outcore.runtime.values.access import Access
+from outcore.runtime.values.access import Access, States
 from outcore.runtime.values.fill import Values
-from outcore.runtime.values.states import States
-from outcore.runtime.weights.weights import Weights
+from outcore.runtime.weights import Weights
 from outcore.spec.plan import Plan
 
 
@@ -69,7 +67,7 @@ class Engine:
             rule: None without an optimizer.
             promises: See ``Promises``.
         """
-        self.model, self.plan, self.model_spec, self.device = partition.modules[0], plan, partition.spec, device
+        self.model, self.device = partition.modules[0], device
         self.is_closed = False
         self.opened = Opened(partition.spec, plan, device, paths, has_updates=rule is not None)
         order, workers, initial = self.opened.order, self.opened.workers, None if rule is None else rule.initial_value
@@ -121,14 +119,15 @@ class Engine:
             values: Unit -> first values of its parameters; asked for in module order.
             compiling: Of its blocks; None: they run as they are.
         """
+        plan = self.opened.plan
         if compiling is not None:
             self._services = self._services._replace(compiling=compiling)
         with self.opened.closed_on_error():
             self.attached.move_in(values, self.states.initial_value)
-            if self.plan.kept_bytes:
-                room = Room(self.plan.kept_bytes + self.plan.workspace_bytes, self.device.meter())
+            if plan.kept_bytes:
+                room = Room(plan.kept_bytes + plan.workspace_bytes, self.device.meter())
                 self._services = self._services._replace(room=room)
-            if self.plan.plain:
+            if plan.plain:
                 self._stepper = plain = PlainUpdates(self.units, self.device)
                 self._services = self._services._replace(sink=plain)
                 self.attached.watch_results(plain)

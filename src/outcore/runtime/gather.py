@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outcore.runtime.unit.presence import Beneath
-from outcore.runtime.unit.unit import Unit
+from outcore.runtime.unit.unit import Beneath, Unit
 from outcore.runtime.unit.views import torch_dtype
 from outcore.runtime.values.edits import refuse_other_form, refuse_other_strides, same_bytes, take_edits
 

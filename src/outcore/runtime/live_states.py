@@ -12,8 +12,8 @@ from outcore.runtime.engine import Engine
 from outcore.runtime.gradients.on_demand import DistantTensor
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.unit.views import torch_dtype
+from outcore.runtime.values.access import own_states
 from outcore.runtime.values.edits import take_edits
-from outcore.runtime.values.states import own_states
 
 
 class StateTensor(DistantTensor):

@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.runtime.unit.one_process import RefuseReplicas, refuse_process_group, refuse_wrapped
-from outcore.runtime.unit.presence import Beneath
+from outcore.runtime.unit.unit import Beneath
 from outcore.runtime.values.edits import same_bytes, take_edits
 from outcore.spec.model import row_major
 

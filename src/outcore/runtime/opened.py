@@ -11,9 +11,8 @@ from outcore.core.errors import LaneError
 from outcore.device.device import Device
 from outcore.device.lanes import Handle
 from outcore.order.step import StepOrder
-from outcore.runtime.unit.port import LivePort
+from outcore.runtime.unit.port import LivePort, Traffic
 from outcore.runtime.unit.tiers import Tiers
-from outcore.runtime.unit.traffic import Traffic
 from outcore.runtime.updates.workers import UpdateWorkers
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
@@ -34,7 +33,7 @@ class Opened:
             paths: Folders of the disk tier.
             has_updates: Units may be updated, on the host by threads.
         """
-        self.device, self.traffic = device, Traffic()
+        self.model, self.plan, self.device, self.traffic = model, plan, device, Traffic()
         self._closing = ExitStack()
         self._closing.callback(device.close)
         with self.closed_on_error():

@@ -74,12 +74,12 @@ class StreamedOptimizer(torch.optim.Optimizer):
     @property
     def plan(self) -> Plan:
         """Where everything lives."""
-        return self.engine.plan
+        return self.engine.opened.plan
 
     @property
     def model_spec(self) -> ModelSpec:
         """The model that the plan is for."""
-        return self.engine.model_spec
+        return self.engine.opened.model
 
     def traffic(self) -> dict[str, int]:
         """Bytes given to each lane since the run began."""

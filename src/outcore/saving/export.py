@@ -18,7 +18,7 @@ from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.memory.staged_files import staged_files
 from outcore.memory.weights_file import write_safetensors
 from outcore.runtime.engine import Engine
-from outcore.runtime.unit.presence import Beneath
+from outcore.runtime.unit.unit import Beneath
 from outcore.runtime.values.edits import take_edits
 from outcore.saving.conversions import (
     Group,

@@ -16,8 +16,7 @@ from outcore.core.errors import MemoryBudgetError, UnsupportedError
 from outcore.core.quantities import format_bytes
 from outcore.memory.limits import host_free_bytes
 from outcore.runtime.engine import Engine
-from outcore.runtime.unit.presence import Beneath
-from outcore.runtime.unit.unit import Unit
+from outcore.runtime.unit.unit import Beneath, Unit
 from outcore.saving.state_names import places
 
 

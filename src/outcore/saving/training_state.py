@@ -23,8 +23,8 @@ from outcore.runtime.module_guard import engine_of
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.unit.views import torch_dtype
+from outcore.runtime.values.access import own_states
 from outcore.runtime.values.edits import take_edits
-from outcore.runtime.values.states import own_states
 from outcore.saving.conversions import is_adapter_model
 from outcore.saving.load_plan import plan_loading
 from outcore.saving.state_names import places

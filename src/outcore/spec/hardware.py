@@ -6,15 +6,13 @@ Each figure may name its source.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from outcore.core.errors import ConfigError
-from outcore.spec.text_file import content_of, replace_file
+from outcore.spec.text_file import Described, fields_of
 
 HARDWARE_VERSION = 1
 _MOST = 1e19
@@ -96,8 +94,10 @@ _SHARING = ("compute", "h2d", "d2h", "update", "disk_read", "disk_write")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hardware:
+class Hardware(Described):
     """A machine."""
+
+    what: ClassVar[str] = "hardware"
 
     name: str
     device: DevicePart
@@ -107,10 +107,6 @@ class Hardware:
     """None: there is no disk tier."""
     version: int = HARDWARE_VERSION
 
-    def to_json(self) -> str:
-        """As JSON text."""
-        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
-
     @classmethod
     def from_json(cls, text: str, *, where: str = "hardware") -> Self:
         """Read a machine from JSON text.
@@ -118,11 +114,7 @@ class Hardware:
         Raises:
             ConfigError: Not JSON, a missing or unknown key, a rate that no machine has.
         """
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{where}: expected a machine as JSON, but it cannot be parsed: {error}") from error
-        _refuse_keys(cls, data, where)
+        data = cls._fields_in(text, where)
         if data.get("version", HARDWARE_VERSION) != HARDWARE_VERSION:
             raise ConfigError(
                 f"{where}: expected version {HARDWARE_VERSION}, but got {data['version']!r}; measure the machine again "
@@ -134,43 +126,13 @@ class Hardware:
         parts = {name: _part(kind, data.get(name), f"{where}: {name}") for name, kind in kinds.items()}
         return cls(name=data["name"], **parts)  # type: ignore[arg-type]
 
-    def save(self, path: str | Path) -> None:
-        """Write it as JSON, replacing the file at once.
-
-        Raises:
-            ConfigError: The file cannot be written.
-        """
-        replace_file(path, self.to_json(), "hardware")
-
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read a machine that ``save`` wrote or a person described.
-
-        Raises:
-            ConfigError: The file cannot be read or describes no machine.
-        """
-        return cls.from_json(content_of(path, "hardware"), where=f"hardware '{path}'")
-
-
-def _refuse_keys(kind: type, data: object, where: str) -> None:
-    if not isinstance(data, dict):
-        raise ConfigError(f"{where}: expected a JSON object, but got {type(data).__name__}")
-    fields: Mapping[str, dataclasses.Field[Any]] = {field.name: field for field in dataclasses.fields(kind)}
-    unknown = sorted(set(data) - set(fields))
-    if unknown:
-        raise ConfigError(f"{where}: unknown key '{unknown[0]}'; known keys are {', '.join(fields)}")
-    for name, field in fields.items():
-        is_needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if is_needed and name not in data:
-            raise ConfigError(f"{where}: key '{name}' is missing")
-
 
 def _part(kind: type, data: object, where: str) -> object:
     if kind is DiskPart and data is None:
         return None
-    _refuse_keys(kind, data, where)
-    _refuse_numbers(data, where)  # type: ignore[arg-type]
-    return kind(**data)  # type: ignore[arg-type]
+    fields = fields_of(kind, data, where)
+    _refuse_numbers(fields, where)
+    return kind(**fields)
 
 
 def _refuse_numbers(data: Mapping[str, Any], where: str) -> None:

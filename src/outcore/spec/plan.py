@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import PAGE_BYTES
 from outcore.spec.model import PRECISIONS, Precision
-from outcore.spec.text_file import content_of, replace_file
+from outcore.spec.text_file import Described, fields_of
 
 Tier = Literal["device", "host", "disk"]
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
@@ -153,8 +151,10 @@ class Pool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(Described):
     """Where bytes live and when they move. It never changes the result."""
+
+    what: ClassVar[str] = "plan"
 
     precision: Precision
     units: tuple[UnitPlan, ...]
@@ -197,9 +197,10 @@ class Plan:
         if len(set(names)) != len(names):
             raise ConfigError(f"plan: a unit is named twice: {sorted({n for n in names if names.count(n) > 1})}")
 
-    def to_json(self) -> str:
-        """The plan as JSON text, stable from run to run."""
-        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+    @property
+    def rests_on_device(self) -> bool:
+        """Whether nothing moves."""
+        return all(u.weights == u.gradients == u.states == u.activations == "device" for u in self.units)
 
     @classmethod
     def from_json(cls, text: str, *, where: str = "plan") -> Self:
@@ -208,31 +209,11 @@ class Plan:
         Raises:
             ConfigError: Not JSON, a missing or unknown key, a wrong value.
         """
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{where}: expected a plan as JSON, but it cannot be parsed: {error}") from error
-        data = _fields(cls, data, where)
-        data["units"] = tuple(UnitPlan(**_fields(UnitPlan, u, f"{where}: units")) for u in _list(data, "units", where))
-        data["pools"] = tuple(Pool(**_fields(Pool, p, f"{where}: pools")) for p in _list(data, "pools", where))
+        data = cls._fields_in(text, where)
+        for name, kind in {"units": UnitPlan, "pools": Pool}.items():
+            rows = _list(data, name, where)
+            data[name] = tuple(kind(**fields_of(kind, row, f"{where}: {name}")) for row in rows)
         return cls(**data)
-
-    def save(self, path: str | Path) -> None:
-        """Write the plan as JSON, replacing the file at once.
-
-        Raises:
-            ConfigError: The file cannot be written.
-        """
-        replace_file(path, self.to_json(), "plan")
-
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read a plan that ``save`` wrote or a person edited.
-
-        Raises:
-            ConfigError: The file cannot be read or is no plan.
-        """
-        return cls.from_json(content_of(path, "plan"), where=f"plan '{path}'")
 
 
 def _one_of(value: object, allowed: tuple[str, ...], what: str) -> None:
@@ -250,18 +231,3 @@ def _list(data: dict[str, Any], key: str, where: str) -> list[Any]:
     if not isinstance(items, list):
         raise ConfigError(f"{where}: expected a list under '{key}', but got {type(items).__name__}")
     return items
-
-
-def _fields(cls: type, data: object, where: str) -> dict[str, Any]:
-    """Check the keys of a JSON object against a dataclass."""
-    if not isinstance(data, dict):
-        raise ConfigError(f"{where}: expected a JSON object, but got {type(data).__name__}")
-    fields = dataclasses.fields(cls)
-    unknown = sorted(set(data) - {f.name for f in fields})
-    if unknown:
-        raise ConfigError(f"{where}: unknown key '{unknown[0]}'; known keys are {', '.join(f.name for f in fields)}")
-    for f in fields:
-        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-        if required and f.name not in data:
-            raise ConfigError(f"{where}: key '{f.name}' is missing")
-    return dict(data)

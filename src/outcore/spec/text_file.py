@@ -1,43 +1,88 @@
-"""Descriptions as files of text: plans, machines."""
+"""Plain data as JSON text, in files that people read and edit: plans, machines."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import Any, ClassVar, Self
 
 from outcore.core.errors import ConfigError
 
 
-def replace_file(path: str | Path, text: str, what: str) -> None:
-    """Replace a file at once.
+class Described(ABC):
+    """A dataclass that is kept as JSON text."""
 
-    Args:
-        path: Of the file.
-        text: All of it.
-        what: It is, for the error.
+    what: ClassVar[str]
+    """Names it in errors."""
+
+    def to_json(self) -> str:
+        """As JSON text, stable from run to run."""
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"  # type: ignore[call-overload]
+
+    @classmethod
+    @abstractmethod
+    def from_json(cls, text: str, *, where: str) -> Self:
+        """Read JSON text. Args: where: Begins messages."""
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON, replacing the file at once.
+
+        Raises:
+            ConfigError: The file cannot be written.
+        """
+        target = Path(path)
+        try:
+            partial = target.with_name(target.name + ".partial")
+            partial.write_text(self.to_json())
+            partial.replace(target)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{self.what}: expected a path to write to, but '{path}' cannot be written: {error}"
+            ) from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what ``save`` wrote or a person edited.
+
+        Raises:
+            ConfigError: The file cannot be read, or holds something else.
+        """
+        try:
+            text = Path(path).read_text()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{cls.what}: expected a readable JSON file at '{path}', but got: {error}") from error
+        return cls.from_json(text, where=f"{cls.what} '{path}'")
+
+    @classmethod
+    def _fields_in(cls, text: str, where: str) -> dict[str, Any]:
+        """The values of its fields, as JSON has them.
+
+        Raises:
+            ConfigError: Not JSON, a missing or unknown key.
+        """
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{where}: expected the {cls.what} as JSON, but it cannot be parsed: {error}") from error
+        return fields_of(cls, data, where)
+
+
+def fields_of(kind: type, data: object, where: str) -> dict[str, Any]:
+    """Check the keys of a JSON object against a dataclass.
 
     Raises:
-        ConfigError: It cannot be written.
+        ConfigError: It is no object, or a key is missing or unknown.
     """
-    target = Path(path)
-    try:
-        partial = target.with_name(target.name + ".partial")
-        partial.write_text(text)
-        partial.replace(target)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{what}: expected a path to write to, but '{path}' cannot be written: {error}") from error
-
-
-def content_of(path: str | Path, what: str) -> str:
-    """Read a file.
-
-    Args:
-        path: Of the file.
-        what: It is, for the error.
-
-    Raises:
-        ConfigError: It cannot be read.
-    """
-    try:
-        return Path(path).read_text()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{what}: expected a readable JSON file at '{path}', but got: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where}: expected a JSON object, but got {type(data).__name__}")
+    fields = dataclasses.fields(kind)
+    unknown = sorted(set(data) - {f.name for f in fields})
+    if unknown:
+        raise ConfigError(f"{where}: unknown key '{unknown[0]}'; known keys are {', '.join(f.name for f in fields)}")
+    for f in fields:
+        is_needed = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        if is_needed and f.name not in data:
+            raise ConfigError(f"{where}: key '{f.name}' is missing")
+    return dict(data)

@@ -1,14 +1,21 @@
-"""Whether a plan from elsewhere can be obeyed: it fits the model, has the slots it needs, and keeps to the limits."""
+"""Whether a plan can be obeyed, and what it leaves of the device.
+
+[Note: plain plans] Where all units rest on the device, gradients are updated in the dtype in which autograd makes them
+and nothing is promised about the loop, nothing has to move or to change its form. Gradients are then autograd's own
+tensors, as many bytes as the plan reserves for them, and the update takes them from ``p.grad``.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+
 from outcore.core.errors import ConfigError, PlanInfeasibleError
 from outcore.core.quantities import format_bytes
-from outcore.planning.homes.fits import can_be_plain
 from outcore.planning.homes.pools import pools_for
 from outcore.planning.homes.reservations import can_be_early, tier_bytes
 from outcore.planning.homes.table import infeasible_table
 from outcore.spec.budget import Limits
+from outcore.spec.layout import has_master
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import TIERS, Plan
 
@@ -97,3 +104,30 @@ def _check_limits(model: ModelSpec, plan: Plan, limits: Limits, activation_reser
     budget = {"device": limits.device_bytes, "host": limits.host_bytes, "disk": limits.disk_bytes or 0}
     if any(need[tier] > budget[tier] for tier in TIERS):
         raise PlanInfeasibleError(infeasible_table(model, plan, limits, need, given=True), dict(need.items()))
+
+
+def with_room(model: ModelSpec, plan: Plan, limits: Limits, *, clipping: bool) -> Plan:
+    """Make a plan plain where it can be, and give what is left of the device to activations that are kept.
+
+    Args:
+        model: Units in the plan's order.
+        plan: Keeps to the limits.
+        limits: The most that a plan may take on each tier.
+        clipping: Whether norms may be asked for; False is a promise.
+    """
+    if clipping and plan.accumulation_steps is None and can_be_plain(model, plan):
+        plan = dataclasses.replace(plan, plain=True, pools=())  # slots are for what moves or changes its form
+        plan = dataclasses.replace(plan, tier_bytes=dict(tier_bytes(model, plan).items()))
+    left = room_bytes(model, plan, limits)
+    return dataclasses.replace(plan, kept_bytes=left if any(u.policy != "keep" for u in plan.units) else 0)
+
+
+def room_bytes(model: ModelSpec, plan: Plan, limits: Limits) -> int:
+    """Device bytes that a plan does not take."""
+    return max(0, limits.device_bytes - tier_bytes(model, plan)["device"])
+
+
+def can_be_plain(model: ModelSpec, plan: Plan) -> bool:
+    """See [Note: plain plans]."""
+    one_form = all(p.dtype == p.update_dtype for unit in model.units for p in unit.trainable)
+    return plan.rests_on_device and one_form and not any(has_master(u, model.precision) for u in plan.units)

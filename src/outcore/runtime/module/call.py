@@ -26,30 +26,30 @@ from outcore.runtime.activations.policies import Policy, policy_of
 from outcore.runtime.activations.room import Room
 from outcore.runtime.activations.saved import storage_of, version_of
 from outcore.runtime.activations.saving import Graph
-from outcore.runtime.module.autocast import AutocastCacheOff
-from outcore.runtime.module.bound import Bound, make_way
 from outcore.runtime.module.caches import refuse_filled_caches, without_caches
-from outcore.runtime.module.checks import Doubts, Rhythm, Summary, summary_of
 from outcore.runtime.module.compiling import Compiling
-from outcore.runtime.module.inner_graph import (
+from outcore.runtime.module.graphs import (
+    Anchor,
+    Call,
+    Trained,
+    UnitFunction,
     find_leaves,
     gradients,
     guarded_leaf,
     refuse_transforms,
-    requiring,
     spare_functions,
     spare_hooks,
     without_hooks,
 )
-from outcore.runtime.module.outer_graph import Call, UnitFunction
-from outcore.runtime.module.replay import ForwardState, Surroundings
 from outcore.runtime.module.side_outputs import active_recording, emptied, hand_over, recording_apart
-from outcore.runtime.module.structure import Structure, sharing_memory, take_apart
-from outcore.runtime.unit.absent import called_inside, unfreezing_refusal
+from outcore.runtime.recompute.autocast import AutocastCacheOff
+from outcore.runtime.recompute.checks import Doubts, Repeats, summary_of
+from outcore.runtime.recompute.structure import Structure, sharing_memory, take_apart
+from outcore.runtime.unit.absent import called_inside
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.values.access import Access
 from outcore.runtime.values.edits import OwnEdits
-from outcore.runtime.weights.weights import Weights
+from outcore.runtime.weights import Bound, Weights, make_way
 from outcore.spec.schedule import Phase
 
 
@@ -87,35 +87,23 @@ class UnitCall:
 
     _why_once = "double backward through streamed weights is not supported"
 
-    def __init__(self, unit: Unit, index: int, services: Services) -> None:
-        """Take over ``unit.module.forward``."""
-        self.unit, self._index = unit, index
-        self._weights, self._sink, self._device, self._doubts, access, room, activations, compiling = services
-        self._interrupts = self._device.interrupts
-        self._edits = OwnEdits(unit, access)
-        self._rhythm = Rhythm()
-        self._casts = compiling.casts_of(unit.params, self._device.torch_device)
-        self._forward = compiling.forward_of(unit.module)
-        self._own_forward = unit.module.__dict__.get("forward")  # of this very module, as patches leave it
-        # Makes backward run when nothing else needs a gradient, and tells an ordinary backward() from one for chosen
-        # inputs.
-        self._anchor = torch.empty(0, device="cpu", requires_grad=True)
-        self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
-        functools.update_wrapper(self, unit.module.forward)
+    def __init__(self, unit: Unit, services: Services) -> None:
+        """The module keeps its own forward until it is given this one."""
+        self.unit = unit
+        self._weights, self._sink, self._device, doubts, access, room, activations, compiling = services
         self._is_closed, self._where = False, f"unit '{unit.label}'"
-        self._surroundings = Surroundings(unit.modules, self._device, self._where)
+        functools.update_wrapper(self, unit.module.forward)
+        self._forward = compiling.forward_of(unit.module)
+        self._casts = compiling.casts_of(unit.params, self._device.torch_device)
+        self._anchor, self._trained = Anchor(), Trained(unit)
+        self._edits = OwnEdits(unit, access)
+        self._repeats = Repeats(unit.modules, self._device, doubts, self._where)
         self._policy: Policy = policy_of(unit, room, activations, self._device, self._where)
         self._activations = activations if activations.homes_are_used else None
-        self._trainable = unit.params[: unit.num_trainable]
-        self._flags = [p.requires_grad for p in unit.params]
-        self._trains = any(p.requires_grad for p in unit.module.parameters())
 
-    def restore(self) -> None:
-        """Give ``forward`` back. Graphs made so far cannot be walked any more."""
+    def close(self) -> None:
+        """Graphs made so far cannot be walked any more."""
         self._is_closed = True
-        self.unit.module.__dict__.pop("forward", None)
-        if self._own_forward is not None:
-            self.unit.module.__dict__["forward"] = self._own_forward
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -125,18 +113,18 @@ class UnitCall:
         arguments = args, tuple(kwargs), tuple(kwargs.values())
         has_caches = any(is_cache(value) for value in (*args, *arguments[2]))
         tensors, structure = take_apart(without_caches(arguments) if has_caches else arguments, self._where)
-        needs_graph = self._trains or any(t.requires_grad for t in tensors)
+        needs_graph = self._trained.is_any or any(t.requires_grad for t in tensors)
         if has_caches and (needs_graph or self._weights.has_steps):
             refuse_filled_caches(arguments, self._where)
             # From frozen units too: what they put in would reach those behind them.
             args, _, values = without_caches(arguments)
             kwargs = dict(zip(kwargs, values, strict=True))
         if not needs_graph:
-            self._refuse_changes()
+            self._trained.flags()
             return self._run_plain(args, kwargs, Phase.FORWARD)
         refuse_transforms(self._where)
-        if self._interrupts is not None:
-            self._interrupts.listen(self._device)
+        if self._device.interrupts is not None:
+            self._device.interrupts.listen(self._device)
         if self._activations is not None:
             make_way(self._activations, self.unit, self._weights)
         # Whoever packs what is saved expects the same of the call that it will repeat.
@@ -146,7 +134,8 @@ class UnitCall:
             given = [t for t, u in zip(tensors, call.used, strict=True) if u]
             saved = tensors if call.needs_arguments or is_packing() else []
             # Parameters are inputs too: for torch.autograd.grad, backward(inputs=...) and their own gradient hooks.
-            results = iter(UnitFunction.apply(self, call, saved, self._anchor, *given, *call.foreign, *self._trainable))
+            inputs = (self._anchor.leaf, *given, *call.foreign, *self._trained.params)
+            results = iter(UnitFunction.apply(self, call, saved, *inputs))
         outer = {id(i): t for i, t in zip(inner, tensors, strict=True)}
         result, added = out_structure.fill(
             [outer.get(id(t), t) if t.grad_fn is None else next(results) for t in outputs]
@@ -154,17 +143,8 @@ class UnitCall:
         hand_over(added)
         return result
 
-    def _refuse_changes(self) -> list[bool]:
-        """What needs a gradient now. What was frozen at ``prepare`` must be, in calls; what was not may be."""
-        flags = [p.requires_grad for p in self.unit.params]
-        if flags != self._flags:
-            for now, before, spec in zip(flags, self._flags, self.unit.spec.params, strict=True):
-                if now and not before:
-                    raise UnsupportedError(unfreezing_refusal(spec.name))
-        return flags
-
     def _bound(self, phase: Phase) -> AbstractContextManager[None]:
-        return Bound(self.unit, self._index, phase, self._weights, self._device.recorder)
+        return Bound(self.unit, phase, self._weights, self._device.recorder)
 
     def _run_plain(self, args: Any, kwargs: Any, phase: Phase) -> Any:
         with self._bound(phase), AutocastCacheOff():
@@ -191,11 +171,11 @@ class UnitCall:
         inner = [guarded_leaf(t, self._where) if w else t for t, w in zip(tensors, wants_grad, strict=True)]
         versions = [version_of(t) for t in tensors]
         saving = self._policy.begin(kind, tensors)
-        state = ForwardState(self._surroundings, structure.objects) if saving.may_drop else None
-        is_checked = state is not None and self._is_checked(state, tensors, wants_grad)
-        start = order_of(self._anchor.view_as(self._anchor).grad_fn)
+        state = self._repeats.begin(structure.objects) if saving.may_drop else None
+        is_checked = state is not None and self._repeats.is_checked(state, tensors, wants_grad)
+        start = order_of(self._anchor.leaf.view_as(self._anchor.leaf).grad_fn)
         with self._bound(Phase.FORWARD):
-            flags = self._refuse_changes()
+            flags = self._trained.flags()
             recording = active_recording()
             self._edits.begin()
             modes = saving.hooks(), self._casts.cache(is_kept=saving.is_kept)
@@ -226,14 +206,6 @@ class UnitCall:
             call.watched = sorted({*call.watched, *saving.watched(made)})
             self._casts.learn(made)
         return call, inner, outputs, out_structure
-
-    def _is_checked(self, state: ForwardState, tensors: Sequence[torch.Tensor], wants_grad: Sequence[bool]) -> bool:
-        """Whether recompute is to be held against this forward."""
-        shapes, dtypes = tuple([t.shape for t in tensors]), tuple([t.dtype for t in tensors])
-        is_due = self._rhythm.is_due((shapes, dtypes, tuple(wants_grad), state.flags))
-        if is_due:
-            state.look_closely()
-        return is_due
 
     def _run(
         self,
@@ -282,11 +254,11 @@ class UnitCall:
         In an ordinary backward those of parameters go to the sink instead.
         """
         self._refuse_stale(call)
-        if self._interrupts is not None:
-            self._interrupts.look()
+        if self._device.interrupts is not None:
+            self._device.interrupts.look()
         is_kept = keeps_graph()
-        params = self._trainable
-        is_ordinary = is_executed(self._anchor_node)
+        params = self._trained.params
+        is_ordinary = is_executed(self._anchor.node)
         wanted = [
             flag and (is_ordinary or _is_wanted(node))
             for flag, (node, _) in zip(call.flags, ctx.next_functions[-len(params) :] if params else (), strict=False)
@@ -294,7 +266,7 @@ class UnitCall:
         if is_ordinary:
             self._sink.begin(self.unit)
         with self._bound(Phase.BACKWARD):
-            with requiring(self.unit.params, self._refuse_changes(), call.flags):
+            with self._trained.as_in_forward(call.flags):
                 saving = call.saving
                 if saving is not None:
                     saving.begin_backward()
@@ -373,15 +345,11 @@ class UnitCall:
                 "random numbers and buffers"
             )
         if call.summary is not None:
-            self._compare(call, call.summary, summary_of(outputs, structure))
+            edited = [self.unit.spec.params[i].name for i in call.edited]
+            self._repeats.compare(call.summary, summary_of(outputs, structure), edited)
         if count is not None:
             self._policy.learn(call.kind, count, made)
         return inner, made
-
-    def _compare(self, call: Call, before: Summary, after: Summary) -> None:
-        names = ", ".join(f"'{self.unit.spec.params[i].name}'" for i in call.edited)
-        why = f"the block changes its own parameters in forward ({names}), which recompute begins with"
-        self._doubts.compare(before, after, self._where, why=why if names else "")
 
 
 def _is_wanted(node: Any) -> bool:

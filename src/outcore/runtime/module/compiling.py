@@ -17,7 +17,7 @@ from torch import nn
 
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.planning.units.partition import Partition
-from outcore.runtime.module.autocast import CastsOfCompiled, CastsOfUnit
+from outcore.runtime.recompute.autocast import CastsOfCompiled, CastsOfUnit
 
 Forward = Callable[..., Any]
 CompileOptions = bool | Mapping[str, Any]

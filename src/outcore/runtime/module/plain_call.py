@@ -14,7 +14,7 @@ import torch
 from outcore.device.autograd import is_packing
 from outcore.runtime.module.caches import in_training
 from outcore.runtime.module.call import UnitCall
-from outcore.runtime.module.structure import take_apart
+from outcore.runtime.recompute.structure import take_apart
 from outcore.spec.schedule import Phase
 
 

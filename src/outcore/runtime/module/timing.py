@@ -11,7 +11,7 @@ from torch import nn
 from outcore.core.errors import UnsupportedError
 from outcore.device.autograd import at_end_of_task, current_task
 from outcore.device.recorder import Moment, Recorder
-from outcore.runtime.module.structure import take_apart
+from outcore.runtime.recompute.structure import take_apart
 
 
 @contextmanager

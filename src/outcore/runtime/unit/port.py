@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -12,7 +12,6 @@ from outcore.memory.arena import Buffer, Region
 from outcore.memory.disk import DiskStore, Extent
 from outcore.order.ledger import After, Dependency, Home, Ledger, Slot, Span
 from outcore.order.port import COPY, NOTHING, Answer, Work
-from outcore.runtime.unit.traffic import Traffic
 from outcore.spec.lanes import Lane
 from outcore.spec.schedule import Kind, Phase
 
@@ -119,3 +118,28 @@ class LivePort:
             return None
 
         return write
+
+
+class Traffic:
+    """Counters, counted when an operation is submitted."""
+
+    def __init__(self) -> None:
+        """Start at zero."""
+        self._bytes = dict.fromkeys(Lane, 0)
+
+    def add(self, lane: Lane, nbytes: int) -> None:
+        """Count bytes."""
+        self._bytes[lane] += nbytes
+
+    def since(self, totals: Mapping[str, int]) -> dict[str, int]:
+        """Lane name -> bytes that were counted after these ``totals``."""
+        return {lane: nbytes - totals[lane] for lane, nbytes in self.totals().items()}
+
+    def take_back(self, nbytes: Mapping[str, int]) -> None:
+        """Bytes that were counted did not move after all."""
+        for lane, moved in nbytes.items():
+            self._bytes[Lane(lane)] -= moved
+
+    def totals(self) -> dict[str, int]:
+        """Lane name -> bytes."""
+        return {lane.value: nbytes for lane, nbytes in self._bytes.items()}

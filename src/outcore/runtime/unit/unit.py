@@ -1,6 +1,17 @@
-"""A unit at run time: its module and parameters, the homes of its bytes, and what has been submitted for them."""
+"""A unit at run time: its module and parameters, the homes of its bytes, and what stands beneath its parameters.
+
+[Note: presence] Between calls the parameters of most units have no bytes. While a call runs they are views of a slot.
+Weights that live on the device are views of their home, between calls too. For the length of a block ``gathered`` gives
+them tensors of their own. ``LEGAL`` has all changes between these; any other is a bug of outcore and raises at once.
+Whether a *slot* holds the weights of a unit is another matter (``order.weights``): they are brought there before the
+parameters are bound, and stay afterwards.
+"""
 
 from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 import torch
 from torch import nn
@@ -9,10 +20,9 @@ from torch.nn import Parameter
 from outcore.device.lanes import Handle
 from outcore.memory.arena import Buffer
 from outcore.order.ledger import Ledger
-from outcore.runtime.unit.absent import Owner, absent_class
-from outcore.runtime.unit.gradient_form import GradientForm
-from outcore.runtime.unit.presence import Presence
-from outcore.runtime.unit.views import Views
+from outcore.runtime.unit.absent import AbsentParameter, Owner, WatchedParameter, absent_class
+from outcore.runtime.unit.views import GradientForm, Views, torch_dtype
+from outcore.spec.model import ParamSpec
 
 
 class Unit:
@@ -70,3 +80,159 @@ class Unit:
         self.views.forget()
         self.presence.forget()
         self.ledger.let_go()
+
+
+class Beneath(enum.Enum):
+    """What the parameters of a unit are views of."""
+
+    ABSENT = "absent"
+    """A NaN, or a home on the device that is being written: reading a parameter raises, or waits."""
+    AT_HOME = "at home"
+    """Their home on the device, which calls use and a user may edit."""
+    BOUND = "bound"
+    """A slot on the device, while calls run."""
+    GATHERED = "gathered"
+    """Each has a tensor of its own, until ``gathered`` ends. Calls use these."""
+
+
+LEGAL: Final[Mapping[Beneath, Mapping[Beneath, str]]] = {
+    Beneath.ABSENT: {
+        Beneath.ABSENT: "the unit rests, or the engine closes",
+        Beneath.AT_HOME: "the home is whole, or is waited for",
+        Beneath.BOUND: "the first call begins",
+        Beneath.GATHERED: "a block begins",
+    },
+    Beneath.AT_HOME: {
+        Beneath.ABSENT: "an update elsewhere writes the home",
+        Beneath.AT_HOME: "a user replaced the data of a parameter",
+        Beneath.GATHERED: "a block begins",
+    },
+    Beneath.BOUND: {
+        Beneath.ABSENT: "the last call is over",
+        Beneath.GATHERED: "a block begins inside of a call",
+    },
+    Beneath.GATHERED: {
+        Beneath.ABSENT: "the block is over",
+    },
+}
+"""From -> to: when."""
+
+
+class Presence:
+    """The parameters of one unit. See [Note: presence]."""
+
+    def __init__(
+        self,
+        name: str,
+        params: Sequence[Parameter],
+        specs: Sequence[ParamSpec],
+        absent_class: type[AbsentParameter],
+        *,
+        is_resident: bool,
+        has_master: bool,
+    ) -> None:
+        """Not yet taken over: the parameters have values of the user's.
+
+        Args:
+            name: Of the unit, for people.
+            params: All.
+            specs: Theirs.
+            absent_class: What they are while they are absent.
+            is_resident: Their home is the device.
+            has_master: An update starts from something else than the weights.
+        """
+        self._name, self._params, self._specs = name, params, specs
+        self.absent_class = absent_class
+        self.now = Beneath.ABSENT
+        self.num_calls = 0
+        """Calls that run; ``Weights`` counts them."""
+        self.bound: list[torch.Tensor] | None = None
+        """What the parameters were in a call that goes on, while they have tensors of their own."""
+        self._visible = Beneath.AT_HOME if is_resident else Beneath.BOUND
+        self.watch = Watch(params, is_resident=is_resident, has_master=has_master)
+        self._nothing: dict[torch.device, list[torch.Tensor]] = {}
+
+    def show(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The parameters are views of their home on the device, or of the slot where calls use them."""
+        self._check(self._visible)
+        self._point_at(tensors)
+        self.watch.begin()
+        self.now = self._visible  # last, so that what is cut short is shown again
+
+    def hide(self, *, device: torch.device | None = None) -> None:
+        """Reading them raises. With ``device`` their bytes are replaced by a NaN there, else left in place."""
+        self._check(Beneath.ABSENT)
+        self.now, self.bound = Beneath.ABSENT, None
+        if device is not None:
+            if device not in self._nothing:
+                self._nothing[device] = [absent_view(spec, device) for spec in self._specs]
+            self._point_at(self._nothing[device])
+        for param in self._params:
+            param.__class__ = self.absent_class
+
+    def gather(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Each parameter has a tensor of its own until it rests."""
+        self._check(Beneath.GATHERED)
+        if self.now is Beneath.BOUND:
+            self.bound = [param.detach() for param in self._params]
+        self.now = Beneath.GATHERED
+        self._point_at(tensors)
+
+    def forget(self) -> None:
+        """Let go of all memory, so that it can be given back."""
+        self._nothing.clear()
+
+    def _check(self, beneath: Beneath) -> None:
+        if beneath not in LEGAL[self.now]:
+            legal = " or ".join(was.value for was, changes in LEGAL.items() if beneath in changes)
+            raise AssertionError(
+                f"unit '{self._name}': expected parameters that are {legal} before they are {beneath.value}, but they "
+                f"are {self.now.value}"
+            )
+
+    def _point_at(self, tensors: Iterable[torch.Tensor]) -> None:
+        for param, tensor in zip(self._params, tensors, strict=True):
+            param.__class__ = Parameter
+            param.data = tensor
+
+
+class Watch:
+    """What a user may have done to parameters that are present. See [Note: edits]."""
+
+    def __init__(self, params: Sequence[Parameter], *, is_resident: bool, has_master: bool) -> None:
+        """Args: is_resident: A user may edit the home itself. has_master: Its master must follow then."""
+        self._params, self._is_resident = params, is_resident
+        self.versions: list[int] = []
+        self.touched: set[int] = set()
+        self._is_on = has_master or not is_resident
+
+    def begin(self) -> None:
+        """The parameters have become present, and are plain ones."""
+        if self._is_on:
+            for i, param in enumerate(self._params):
+                param.__class__ = WatchedParameter
+                param.touched, param.place = self.touched, i  # type: ignore[attr-defined]
+        self.note_versions()
+
+    def note_versions(self) -> None:
+        """Edits of the home up to here are known."""
+        if self._is_resident:
+            self.touched.clear()
+            self.versions = [p._version for p in self._params]
+
+    def edited(self) -> list[int]:
+        """Parameters of a resident unit that were changed in place since ``note_versions``."""
+        return [i for i, version in enumerate(self.versions) if self._params[i]._version != version]
+
+    def note_change(self, index: int) -> None:
+        """A parameter's bytes were changed under it: autograd is told, and it is no edit of the user's."""
+        torch.autograd.graph.increment_version(self._params[index])
+        if self.versions:
+            self.versions[index] = self._params[index]._version
+
+
+def absent_view(spec: ParamSpec, device: torch.device) -> torch.Tensor:
+    """A view of one NaN with the parameter's shape and no strides: a few bytes whatever the shape."""
+    with torch.inference_mode(mode=False):
+        nan = torch.full((1,), float("nan"), dtype=torch_dtype(spec.dtype), device=device)
+        return nan.as_strided(spec.shape, (0,) * len(spec.shape))

@@ -34,10 +34,9 @@ from outcore.optim.rules import Hyper
 from outcore.order.ledger import Span
 from outcore.order.updates import UpdateOrder
 from outcore.runtime.gradients.of_unit import UnitGradients
-from outcore.runtime.unit.traffic import Traffic
+from outcore.runtime.unit.port import Traffic
 from outcore.runtime.unit.unit import Unit
-from outcore.runtime.updates.of_unit import Copies, copy_all, run_on
-from outcore.runtime.updates.pieces import Change, pieces_of
+from outcore.runtime.updates.of_unit import Change, Copies, copy_all, pieces_of, run_on
 from outcore.runtime.updates.workers import UpdateWorkers
 
 Hypers = Callable[[], Mapping[int, Hyper]]

@@ -8,17 +8,21 @@ Units whose states live on the device are updated on compute at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from outcore.core.errors import UnsupportedError
 from outcore.device.device import Device
 from outcore.device.lanes import Handle
 from outcore.memory.arena import Buffer
 from outcore.optim.blocks import Piece, update_blocks
+from outcore.optim.rules import Hyper, UpdateRule
 from outcore.order.ledger import Span
 from outcore.runtime.gradients.handle import GradHandle
 from outcore.runtime.gradients.of_unit import UnitGradients
-from outcore.runtime.updates.pieces import Change, pieces_of
+from outcore.runtime.unit.unit import Unit
 from outcore.runtime.updates.workers import UpdateWorkers
 from outcore.spec.lanes import Lane
 
@@ -161,3 +165,91 @@ def copy_all(copies: Copies) -> None:
     """Copy sources to targets."""
     for to, origin in copies:
         to.copy_(origin)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What one step does to one parameter, all of it known when ``step()`` is called."""
+
+    step: int
+    hyper: Hyper
+    factors: tuple[torch.Tensor, ...]
+    """On the device of the update."""
+    is_zero: bool
+
+
+def pieces_of(
+    gradients: UnitGradients,
+    changes: Mapping[int, Change],
+    grads: Buffer,
+    states: Buffer | None,
+    weights: Buffer,
+    *,
+    old_states: Buffer | None = None,
+    old_weights: Buffer | None = None,
+) -> list[Piece]:
+    """The update of a unit, by parameter; out of place where old buffers are given."""
+    unit = gradients.unit
+    views, weight_views = _views(unit, states), unit.views.flat(weights)
+    old_views, stored = _views(unit, old_states), gradients.stored_views(grads)
+    moments = [(name, view) for name, view in views.items() if name != "master"]
+    old_targets = old_views.get("master") if old_weights is None else unit.views.flat(old_weights)
+    pieces = []
+    for i, change in changes.items():
+        pieces.append(
+            Piece(
+                target=views["master"][i] if unit.ledger.has_master else weight_views[i],
+                grad=None if change.is_zero else stored[i],
+                states={name: view[i] for name, view in moments},
+                weights=weight_views[i] if unit.ledger.has_master else None,
+                step=change.step,
+                hyper=change.hyper,
+                factors=change.factors,
+                zero=change.is_zero,
+                old_target=None if old_targets is None else old_targets[i],
+                old_states={name: old_views[name][i] for name, _ in moments} if old_views else {},
+            )
+        )
+    return pieces
+
+
+def _views(unit: Unit, states: Buffer | None) -> dict[str, list[torch.Tensor]]:
+    return {name: unit.views.state(states, name) for name in unit.ledger.state_specs} if states is not None else {}
+
+
+class Settings:
+    """What the rule makes of param groups."""
+
+    def __init__(self, rule: UpdateRule | None, state_names: Sequence[str]) -> None:
+        """Args: rule: None without an optimizer. state_names: For which there is memory."""
+        self._rule, self._state_names = rule, state_names
+        self.groups: Sequence[Mapping[str, Any]] = ()
+        """The user's own list."""
+
+    def now(self) -> dict[int, Hyper]:
+        """For updates that do not wait for ``step``."""
+        return self.of(self.groups)
+
+    def of(self, groups: Sequence[Mapping[str, Any]]) -> dict[int, Hyper]:
+        """Settings by the id of the parameter.
+
+        Raises:
+            UnsupportedError: There is no optimizer, or a group needs states for which no memory was taken.
+        """
+        if self._rule is None:
+            raise UnsupportedError(
+                "expected an optimizer given to outcore.prepare(), but there was none (optimizer=None); nothing to step"
+            )
+        hypers = [self._rule.hyper(group) for group in groups]
+        for hyper in hypers:
+            self._refuse_new_states(hyper)
+        return {id(p): hyper for group, hyper in zip(groups, hypers, strict=True) for p in group["params"]}
+
+    def _refuse_new_states(self, hyper: Hyper) -> None:
+        missing = [name for name in hyper.state_names if name not in self._state_names]
+        if missing:
+            raise UnsupportedError(
+                f"expected param groups that need no other states than at outcore.prepare(), but one needs "
+                f"{', '.join(missing)} now, for which no memory was taken; set momentum or amsgrad before prepare "
+                "(momentum may be set to 0 afterwards and switched on again later)"
+            )

@@ -17,7 +17,7 @@ from outcore.device.device import Device
 from outcore.memory.arena import Buffer
 from outcore.optim.kernels import FusedStep, apply
 from outcore.optim.rules import Hyper, SgdHyper
-from outcore.runtime.module.structure import take_apart
+from outcore.runtime.recompute.structure import take_apart
 from outcore.runtime.unit.absent import unfreezing_refusal
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.unit.views import shaped

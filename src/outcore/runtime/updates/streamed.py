@@ -14,12 +14,11 @@ from outcore.runtime.gradients.handle import GradHandle
 from outcore.runtime.gradients.passes import Gradients
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.updates.early import EarlyUpdates
-from outcore.runtime.updates.of_unit import Factors, UnitUpdate
-from outcore.runtime.updates.pieces import Change
+from outcore.runtime.updates.of_unit import Change, Factors, UnitUpdate
 from outcore.runtime.updates.workers import UpdateWorkers
 from outcore.runtime.values.access import Access
 from outcore.runtime.values.edits import take_edits
-from outcore.runtime.weights.weights import Weights
+from outcore.runtime.weights import Weights
 
 
 class Stepper(Protocol):

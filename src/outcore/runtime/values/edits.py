@@ -15,8 +15,7 @@ import torch
 
 from outcore.core.errors import UnsupportedError
 from outcore.runtime.unit.absent import unfreezing_refusal
-from outcore.runtime.unit.presence import Beneath
-from outcore.runtime.unit.unit import Unit
+from outcore.runtime.unit.unit import Beneath, Unit
 from outcore.runtime.unit.views import torch_dtype
 from outcore.runtime.values.access import Access
 from outcore.spec.model import ParamSpec, row_major

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from outcore.device.device import Device
-from outcore.runtime.module.attributes import Attributes, Content, SavedTensor, mutable_in, saved_buffers
-from outcore.runtime.module.randomness import GlobalRandom
+from outcore.runtime.recompute.attributes import Attributes, Content, SavedTensor, mutable_in, saved_buffers
+from outcore.runtime.recompute.randomness import GlobalRandom
 
 
 class Surroundings:

@@ -1,14 +1,15 @@
 """Weights on the move: fetch, bind, unbind, prefetch, evict. See [Note: weight slots].
 
 What goes where, and when, is decided beforehand for the visits of a whole step (``planning.paper.weight_cache``). They
-are taken to be those of the step before. Whatever else is needed is fetched on demand.
+are taken to be those of the step before; a ``Cursor`` follows them. Whatever else is needed is fetched on demand.
 """
 
 from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import FrameType
 
@@ -17,16 +18,17 @@ import torch
 from outcore.core.errors import MemoryBudgetError, OutcoreError, UnsupportedError
 from outcore.core.quantities import format_bytes
 from outcore.device.lanes import Handle
+from outcore.device.recorder import Recorder
+from outcore.order.activations import ActivationOrder
 from outcore.order.weights import WeightOrder, WeightSlots
 from outcore.planning.paper.schedule import update_order, usual_visits
-from outcore.planning.paper.weight_cache import NEVER, Held, Move, slots_for, weight_moves
-from outcore.runtime.unit.presence import Beneath
+from outcore.planning.paper.weight_cache import NEVER, Held, Move, Moves, slots_for, weight_moves
 from outcore.runtime.unit.recovery import Recovery
-from outcore.runtime.unit.unit import Unit
-from outcore.runtime.weights.cursor import Cursor, Round
+from outcore.runtime.unit.unit import Beneath, Unit
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
 from outcore.spec.schedule import Phase, Visit
+from outcore.spec.timeline import COMPUTE
 
 
 class Weights:
@@ -84,14 +86,14 @@ class Weights:
         self._thread = thread
         return len(self.calls)
 
-    def bind(self, index: int, phase: Phase, frame: FrameType | None) -> None:
+    def bind(self, unit: Unit, phase: Phase, frame: FrameType | None) -> None:
         """Make a unit's parameters present; compute that follows sees the current weights.
 
         Whoever calls this must ``unbind``, or ``unwind`` if either was interrupted, while ``frame`` runs.
 
         Order: compute waits for the fetch, and the fetch for the unit's last update.
         """
-        unit = self._units[index]
+        index = unit.ledger.index
         self._follow(Visit(phase, index))
         self.calls.append((index, phase, frame))
         presence = unit.presence
@@ -121,9 +123,8 @@ class Weights:
         """All units in the order in which they were first used since the last step, then those that were not."""
         return [self._units[i] for i in update_order(self._step.seen, len(self._units))]
 
-    def unbind(self, index: int) -> None:
+    def unbind(self, unit: Unit) -> None:
         """Make a unit's parameters absent again; its slot may go to another unit once compute is done with it."""
-        unit = self._units[index]
         self.calls.pop()
         presence = unit.presence
         presence.num_calls -= 1
@@ -158,7 +159,7 @@ class Weights:
             presence.num_calls = called.count(i)
             if presence.num_calls or unit.ledger.is_resident:
                 continue
-            unit.ledger.slot = unit.ledger.fetched = None
+            unit.ledger.slot = None
             if presence.now is not Beneath.GATHERED:
                 presence.hide(device=self._device.torch_device)
         self._step.reset(self._held())
@@ -254,3 +255,126 @@ class Weights:
                 raise AssertionError("no host slot for weights on disk")
             self._order.read(index, staging)
         self._order.fetch(index, place)
+
+
+def make_way(activations: ActivationOrder[Handle], unit: Unit, weights: Weights) -> None:
+    """What earlier calls saved leaves, since a call begins. Cut short, this is noticed as a call is."""
+    depth = weights.begin_call(unit)
+    try:
+        activations.begin_forward()
+    except BaseException:
+        weights.unwind(depth)
+        raise
+
+
+class Bound:
+    """Makes a unit's parameters present, and absent again.
+
+    A class, so that no frame of ``contextlib`` stands between: an interrupt there would leave the call unended and
+    unseen. See [Note: cut short].
+    """
+
+    def __init__(self, unit: Unit, phase: Phase, weights: Weights, recorder: Recorder) -> None:
+        """Args: recorder: Keeps how long it took, if it is on."""
+        self._unit, self._phase, self._weights, self._recorder = unit, phase, weights, recorder
+
+    def __enter__(self) -> None:
+        self._depth = self._weights.begin_call(self._unit)
+        try:
+            # Not in a variable, which would be in the frame that it holds.
+            self._weights.bind(self._unit, self._phase, inspect.currentframe().f_back)  # type: ignore[union-attr]
+            self._start = self._recorder.now() if self._recorder.is_on else None
+        except BaseException:
+            self._weights.unwind(self._depth)
+            raise
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if self._start is not None and self._recorder.is_on:
+                name = f"{self._phase.value} {self._unit.label}"
+                self._recorder.add(COMPUTE, name, self._start, self._recorder.now())
+            if kind is None:
+                self._weights.unbind(self._unit)
+            else:
+                self._weights.unwind(self._depth)
+        except BaseException:
+            self._weights.unwind(self._depth)
+            raise
+
+
+MAX_VISITS = 2**16
+"""Of a step are remembered; in a longer one the rest is fetched on demand."""
+
+Decide = Callable[[Sequence[Visit], Held], Moves]
+
+
+class Cursor:
+    """Follows a step along the one before, and says which moves are due.
+
+    Where the run leaves the expected order, the cursor skips to the next place where it fits, or stays. Moves whose use
+    was skipped are not made. An unexpected visit is fetched on demand. The next step is expected as this one was.
+    """
+
+    def __init__(self, decide: Decide, expected: Sequence[Visit], held: Held) -> None:
+        """Args: decide: The moves for visits, given what slots hold. expected: Of the first step."""
+        self._decide = decide
+        self.expected, self.seen = tuple(expected), list[Visit]()
+        self._decided: tuple[tuple[Visit, ...], Held] | None = None
+        self._moves: tuple[Move, ...] = ()
+        self._begin(held)
+
+    def restart(self, held: Held) -> None:
+        """A step begins. What was seen is expected again; nothing seen is no step."""
+        self.expected, self.seen = tuple(self.seen) or self.expected, []
+        self._begin(held)
+
+    def reset(self, held: Held) -> None:
+        """What was seen is cut short and no step: begin again."""
+        self.seen = []
+        self._begin(held)
+
+    def _begin(self, held: Held) -> None:
+        if self._decided != (self.expected, held):
+            self._decided, self._moves = (self.expected, held), self._decide(self.expected, held).moves
+        self._waiting = deque(self._moves)
+        self._next = 0
+
+    def follow(self, visit: Visit, *, may_skip: bool = True) -> None:
+        """A visit takes place.
+
+        Args:
+            visit: Any.
+            may_skip: Whether expected visits before it, if there are any, are not expected any more.
+        """
+        if len(self.seen) < MAX_VISITS:
+            self.seen.append(visit)
+        stop = len(self.expected) if may_skip else self._next + 1
+        found = next((i for i in range(self._next, min(stop, len(self.expected))) if self.expected[i] == visit), None)
+        if found is not None:
+            self._next = found + 1
+
+    def due(self) -> Iterator[Move]:
+        """Moves that can be made now, in order, each once, without those that come too late."""
+        now = max(self._next - 1, 0)
+        while self._waiting and self._waiting[0].due <= now:
+            move = self._waiting.popleft()
+            if move.use >= now:
+                yield move
+
+    def next_use(self, unit: int) -> int:
+        """The next expected visit of a unit; beyond the end if there is none in this step."""
+        coming = (i for i in range(self._next, len(self.expected)) if self.expected[i].unit == unit)
+        return next(coming, len(self.expected))
+
+
+class Round(Cursor):
+    """Follows visits that no step divides: a round ends where one of its visits comes again, as in evaluation."""
+
+    def follow_round(self, visit: Visit, held: Callable[[], Held]) -> None:
+        """A visit takes place; begin anew if it was in this round."""
+        if self.seen and visit == self.seen[-1]:  # a unit that is used twice in a row: nothing moves
+            return
+        if visit in self.seen:
+            del self.seen[: self.seen.index(visit)]
+            self.restart(held())
+        self.follow(visit)

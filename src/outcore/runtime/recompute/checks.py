@@ -14,12 +14,14 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from outcore.core.errors import UnsupportedError
 from outcore.device.device import Device
 from outcore.device.lanes import Handle
 from outcore.runtime.activations.saved import storage_of
-from outcore.runtime.module.structure import Structure, plain_values
+from outcore.runtime.recompute.replay import ForwardState, Surroundings
+from outcore.runtime.recompute.structure import Structure, plain_values
 
 _FIRST_CALLS = 8
 _EVERY = 64
@@ -28,23 +30,6 @@ _ROUNDING = 1e-2  # of a result's norm: more than kernels that add in another or
 _WIDTH = 512  # of the table that a result is laid out in
 _NUM_SKETCHES = 4  # of rows and of columns: 16 numbers, whose squares together estimate that of the norm
 _MIX = 0x5851F42D4C957F2D
-
-
-class Rhythm:
-    """Says which calls of a unit are checked."""
-
-    def __init__(self) -> None:
-        """No call was made yet."""
-        self._num_calls = 0
-        self._forms: set[Hashable] = set()
-
-    def is_due(self, form: Hashable) -> bool:
-        """Args: form: Shapes and modes of this call."""
-        self._num_calls += 1
-        is_new = form not in self._forms
-        if is_new and len(self._forms) < _MOST_FORMS:
-            self._forms.add(form)
-        return self._num_calls <= _FIRST_CALLS or self._num_calls % _EVERY == 0 or (is_new and form in self._forms)
 
 
 class Summary(NamedTuple):
@@ -125,6 +110,38 @@ class Doubts:
             message = next((message for message, differs in zip(refusals, on_host, strict=True) if differs), None)
             if message is not None:
                 raise UnsupportedError(message if step == self._step else message + _LATE)
+
+
+class Repeats:
+    """Whether the recomputes of one unit repeat its forwards."""
+
+    def __init__(self, modules: Sequence[nn.Module], device: Device, doubts: Doubts, where: str) -> None:
+        """Args: modules: Of the unit. doubts: Of all units. where: Names the unit in errors."""
+        self._around, self._doubts, self._where = Surroundings(modules, device, where), doubts, where
+        self._num_calls, self._forms = 0, set[Hashable]()
+
+    def begin(self, objects: Sequence[Any]) -> ForwardState:
+        """A forward begins that may be recomputed. Args: objects: Among its arguments, that it may change."""
+        return ForwardState(self._around, objects)
+
+    def is_checked(self, state: ForwardState, tensors: Sequence[torch.Tensor], wants_grad: Sequence[bool]) -> bool:
+        """Whether its recompute is held against it. Args: tensors: Among its arguments."""
+        shapes, dtypes = tuple([t.shape for t in tensors]), tuple([t.dtype for t in tensors])
+        form = shapes, dtypes, tuple(wants_grad), state.flags
+        self._num_calls += 1
+        is_new = form not in self._forms and len(self._forms) < _MOST_FORMS
+        if is_new:
+            self._forms.add(form)
+        is_due = is_new or self._num_calls <= _FIRST_CALLS or self._num_calls % _EVERY == 0
+        if is_due:
+            state.look_closely()
+        return is_due
+
+    def compare(self, before: Summary, after: Summary, edited: Sequence[str]) -> None:
+        """See ``Doubts.compare``. Args: edited: Parameters that the forward changed itself."""
+        names = ", ".join(f"'{name}'" for name in edited)
+        why = f"the block changes its own parameters in forward ({names}), which recompute begins with"
+        self._doubts.compare(before, after, self._where, why=why if edited else "")
 
 
 _LATE = ". The last update was made with those gradients: go on from an earlier checkpoint"

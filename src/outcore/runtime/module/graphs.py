@@ -1,0 +1,326 @@
+"""A block's own graph, and the one node that stands for it in the outer graph.
+
+[Note: ways in and out] Gradients leave a block through its inputs, its parameters and foreign leaves. They enter
+through its results. A tensor may also come in by closure, or go out as an attribute that the block sets. Gradients
+through such a tensor would be lost, so it is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.nn import Parameter
+
+from outcore.core.errors import UnsupportedError
+from outcore.device.autograd import is_transformed, order_of, run_backward
+from outcore.runtime.activations.saved import escaped, version_of
+from outcore.runtime.activations.saving import Graph, Saving
+from outcore.runtime.recompute.checks import Summary
+from outcore.runtime.recompute.replay import ForwardState
+from outcore.runtime.recompute.structure import Structure
+from outcore.runtime.unit.absent import unfreezing_refusal
+from outcore.runtime.unit.unit import Unit
+
+
+@dataclass(eq=False)
+class Call:
+    """What backward needs to know of one forward."""
+
+    inputs: Structure
+    wants_grad: list[bool]
+    foreign: list[torch.Tensor]
+    shapes: list[torch.Size]
+    outputs: list[torch.Tensor]
+    """Only until they were handed to the outer graph."""
+    weights_version: int
+    state: ForwardState | None = None
+    graph: Graph | None = None
+    watched: list[int] = field(default_factory=list)
+    """Results that must not be changed in place outside."""
+    returned: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    """Those, as they were handed out, and their versions then."""
+    foreign_versions: list[int] = field(default_factory=list)
+    recording: Mapping[str, Any] | None = None
+    summary: Summary | None = None
+    """Of all results, where recompute is to be held against them."""
+    edited: list[int] = field(default_factory=list)
+    """Parameters that forward itself may have changed, before a recompute."""
+    flags: list[bool] = field(default_factory=list)
+    """Which of the unit's parameters needed a gradient."""
+    used: list[bool] = field(default_factory=list)
+    """Which of the arguments get one: autograd would come to the others with None, where a plain loop does not."""
+    saving: Saving | None = None
+    """What has the activations that the graph needs."""
+    kind: Hashable = None
+    """Of the arguments, where a recompute may have to be counted."""
+
+    @property
+    def needs_arguments(self) -> bool:
+        """Whether it is recomputed from arguments that autograd keeps."""
+        return self.state is not None and (self.saving is None or not self.saving.has_arguments)
+
+    def release(self) -> None:
+        """Let go of what a backward needs: this object lives as long as the loss does."""
+        if self.saving is not None:
+            self.saving.release()
+        self.graph = self.state = self.saving = None
+        self.returned = []
+
+    def refuse_changes(self, where: str) -> None:
+        """Raise if a tensor that backward needs was changed in place outside."""
+        if any(tensor._version != version for tensor, version in self.returned):
+            raise UnsupportedError(f"a result of {where} was changed in place after the call; change a copy instead")
+        if [version_of(t) for t in self.foreign] != self.foreign_versions:
+            raise UnsupportedError(
+                f"{where}: a tensor that it captured was changed in place after the call; change a copy instead"
+            )
+
+
+class Anchor:
+    """A leaf that every call of a unit has as an input.
+
+    Backward comes to the unit even if nothing else needs a gradient. An ordinary ``backward()`` comes to the leaf, one
+    for chosen inputs does not.
+    """
+
+    def __init__(self) -> None:
+        self.leaf = torch.empty(0, device="cpu", requires_grad=True)
+        self.node = torch.autograd.graph.get_gradient_edge(self.leaf).node
+
+
+class Trained:
+    """Which parameters of a unit need a gradient. Those that were frozen at ``prepare`` stay so; others may change."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.params = unit.params[: unit.num_trainable]
+        self.is_any = any(p.requires_grad for p in unit.module.parameters())
+        """Whether any parameter that the module uses was trained at ``prepare``."""
+        self._unit, self._at_first = unit, [p.requires_grad for p in unit.params]
+
+    def flags(self) -> list[bool]:
+        """Which need one now.
+
+        Raises:
+            UnsupportedError: One was unfrozen.
+        """
+        flags = [p.requires_grad for p in self._unit.params]
+        if flags != self._at_first:
+            for now, before, spec in zip(flags, self._at_first, self._unit.spec.params, strict=True):
+                if now and not before:
+                    raise UnsupportedError(unfreezing_refusal(spec.name))
+        return flags
+
+    @contextmanager
+    def as_in_forward(self, flags: list[bool]) -> Iterator[None]:
+        """Have those need one that did in forward: they may have been frozen since."""
+        now = self.flags()
+        changed = [] if now == flags else list(zip(self._unit.params, flags, now, strict=True))
+        try:
+            for param, flag, _ in changed:
+                param.requires_grad_(flag)
+            yield
+        finally:
+            for param, _, flag in changed:
+                param.requires_grad_(flag)
+
+
+class UnitFunction(torch.autograd.Function):
+    """Stands for a whole block in the outer graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, unit_call: Any, call: Call, saved: Sequence[torch.Tensor], anchor: torch.Tensor, *_: torch.Tensor
+    ) -> Any:
+        """Hand the results of the inner graph to the outer one."""
+        ctx.unit_call, ctx.call = unit_call, call
+        # An undefined gradient stays None: a zero would make the optimizer step unused parameters.
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*saved)
+        # `.data`: no view relation, which would forbid later in-place changes of outputs of a multi-output function.
+        results = tuple(t.data for t in call.outputs)
+        # Detached: they share memory and version counter, and no node.
+        returned = [(t.detach(), t._version) for t in (results[i] for i in call.watched)]
+        call.returned = returned if call.saving is None else call.saving.returned(returned)
+        call.outputs.clear()
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        """Run the inner backward."""
+        try:
+            found = ctx.unit_call.backward(ctx, ctx.call, ctx.saved_tensors, grads)
+        except BaseException:
+            ctx.unit_call.break_off()
+            raise
+        return (None, None, None, None, *found)
+
+
+def find_leaves(
+    outputs: Sequence[torch.Tensor], inner: Sequence[torch.Tensor], params: Sequence[Parameter], start: int, where: str
+) -> tuple[list[torch.Tensor], set[int]]:
+    """Leaves with gradient that results depend on.
+
+    Returns:
+        Those that are neither arguments nor the block's own parameters, and the ids of those that are.
+
+    Args:
+        outputs: Results that need a gradient.
+        inner: The detached arguments.
+        params: The unit's own.
+        start: Sequence number at the start of the block; a node with a smaller one was made outside of it.
+        where: For the error.
+
+    Raises:
+        UnsupportedError: A tensor that was computed outside of the block was captured.
+    """
+    known = {id(t) for t in inner} | {id(p) for p in params}
+    found, used = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
+    seen: set[Any] = {None}
+    stack: list[Any] = [t.grad_fn for t in outputs]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        edges = node.next_functions
+        if not edges and (leaf := getattr(node, "variable", None)) is not None:
+            (used if id(leaf) in known else found)[id(leaf)] = leaf
+        elif order_of(node) < start:
+            raise UnsupportedError(
+                f"{where} uses a tensor made outside of it ({node.name()}) by closure, so its gradient would be lost; "
+                "pass it to the block as an argument"
+            )
+        else:
+            for edge, _ in edges:
+                if edge not in seen:
+                    stack.append(edge)
+    return list(found.values()), set(used)
+
+
+def guarded_leaf(tensor: torch.Tensor, where: str) -> torch.Tensor:
+    """A leaf that stands for an argument inside the block; gradients must come to it through the results."""
+
+    def refuse(_: torch.Tensor) -> NoReturn:
+        raise UnsupportedError(escaped(where))
+
+    leaf = tensor.detach()
+    if not tensor.is_leaf:  # autocast casts a leaf once, and adds up gradients before they are cast back; but no view
+        leaf = leaf.view_as(leaf)
+    leaf.requires_grad_()
+    leaf.register_post_accumulate_grad_hook(refuse)
+    return leaf
+
+
+def gradients(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], sources: Sequence[torch.Tensor], *, keeps_graph: bool
+) -> Sequence[torch.Tensor | None]:
+    """Run a block's own backward.
+
+    Args:
+        pairs: Results and their gradients.
+        sources: Whose gradients are wanted; None for what has none.
+        keeps_graph: It may run again.
+    """
+    if not pairs or not sources:
+        return [None] * len(sources)
+    outputs, grads = zip(*pairs, strict=True)
+    try:
+        return run_backward(outputs, grads, sources, keeps_graph=keeps_graph)
+    except RuntimeError as error:
+        if "use_reentrant=True" in str(error):
+            raise UnsupportedError(
+                "expected torch.utils.checkpoint inside of a unit with use_reentrant=False, but got "
+                "use_reentrant=True, whose gradients go past the unit; pass use_reentrant=False, or leave the "
+                "checkpoint out, since outcore recomputes units already"
+            ) from error
+        raise
+
+
+class _WhereReached:
+    """A parameter's own hook, which a plain loop does not call where the parameter took no part."""
+
+    def __init__(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        self._hook = hook
+
+    def __call__(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        return None if grad is None else self._hook(grad)
+
+
+def spare_hooks(params: Sequence[Parameter], grads: Container[int]) -> None:
+    """Autograd comes to parameters that have no gradient too: their own hooks are not to be called there.
+
+    Args:
+        params: Of a unit.
+        grads: Which of them have one.
+    """
+    for i, param in enumerate(params):
+        hooks = param._backward_hooks
+        if hooks and i not in grads:
+            hooks.update({k: h if isinstance(h, _WhereReached) else _WhereReached(h) for k, h in hooks.items()})
+
+
+def spare_functions(nodes: Iterable[Any]) -> None:
+    """Autograd also comes to nodes to which no gradient flows. Functions of the user's own are not to be called there.
+
+    A plain loop does not come to them; zeros would be made for them, which are a gradient for what lies before.
+
+    Args:
+        nodes: Of a unit's arguments that get no gradient.
+    """
+    seen: set[Any] = {None}
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if not isinstance(node, BackwardCFunction):
+            stack.extend(before for before, _ in node.next_functions)
+        elif not hasattr(node, "unit_call"):
+            node.register_prehook(_Unreached(node))
+
+
+class _Unreached:
+    """Once, lets a node be passed by if nothing has come to it when it runs."""
+
+    def __init__(self, node: Any) -> None:
+        self._node: Any = node
+
+    def __call__(self, grads: tuple[torch.Tensor | None, ...]) -> None:
+        node, self._node = self._node, None
+        if node is not None and all(g is None for g in grads):
+            node.apply = functools.partial(_pass_by, node)
+
+
+def _pass_by(node: Any, *_: object) -> tuple[None, ...]:
+    del node.apply
+    spare_functions(before for before, _ in node.next_functions)
+    return (None,) * len(node.needs_input_grad)
+
+
+def without_hooks(leaves: Sequence[torch.Tensor], work: Callable[[], Any]) -> Any:
+    """Run ``work`` with the leaves' own hooks off: autograd runs them once, on the sum of all calls."""
+    hooked = [(t, t._backward_hooks) for t in leaves if t._backward_hooks]
+    for leaf, _ in hooked:
+        leaf._backward_hooks = None
+    try:
+        return work()
+    finally:
+        for leaf, hooks in hooked:
+            leaf._backward_hooks = hooks
+
+
+def refuse_transforms(where: str) -> None:
+    """Raise where what runs is not an ordinary forward."""
+    if is_transformed():
+        raise UnsupportedError(
+            f"{where}: expected an ordinary forward, but torch.func transforms (vmap, grad, jvp, ...) or "
+            "forward-mode AD are active, "
+            "which cannot follow streamed weights; call it under torch.no_grad(), or use backward()"
+        )

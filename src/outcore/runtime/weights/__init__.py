@@ -1,1 +1,0 @@
-"""Weights: brought to compute in time, and taken away again."""
