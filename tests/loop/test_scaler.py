@@ -83,6 +83,16 @@ def test_infinite_gradients_skip_the_step(kind, tmp_path, infinite_at, promise):
     )
 
 
+@pytest.mark.parametrize("unscale", [True, False])
+def test_a_step_that_is_skipped_calls_hooks_as_one_of_a_fused_optimizer(kind, tmp_path, unscale):
+    def drive(model, optimizer):
+        calls = []
+        optimizer.register_step_post_hook(lambda *_: calls.append(1))
+        return scaled_steps(model, optimizer, 2.0**12, clip=unscale, infinite_at=(1, 3), unscale=unscale), calls
+
+    same(drive, kind, tmp_path, optimizer=lambda model: adamw(model, fused=True))
+
+
 @agrees()
 def test_overflow_of_a_norm_is_no_infinity(model, optimizer):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
@@ -119,7 +129,8 @@ def test_unscaling_reads_the_device_once_at_most(kind, tmp_path, infinite, monke
                 known = getattr(torch.Tensor, name)
                 patch.setattr(torch.Tensor, name, lambda t, k=known, n=name: reads.append(n) or k(t))
             scaler.unscale_(optimizer)
-        assert len(reads) <= 1
-        scaler.step(optimizer)
-        scaler.update()
+            assert len(reads) <= 1
+            scaler.step(optimizer)
+            scaler.update()
+        assert len(reads) <= 1 + infinite, "what the host learned is enough for the step"
         assert (scaler.get_scale() < 2.0**12) is infinite

@@ -106,7 +106,8 @@ def test_refused_registrations_change_nothing_but_speed(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_scaler_makes_a_step_wait_once_more(kind, tmp_path):
+@pytest.mark.parametrize("unscales", [True, False])
+def test_a_scaler_makes_a_step_wait_once(kind, unscales, tmp_path):
     case = Case("llama", kind, Setting(steps=STEPS))
     model = zoo.make("llama")
     optimizer = build_optimizer(case.setting, dict(model.named_parameters()))
@@ -121,10 +122,11 @@ def test_a_scaler_makes_a_step_wait_once_more(kind, tmp_path):
             loss = zoo.loss(model, batch)
             before = simulator.num_syncs()
             scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            clip_grad_norm_(model.parameters(), 1.3)
+            if unscales:
+                scaler.unscale_(optimizer)
+                clip_grad_norm_(model.parameters(), 1.3)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
             waits.append(simulator.num_syncs() - before)
-    assert max(waits[1:]) <= 2, f"GradScaler's own, and one to learn whether all is finite, but {waits}"
+    assert max(waits[1:]) <= 1, f"to learn whether all is finite, but {waits}"

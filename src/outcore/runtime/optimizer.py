@@ -29,6 +29,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
     homes.
     """
 
+    _step_supports_amp_scaling = True
+    """Has ``GradScaler`` call ``step`` whatever it found, as of a fused optimizer, instead of waiting to learn it."""
+
     def __init__(self, engine: Engine, original: torch.optim.Optimizer) -> None:
         """Take over the groups and hooks of the user's optimizer, and states that it already has.
 
@@ -110,9 +113,31 @@ class StreamedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with self.engine.device.recorder.step():
-            self.engine.step(self.param_groups)
+            if not self._is_infinite():
+                self._unscale()
+                self.engine.step(self.param_groups)
         self._original._opt_called = True  # type: ignore[attr-defined]  # a scheduler built on it warns otherwise
         return loss
+
+    def _is_infinite(self) -> bool:
+        """Whether ``GradScaler`` found infinities. Waits for the device if the host does not know."""
+        found: torch.Tensor | None = getattr(self, "found_inf", None)
+        if found is None:
+            return False
+        known = self.engine.gradients.is_infinite
+        return bool(found.item()) if known is None else known
+
+    @torch.no_grad()
+    def _unscale(self) -> None:
+        """What ``GradScaler`` leaves to a fused optimizer where nobody called its ``unscale_``."""
+        scale: torch.Tensor | None = getattr(self, "grad_scale", None)
+        if scale is None:
+            return
+        inverse = scale.double().reciprocal().float()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.mul_(inverse.to(param.grad.device))
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  (torch's signature)

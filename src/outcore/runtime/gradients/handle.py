@@ -141,24 +141,36 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse
     """Only gradients that no finite norm proves to be finite are looked at. The host waits for the device once at most.
 
     Multiplied by a power of two, gradients have their norm times it, to the bit: no partial sum of squares that rounds
-    for being tiny counts beside a norm of ``_LEAST_NORM``.
+    for being tiny counts beside a norm of ``_LEAST_NORM``. What the host learns of ``found_inf`` it keeps for the step.
     """
     plain = [g for g in gradients if not isinstance(g, GradHandle)]
     if plain:
         aten._amp_foreach_non_finite_check_and_unscale_.default(plain, found_inf, inverse_scale)
     handles = [g for g in gradients if isinstance(g, GradHandle)]
     known = {h: norm for h in handles if (norm := h.owner.known_norm(h)) is not None}
-    scale, *values = torch.stack([t.double() for t in (inverse_scale, *known.values())]).tolist() if known else (0.0,)
+    for handle in handles:
+        if handle not in known:
+            _look_for_infinities(handle, found_inf)
+    asked = (inverse_scale, found_inf, *known.values()) if known else ()
+    scale, found, *values = torch.stack([t.double() for t in asked]).tolist() if known else (0.0, math.nan)
     norms = dict(zip(known, values, strict=True))
     for handle in handles:
         norm = norms.get(handle, math.inf)
-        if not math.isfinite(norm):
-            value = handle.owner.gradient_value(handle)
-            found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(value).all()).to(found_inf)))
+        if handle in known and not math.isfinite(norm):
+            found = math.nan
+            _look_for_infinities(handle, found_inf)
+        if scale == 1:
+            continue
         is_power_of_two = math.frexp(scale)[0] == 0.5
         handle.multiply(scale if is_power_of_two else inverse_scale)
         if is_power_of_two and (_LEAST_NORM <= norm * scale < math.inf or (norm == 0 and scale <= 1)):
             handle.exact = handle.factors[0], scale
+    handles[0].owner.store.is_infinite = None if math.isnan(found) else bool(found)
+
+
+def _look_for_infinities(handle: GradHandle, found_inf: torch.Tensor) -> None:
+    value = handle.owner.gradient_value(handle)
+    found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(value).all()).to(found_inf)))
 
 
 def _each(operation: Callable[..., Any]) -> Callable[..., Any]:

@@ -69,6 +69,8 @@ class Gradients:
         self._open: dict[str, UnitGradients] = {}
         self.on_last: Callable[[UnitGradients], None] = _nothing
         """Called when the last promised gradient of a unit that is updated early is on its way home."""
+        self.is_infinite: bool | None = None
+        """What ``GradScaler`` found in the gradients of the last pass, if the host knows."""
 
     def snapshot(self, factor: torch.Tensor) -> torch.Tensor:
         """Copy a factor; clipping multiplies all gradients by one, so one copy serves them all."""
@@ -163,6 +165,7 @@ class Gradients:
                 if self._recovery.is_due:
                     self._recovery.run()
                 self._num_passes += 1
+                self.is_infinite = None
             # A backward inside of a backward (reentrant checkpointing) has a task of its own: both are one pass.
             end = functools.partial(self._end_task, task)
             self._tasks[task] = weakref.ref(end, functools.partial(_over, weakref.ref(self), task))
