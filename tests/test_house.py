@@ -23,6 +23,13 @@ ATTRIBUTES = 15  # of an object: more are several ideas
 FORBIDDEN_MODULES = {"utils", "util", "common", "helpers", "helper", "misc", "manager"}
 # What the package is entered by; the command and the integrations are imported when they are asked for.
 ENTRIES = ("outcore", "outcore.__main__", "outcore.cli.main", "outcore.integrations.transformers")
+# Users call the first two, tests and benchmarks the third, a Trainer behind the mixin the others; the race checker runs
+# in tests alone.
+FOR_OTHERS = {
+    *("chunked", "explained_s", "prepare_for_test", "num_accesses", "num_pieces"),
+    *("create_accelerator_and_postprocess", "call_model_init", "compute_ref_log_probs"),
+    *("create_model_card", "_move_model_to_device", "_wrap_model", "_load_from_checkpoint", "_load_best_model"),
+}
 KINDS = {"cpu", "cuda", "mps", "xpu"}
 OPENERS = {"open", "fdopen", "safe_open", "read_text", "write_text", "read_bytes", "write_bytes"}
 # memory/ opens files. A plan and a machine save and load themselves; the command line reads what its user names.
@@ -98,6 +105,25 @@ def test_every_module_is_reached():
             waiting += mentioned(files[name])
     packages = {name for name, path in files.items() if path.name == "__init__.py"}
     assert not files.keys() - seen - packages
+
+
+def test_no_function_is_for_tests_alone():
+    """By name. Methods of classes whose base is another package's may be called from there."""
+    trees = [node for path in MODULES for node in nodes(path)]
+    own = {node.name for node in trees if isinstance(node, ast.ClassDef)} | {"Protocol", "Generic", "ABC", "NamedTuple"}
+    said = {node.id for node in trees if isinstance(node, ast.Name)}
+    said |= {node.attr for node in trees if isinstance(node, ast.Attribute)}
+    said |= {node.value for node in trees if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    foreign = [kind for kind in trees if isinstance(kind, ast.ClassDef) and {last(base) for base in kind.bases} - own]
+    theirs = {id(node) for kind in foreign for node in kind.body}
+    functions = [node for node in trees if isinstance(node, ast.FunctionDef) and not node.name.startswith("__")]
+    ours = [f for f in functions if id(f) not in theirs and not any(isinstance(d, ast.Call) for d in f.decorator_list)]
+    assert {f.name for f in ours} - said <= FOR_OTHERS
+
+
+def last(base: ast.expr) -> str:
+    """The name of a class, without its module and what it is generic over."""
+    return ast.unparse(base).split("[")[0].rpartition(".")[2]
 
 
 def mentioned(path: Path) -> Iterator[str]:

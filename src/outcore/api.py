@@ -86,25 +86,24 @@ def prepare(  # noqa: PLR0913 (one call is the whole configuration)
     Args:
         model: Any module. It stays the same object; its parameters keep their identity.
         optimizer: AdamW, Adam, SGD or Adagrad of ``torch.optim`` over the model's parameters. Param groups stay the
-            same list. None:
-            evaluation, generation, a frozen reference; all parameters are frozen.
+            same list. None: all parameters are frozen, for evaluation, generation or a frozen reference.
         sample: The largest micro-batch that will come, as keyword arguments of the model's forward. Its shapes tell
-            what activations and workspace take on an accelerator and, where not everything fits on the device, how long
-            a step takes: then the plan that is predicted to be fastest is taken.
+            what activations and workspace take on an accelerator. Where not everything fits on the device, they also
+            tell how long a step takes; then the plan is the one that is predicted to be fastest.
         budget: The most to take on each tier; default: what is free, without disk.
         precision: ``fp32``, ``bf16`` (bf16 weights, fp32 masters) or ``pure_bf16``. None: as the model is.
         accumulation_steps: None: any number. A number is a promise: more backward passes per step raise.
         clipping: False is a promise to ask for no gradient norm.
-        weights: A Hugging Face checkpoint directory to read from, tensor by tensor; replaces values that the model has.
+        weights: A Hugging Face checkpoint directory, read tensor by tensor. Its values replace those of the model.
         units: Classes or names of the modules that move as a whole, instead of the repeated blocks that are found.
         plan: To obey, instead of a search.
         device: Default: the accelerator if there is one, else the CPU.
-        activations: ``host`` or ``disk``: what forward saves rests there until backward, as much as there is room for,
-            and the rest is recomputed. Needs ``sample``. A call that saves more than the sample's is recomputed. None:
-            what fits is kept on the device; the rest is recomputed, or leaves an accelerator where that is faster.
-        hardware: The machine that times are predicted for: a file that ``outcore probe`` wrote, names of parts such as
-            ``"rtx-4090+pcie3"``, or what was loaded. None: what ``OUTCORE_HARDWARE`` in the environment names, else
-            this one, as it was measured before; else it is measured in a few seconds, once, and that is said and kept.
+        activations: ``host`` or ``disk``: what forward saves rests there until backward, as far as there is room. The
+            rest is recomputed, and so is a call that saves more than the sample's. Needs ``sample``. None: what fits is
+            kept on the device; the rest is recomputed, or leaves an accelerator where that is faster.
+        hardware: Times are predicted for this machine: a file that ``outcore probe`` wrote, names of parts such as
+            ``"rtx-4090+pcie3"``, or what was loaded. None: what ``OUTCORE_HARDWARE`` in the environment names, else the
+            machine at hand. That one is measured once, in a few seconds; this is said, and the figures are kept.
             ``"none"``: plans are made without times.
         compile: Compile blocks with ``torch.compile``, one code for all of a class: equal to the plain loop whose
             blocks are compiled. A dict has options of ``torch.compile``.
@@ -198,14 +197,14 @@ def close(model: nn.Module, *, keep_weights: bool = True) -> None:
     """End the run of a prepared model: let running work end, give memory, files and threads back. Idempotent.
 
     The model is an ordinary one afterwards, and can be prepared again with a new optimizer. Its weights are as
-    ``state_dict`` gives them: gradients, fp32 masters and optimizer states end with the run. The end of a ``with``
-    block closes in any case, with a warning where the weights cannot be kept. After a Ctrl-C there, and when the
-    interpreter exits, none are kept.
+    ``state_dict`` gives them. Gradients, fp32 masters and optimizer states end with the run. The end of a ``with``
+    block always closes, with a warning if the weights cannot be kept. No weights are kept after a Ctrl-C in the block,
+    or when the interpreter exits.
 
     Args:
         model: Prepared.
-        keep_weights: Put them back to where they were before ``prepare``. False gives their memory back, too: right
-            where they were saved or do not fit into host memory.
+        keep_weights: Put them back to where they were before ``prepare``. False gives their memory back, too: right if
+            they were saved, or do not fit into host memory.
 
     Raises:
         ConfigError: Not a prepared model.
@@ -409,9 +408,9 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
     for param in (p for group in optimizer.param_groups for p in group["params"]):
         if id(param) not in names:
             raise ConfigError(
-                f"prepare: expected an optimizer over the model's parameters, but one of shape {tuple(param.shape)} "
-                "is not in the model; build the "
-                "optimizer from model.parameters() after all changes to the model (adapters, resized embeddings)"
+                "prepare: expected an optimizer over the model's parameters, "
+                f"but one of shape {tuple(param.shape)} is not in the model; build the optimizer "
+                "from model.parameters() after all changes to the model (adapters, resized embeddings)"
             )
     held = next((n for n, p in model.named_parameters() if p.grad is not None), None)
     if held is not None:

@@ -1,6 +1,6 @@
 """What torch's autograd engine does not say in public. All of its private entry points that outcore uses stand here.
 
-They are looked at on import, so that a torch that changed one says so at once, and not in the middle of a backward.
+They are looked at on import. So a torch that has changed one says so at once, and not in the middle of a backward.
 """
 
 from __future__ import annotations

@@ -138,7 +138,6 @@ class CudaExecution:
     """How lanes run operations on one CUDA device. Owns the streams of the copy lanes."""
 
     def __init__(self, torch_device: torch.device) -> None:
-        """Make the streams."""
         self.torch_device = torch_device
         self.streams = {lane: torch.cuda.Stream(torch_device) for lane in COPY_LANES}
         self.stopwatch = StreamStopwatch(torch_device)

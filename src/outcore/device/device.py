@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from outcore.core.closing import Closing
 from outcore.core.errors import LaneError
 from outcore.core.quantities import PAGE_BYTES
 from outcore.device.faults import POISON, Delays, Faults, PermutedLanes
@@ -58,7 +59,7 @@ class Meter(Protocol):
         """The most that was taken since ``start``, beside what the plan takes."""
 
 
-class Device(abc.ABC):
+class Device(Closing):
     """Lanes, compute and memory of one device.
 
     Owns the lanes' threads from construction to ``close``, which also runs when the device is collected and at exit. In
@@ -259,12 +260,6 @@ class Device(abc.ABC):
         finally:
             self._free_memory()
 
-    def __enter__(self) -> Device:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     @abc.abstractmethod
     def allocate(self, nbytes: int, *, is_touched: bool = True) -> torch.Tensor:
         """Device memory: 1D uint8 of ``nbytes``, aligned to 4 KiB, not initialised.
@@ -382,8 +377,8 @@ def _fixed(handles: Iterable[Handle]) -> tuple[Handle, ...]:
 
 def _in_child(what: str, pid: int) -> str:
     return (
-        f"expected '{what}' in process {pid}, which opened the device, but this is the forked child "
-        f"{os.getpid()}; a streamed model can only be used in the process that prepared it"
+        f"expected '{what}' in process {pid}, which opened the device, but this is the forked child {os.getpid()}; "
+        "a streamed model can only be used in the process that prepared it"
     )
 
 

@@ -114,7 +114,6 @@ class PermutedLanes:
     """
 
     def __init__(self, service: Service, seed: int) -> None:
-        """Start the thread."""
         self._service = service
         self._random = random.Random(seed)
         self._lock = threading.RLock()

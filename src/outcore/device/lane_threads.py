@@ -1,10 +1,10 @@
 """Lanes on threads, and the watch over them: what makes no progress is an error, never a wait without end.
 
-[Note: stalls] A wait looks up now and then at what it waits for in the end. If the work of that operation has lasted
-for ``STALL_TIMEOUT_S``, it is given up: it fails, so that whatever depends on it ends too, and the lanes take no more
-work, since it may come back at any time and write. Only ``close`` is left then. Transfers of the disk tier are not
-timed here: the store watches their pieces, and a long one that moves is no stall. Nor is the work of a device, which
-has as much to do as the program gave it.
+[Note: stalls] A wait looks up now and then at the operation that it waits for in the end. If the work of that operation
+has lasted for ``STALL_TIMEOUT_S``, it is given up. It fails, so that whatever depends on it ends too. It may still come
+back at any time and write. So the lanes take no more work, and only ``close`` is left. Transfers of the disk tier are
+not timed here: the store watches their pieces, and a long one that moves is no stall. Nor is the work of a device,
+which has as much to do as the program gave it.
 """
 
 from __future__ import annotations

@@ -125,7 +125,6 @@ class Recorder:
     """
 
     def __init__(self, stopwatch: Stopwatch) -> None:
-        """Be off."""
         self.is_on = False
         """Whether operations are kept."""
         self._stopwatch = stopwatch

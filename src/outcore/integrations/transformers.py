@@ -1,8 +1,8 @@
 """``OutcoreMixin``: any Trainer of Transformers or TRL, out of core.
 
-[Note: what is overridden] As little as makes a Trainer's own loop run on a prepared model: it is not moved to the
-device, it is prepared where the Trainer would wrap it, and what would hold all weights or states in host memory at
-once (checkpoints) streams instead. Everything else is the Trainer's own code on a model and an optimizer that behave as
+[Note: what is overridden] As little as makes a Trainer's own loop run on a prepared model. The model is not moved to
+the device, and is prepared where the Trainer would wrap it. Checkpoints would hold all weights or states in host memory
+at once, so they stream instead. Everything else is the Trainer's own code, on a model and an optimizer that behave as
 they always do. ``tests/integrations/test_contract.py`` lists the library's names that this relies on.
 """
 
@@ -86,8 +86,8 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
                 fp32 master weights. ``bf16=True`` in the training arguments is autocast, as ever.
             weights: A Hugging Face checkpoint directory to stream in; the model may then be on the meta device.
             units: Classes or names of the modules that move as a whole.
-            hardware: As for ``outcore.prepare``: the plan is the one that is predicted to be fastest where the training
-                arguments have a ``max_length``, which says with the batch size how large batches are.
+            hardware: As for ``outcore.prepare``. If the training arguments have a ``max_length``, it says, with the
+                batch size, how large batches are; then the plan is the one that is predicted to be fastest.
             compile: Compile blocks, as for ``outcore.prepare``.
             sample: The largest micro-batch that will come, as for ``outcore.prepare``. None: token IDs, if the training
                 arguments have a ``max_length``.

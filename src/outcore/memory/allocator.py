@@ -40,7 +40,6 @@ class HeldBack:
     """Gives memory back now and then. See [Note: held back]."""
 
     def __init__(self) -> None:
-        """Nothing is given back yet."""
         self._known_bytes = 0
         self._due_s = 0.0
 

@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self, final
 
 import torch
 
+from outcore.core.closing import Closing
 from outcore.core.errors import ConfigError, DiskError, MemoryBudgetError, UnsupportedError
 from outcore.core.quantities import PAGE_BYTES, align_up, format_bytes
 from outcore.memory.arena import Region
@@ -44,10 +44,6 @@ class Extent:
         """How the race checker names it."""
         return Region("disk", self.offset, self.offset + self.nbytes)
 
-    def overlaps(self, other: Extent) -> bool:
-        """Whether they have bytes in common."""
-        return self.offset < other.offset + other.nbytes and other.offset < self.offset + self.nbytes
-
     def part(self, start: int, stop: int) -> Extent:
         """The bytes [start, stop) of this extent. Not necessarily aligned; unaligned ones move more slowly."""
         if not 0 <= start <= stop <= self.nbytes:
@@ -66,7 +62,7 @@ class _Piece:
 
 
 @final
-class DiskStore:
+class DiskStore(Closing):
     """Disk space of a fixed size, cut front to back into extents that are never given back one by one.
 
     ``read`` and ``write`` may be called from several threads at once; who touches the same extent orders himself.
@@ -176,14 +172,6 @@ class DiskStore:
         Also done when the store is collected and at exit; never in a forked child.
         """
         self._close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _transfer(self, verb: str, extent: Extent, memory: torch.Tensor) -> None:
         self._check(extent, memory)

@@ -27,12 +27,12 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Self, final
 
 import numpy as np
 import torch
 
+from outcore.core.closing import Closing
 from outcore.core.errors import MemoryBudgetError
 from outcore.core.quantities import PAGE_BYTES, align_up, format_bytes
 from outcore.memory.limits import host_free_bytes
@@ -51,7 +51,7 @@ _untouched: weakref.WeakSet[HostMemory] = weakref.WeakSet()
 
 
 @final
-class HostMemory:
+class HostMemory(Closing):
     """A piece of host memory that stays resident until ``close``."""
 
     def __init__(self, mapping: mmap.mmap, tensor: torch.Tensor) -> None:
@@ -126,14 +126,6 @@ class HostMemory:
         mapping, self._mapping, self._tensor = self._mapping, None, None
         if mapping is not None and os.getpid() == self._pid:
             mapping.madvise(mmap.MADV_DONTNEED)  # see [Note: mapping lifetime]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _use_huge_pages(mapping: mmap.mmap, start: int, nbytes: int) -> None:

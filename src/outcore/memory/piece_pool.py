@@ -56,7 +56,6 @@ class PiecePool(Generic[PieceT]):
     """
 
     def __init__(self, num_threads: int, *, name: str) -> None:
-        """Start the threads."""
         self._lock = threading.Lock()
         self._something_to_do = threading.Condition(self._lock)
         self._requests: deque[_Request[PieceT]] = deque()

@@ -25,8 +25,9 @@ import socket
 import sys
 import weakref
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, final
+
+from outcore.core.closing import Closing
 
 DATA_NAME = "data"
 OWNER_NAME = "owner.json"
@@ -36,7 +37,7 @@ _FORMAT = "outcore run directory 1"
 
 
 @final
-class RunDirectory:
+class RunDirectory(Closing):
     """The folder ``outcore-<pid>-<random>``, ours until ``close``, garbage collection or the end of the process."""
 
     def __init__(self, path: Path, lock_fd: int) -> None:
@@ -74,14 +75,6 @@ class RunDirectory:
     def close(self) -> None:
         """Remove the folder. Idempotent; does nothing in a forked child, whose parent still uses it."""
         self._remove()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def reclaim_dead(parent: Path) -> list[Path]:

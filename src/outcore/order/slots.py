@@ -24,7 +24,6 @@ class SlotPool(Generic[H]):
     """Equal slots. Taking and giving happens when operations are submitted; the bytes are guarded by ``free_after``."""
 
     def __init__(self, kind: PoolKind, tier: Tier, slot_bytes: int) -> None:
-        """Start without slots."""
         self.kind, self.tier, self.slot_bytes = kind, tier, slot_bytes
         self.slots: list[Slot[H]] = []
         self._idle: deque[Slot[H]] = deque()

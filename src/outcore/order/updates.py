@@ -1,10 +1,10 @@
 """Updates: behind the next forward on the host, inside backward, or on the device.
 
 [Note: staged updates] The device updates faster than the CPU, and the link has room beside the fetches. So a plan may
-give it a share of the units whose states live in host memory: states and gradients go to a staging slot on the device,
-are updated there, and states and new weights go home, each on a lane of its own, so that with two slots one unit comes
-while another one leaves. The rule and its blocks are those of every update; on a GPU results agree to the rounding of
-one kernel with those of the CPU.
+give the device a share of the units whose states live in host memory. States and gradients of such a unit go to a
+staging slot on the device and are updated there. Then states and new weights go home. Each of these has a lane of its
+own, so that with two slots one unit comes while another one leaves. The rule and its blocks are those of every update;
+on a GPU results agree to the rounding of one kernel with those of the CPU.
 
 The idea is that of Deep Optimizer States (arXiv:2410.21316, section 4), without its limit of one half.
 """

@@ -1,8 +1,8 @@
 """Measure this machine: every link at several sizes, alone and beside the others, in seconds.
 
-[Note: what is shared] Links run in pairs, and what is left of their speeds tells how much each takes of what they
-share: host memory and, where the device is the CPU, the cores (``samples.parts``). Both directions of the bus, and
-reading and writing of the drive, have a figure of their own.
+[Note: what is shared] Links run in pairs. What is left of their speeds tells how much each takes of what they share
+(``samples.parts``): host memory and, where the device is the CPU, the cores. Both directions of the bus, and reading
+and writing of the drive, have a figure of their own.
 """
 
 from __future__ import annotations

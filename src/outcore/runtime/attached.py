@@ -25,7 +25,6 @@ class Attached:
     guard: ModuleGuard
 
     def __init__(self, engine: Engine) -> None:
-        """Nothing yet."""
         self._engine = engine
         self.held_back = HeldBack()
         self._moved: list[Unit] = []

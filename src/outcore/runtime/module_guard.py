@@ -75,7 +75,6 @@ class ModuleGuard:
     """Installs the hooks; ``remove`` takes them away."""
 
     def __init__(self, engine: Engine) -> None:
-        """Guard ``engine.model``."""
         self._engine = engine
         self._undo: list[Callable[[], None]] = []
         self._known: list[tuple[dict[str, Parameter | None], str, str, Parameter]] = []
@@ -106,9 +105,9 @@ class ModuleGuard:
             if registered.get(name) is not param:
                 refuse_wrapped("optimizer.step", self._engine.model)
                 raise UnsupportedError(
-                    f"expected the parameters that outcore.prepare() got, but '{full_name}' was replaced or taken "
-                    "away since; resize embeddings, tie "
-                    "weights and add adapters before prepare"
+                    "expected the parameters that outcore.prepare() got, "
+                    f"but '{full_name}' was replaced or taken away since; resize embeddings, "
+                    "tie weights and add adapters before prepare"
                 )
 
     def refuse_if_adapted(self) -> None:
@@ -198,9 +197,8 @@ class _OwnParameters:
         """Give torch something to copy into. Comes behind hooks that rename what is loaded."""
         if local_metadata.get("assign_to_params_buffers"):
             raise UnsupportedError(
-                f"load_state_dict(assign=True) at '{prefix}': expected assign=False, since assigning would replace "
-                "the parameters that outcore "
-                "and the optimizer know"
+                f"load_state_dict(assign=True) at '{prefix}': expected assign=False, "
+                "since assigning would replace the parameters that outcore and the optimizer know"
             )
         if any(prefix + name in state_dict for name in self._owned):
             self._stand_in(may_change=True)
@@ -236,11 +234,11 @@ class _RefuseMoves:
             result = function(probe)
             if result is not probe or (probe.is_cpu and probe.is_shared()):
                 raise UnsupportedError(
-                    f"expected the prepared model to stay where and what it is ({probe.device}, {probe.dtype}), but "
-                    f"{type(self._module).__name__} was "
-                    f"asked to become {result.device}, {result.dtype}{', shared' if result is probe else ''}"
-                    f"{', in another memory format' if result.stride() != probe.stride() else ''}; choose device= and "
-                    "precision= in outcore.prepare(), and a memory format before it"
+                    f"expected the prepared model to stay where and what it is ({probe.device}, {probe.dtype}), "
+                    f"but {type(self._module).__name__} was asked to become {result.device}, "
+                    f"{result.dtype}{', shared' if result is probe else ''}"
+                    f"{', in another memory format' if result.stride() != probe.stride() else ''}; "
+                    "choose device= and precision= in outcore.prepare(), and a memory format before it"
                 )
         return self._module
 
@@ -264,7 +262,6 @@ class _RefuseCopies:
         """Refuse, naming the way out."""
         raise UnsupportedError(
             f"expected a module of its own to copy or pickle, but this {type(self._module).__name__} belongs to "
-            "outcore.prepare() and its weights are "
-            "not inside it; copy it before prepare, or use state_dict(), outcore.named_tensors or "
-            "outcore.save_pretrained"
+            "outcore.prepare() and its weights are not inside it; copy it before prepare, or use state_dict(), "
+            "outcore.named_tensors or outcore.save_pretrained"
         )

@@ -1,8 +1,8 @@
 """First values of a model on the meta device: every module initialises itself, unit by unit, in memory of its own.
 
-[Note: unit by unit] While a unit is initialised, its tensors stand in the model as fresh memory and all others as meta
-tensors, so that modules above and beside it may run their initialisers unchanged: what they write elsewhere goes
-nowhere. The same run with *everything* on meta, before any memory is taken, shows what nobody initialises.
+[Note: unit by unit] While a unit is initialised, its tensors stand in the model as fresh memory, and all others as meta
+tensors. Modules above and beside it may then run their initialisers unchanged: what they write elsewhere goes nowhere.
+The same run with *everything* on meta, before any memory is taken, shows which tensors nobody initialises.
 
 Modules run in the order in which ``PreTrainedModel.initialize_weights`` and module construction go: children first.
 """

@@ -35,7 +35,6 @@ class LoadPlan:
     """Where every tensor of a model comes from. Made by ``plan_loading``."""
 
     def __init__(self, model: nn.Module, directory: WeightsDirectory, rules: Rules) -> None:
-        """Start without sources."""
         self._model, self._directory, self._rules = model, directory, rules
         self._sources: dict[int, tuple[Group, str]] = {}
         self._made: tuple[Group, dict[str, torch.Tensor]] | None = None

@@ -44,8 +44,8 @@ class UnitPlan:
     gradients: Tier
     states: Tier
     policy: Policy = "recompute"
-    """What forward saves: all that autograd would (``keep``); or the arguments (``recompute``), from which the block
-    runs again in backward; or with these the results of matrix products and attention (``select``)."""
+    """What forward saves. ``keep``: all that autograd would. ``recompute``: the arguments, from which the block runs
+    again in backward. ``select``: beside them results of matrix products and attention, which are not made again."""
     activations: Tier = "device"
     """Where what is saved rests until backward."""
     saved_bytes: int = 0
@@ -54,7 +54,7 @@ class UnitPlan:
     """Who updates states in host memory: worker threads, or the device, through which they then pass. Weights and
     gradients may then not live on disk. States on the device are updated there, those on disk on the host."""
     early: bool = False
-    """Update inside backward, as soon as the last gradient is there, into a second home of states and weights, which
+    """Update inside backward, as soon as the last gradient is there, into a second home of states and weights. That
     takes over when ``step()`` finds that nothing came between. Needs promised ``accumulation_steps``."""
 
     @property

@@ -119,10 +119,6 @@ class Schedule:
     held_host: tuple[str | None, ...] = ()
     """The same of host slots for weights on disk."""
 
-    def on(self, lane: str) -> tuple[Operation, ...]:
-        """The operations of a lane, in order."""
-        return tuple(op for op in self.operations if op.lane == lane)
-
     def moved_bytes(self) -> dict[str, int]:
         """Lane -> bytes written in a step."""
         total: dict[str, int] = {}

@@ -2,10 +2,10 @@
 
 [Note: nodes and edges] Compute goes through its visits in a given order. Their starts are the nodes of a graph, one
 period after the other without end. An edge from x to y says: so much lies between these two moments, whatever the
-order. It comes from work that cannot begin before x and must be over at y, added up per link, since a link does one
-second of work per second. A unit's update, for instance, begins after the last backward and is over, with the fetch
-behind it, before the unit's next forward. A path is as long as its edges together, and steps repeat, so no step is
-shorter than a cycle of the graph divided by the steps that it spans. The bound is the longest of these, or the link
+order. It comes from work that cannot begin before x and must be over at y. The work is added up per link, since a link
+does one second of work per second. A unit's update, for instance, begins after the last backward, and is over, with the
+fetch behind it, before the unit's next forward. A path is as long as its edges together. Steps repeat. So no step is
+shorter than a cycle of the graph, divided by the steps that it spans. The bound is the longest of these, or the link
 with the most work per step.
 
 [Note: slack] Slots let some work happen sooner or later than its nodes say: weights may be fetched, states read before

@@ -6,10 +6,10 @@ study of replacement algorithms for a virtual-storage computer", IBM Systems Jou
 less. The future is known: steps repeat, so this step's visits come again after it. Units that the step changes are
 worth nothing beyond its end.
 
-*When* is another question than *what*: a load may begin as soon as compute is done with what it replaces, however long
-before its use, and loads are made in that order. Where units are used in turn, over and over, the one used last is
-needed last, and what replaces it cannot be loaded ahead. So ``Plan.prefetch_depth`` asks for time: a slot is filled
-only if it is free so many visits before the use, where there is such a slot.
+*When* is another question than *what*. A load may begin as soon as compute is done with what it replaces, however long
+before its use, and loads are made in that order. Units may also be used in turn, over and over. Then the one used last
+is needed last, and what replaces it cannot be loaded ahead. So ``Plan.prefetch_depth`` asks for time: where possible, a
+unit takes a slot that is free so many visits before its use.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ def changed_units(model: ModelSpec, visits: Iterable[Visit]) -> frozenset[int]:
 def weight_moves(model: ModelSpec, plan: Plan, visits: Sequence[Visit], held: Held) -> Moves:
     """Decide what a step moves into slots for weights.
 
-    A unit that the step before changed is not moved before that step's updates have been submitted, which is where the
-    step begins; other units' weights may be moved ahead of the next step.
+    A step begins when the updates of the step before have been submitted. Before that, no unit is moved that these
+    updates change. Other units' weights may be moved ahead of the next step.
 
     Args:
         model: Units in the plan's order.

@@ -1,9 +1,9 @@
 """What one call saved, on its way off the device and back. See [Note: activations away].
 
-[Note: storages that leave] Saved tensors are views: of the result of one matrix product three may be saved, and
-the result of one function is the argument of the next. So storages leave, each once and whole, and views are made again
-from offset, size and strides. What the caller keeps in any case stays, since nothing would be won: weights that live on
-the device, buffers, arguments that need no gradient. Small storages stay too.
+[Note: storages that leave] Saved tensors are views: of the result of one matrix product three may be saved, and the
+result of one function is the argument of the next. So storages leave, each once and whole, and views are made again
+from offset, size and strides. What the caller keeps in any case stays: weights that live on the device, buffers,
+arguments that need no gradient. Nothing would be won by sending it. Small storages stay too.
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ class Lease:
     __slots__ = ("_room", "nbytes")
 
     def __init__(self, room: Room) -> None:
-        """Take nothing yet."""
         self._room, self.nbytes = room, 0
 
     def grow(self, nbytes: int) -> bool:

@@ -1,12 +1,11 @@
 """Gradients on the move: collected per backward pass, sent home when the pass is over for their unit.
 
-[Note: a gradient's way] Within one backward pass the gradients of a unit are summed in the dtype in which autograd
-makes them, as autograd itself would: in a *bucket* on the device, or in loose tensors where no bucket is needed (the
-root, and units whose gradients live on the device). When autograd has reached all parameters of the unit, which it
-does after all calls of the unit, the pass is *closed* for it: norms are taken, and the sum goes home. The first
-micro-batch lands there as it is (*native* form, the weights layout); a second one is added in the update dtype
-(*update* form). ``p.grad`` then is a handle; setting it to None, or zeroing it, makes the next gradient the first
-again.
+[Note: a gradient's way] Within one backward pass the gradients of a unit are summed as autograd itself would, in the
+dtype in which it makes them. The sum is in a *bucket* on the device. The root, and units whose gradients live on the
+device, need no bucket: there it is in loose tensors. Autograd reaches all parameters of a unit after all calls of the
+unit. Then the pass is *closed* for it: norms are taken, and the sum goes home. The first micro-batch lands there as it
+is (*native* form, the weights layout); a second one is added in the update dtype (*update* form). ``p.grad`` then is a
+handle; setting it to None, or zeroing it, makes the next gradient the first again.
 """
 
 from __future__ import annotations
@@ -282,9 +281,9 @@ class Gradients:
         promised = self._accumulation_steps
         if promised is not None and gradients.num_passes > promised:
             raise UnsupportedError(
-                f"expected {promised} backward passes per step, as accumulation_steps promised, but unit "
-                f"'{gradients.unit.label}' got one "
-                "more; call optimizer.step() in time, or prepare with accumulation_steps=None"
+                f"expected {promised} backward passes per step, as accumulation_steps promised, "
+                f"but unit '{gradients.unit.label}' got one more; call optimizer.step() in time, "
+                "or prepare with accumulation_steps=None"
             )
 
     def _take_norms(self, gradients: UnitGradients, current: Pass, added: set[int]) -> None:

@@ -2,8 +2,8 @@
 
 [Note: the inner graph] The block runs on detached inputs in the caller's grad mode, outside of autograd's view of the
 rest of the model. ``UnitFunction`` then stands in the outer graph for the whole block: inputs and foreign leaves in,
-outputs out. Under ``recompute`` saved tensors are dropped as they are made (running under no_grad instead would pick
-other attention kernels and give another loss); under ``keep`` they stay, but weights are saved as their place in the
+outputs out. Under ``recompute`` saved tensors are dropped as they are made. (Running under no_grad instead would pick
+other attention kernels and give another loss.) Under ``keep`` they stay. Weights are then saved as their place in the
 unit, since the slot will hold another unit by then.
 """
 
@@ -88,7 +88,6 @@ class UnitCall:
     _why_once = "double backward through streamed weights is not supported"
 
     def __init__(self, unit: Unit, services: Services) -> None:
-        """The module keeps its own forward until it is given this one."""
         self.unit = unit
         self._weights, self._sink, self._device, doubts, access, room, activations, compiling = services
         self._is_closed, self._where = False, f"unit '{unit.label}'"

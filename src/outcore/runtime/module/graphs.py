@@ -321,6 +321,6 @@ def refuse_transforms(where: str) -> None:
     if is_transformed():
         raise UnsupportedError(
             f"{where}: expected an ordinary forward, but torch.func transforms (vmap, grad, jvp, ...) or "
-            "forward-mode AD are active, "
-            "which cannot follow streamed weights; call it under torch.no_grad(), or use backward()"
+            "forward-mode AD are active, which cannot follow streamed weights; "
+            "call it under torch.no_grad(), or use backward()"
         )

@@ -164,7 +164,6 @@ class Attributes:
     """Those of the modules of one unit. See [Note: looking at attributes]."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        """Nothing is copied."""
         self._dicts = [m.__dict__ for m in modules]
         self._names = self._read_names()
         self._values: list[tuple[Any, ...]] = []

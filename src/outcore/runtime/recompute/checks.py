@@ -58,7 +58,6 @@ class Doubts:
     """Comparisons whose outcome the device knows, and nobody else yet."""
 
     def __init__(self, device: Device) -> None:
-        """Nothing is in doubt."""
         self._device = device
         self._made: list[tuple[str, torch.Tensor]] = []
         self._sent: deque[tuple[int, Sequence[str], torch.Tensor, Handle]] = deque()

@@ -34,11 +34,6 @@ class GlobalRandom:
             return True
         return _numpy.look() != self._numpy
 
-    @property
-    def has_moved(self) -> bool:
-        """Whether somebody drew from either since."""
-        return _look_at_python() != self._python or self.numpy_has_moved
-
     def put_back(self) -> None:
         """Make both what they were."""
         if _look_at_python() != self._python:

@@ -1,7 +1,7 @@
 """Absent parameters: between calls of its unit a parameter answers questions about itself and refuses to be read.
 
-Python classes are switched, not objects: module, optimizer and user keep the very same ``Parameter``. Beneath lies a
-zero-stride view of one NaN, so that even a read that slips past the class (C++ that takes a pointer) cannot look right.
+Python classes are switched, not objects: module, optimizer and user keep the very same ``Parameter``. Beneath it lies a
+zero-stride view of one NaN. So a read that slips past the class, as of C++ that takes a pointer, cannot look right.
 """
 
 from __future__ import annotations

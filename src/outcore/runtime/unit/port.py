@@ -124,7 +124,6 @@ class Traffic:
     """Counters, counted when an operation is submitted."""
 
     def __init__(self) -> None:
-        """Start at zero."""
         self._bytes = dict.fromkeys(Lane, 0)
 
     def add(self, lane: Lane, nbytes: int) -> None:

@@ -21,7 +21,6 @@ class Recovery:
     """Whether something was cut short, and what makes the bookkeeping whole. See [Note: cut short]."""
 
     def __init__(self, device: Device) -> None:
-        """Nothing was cut short."""
         self.device = device
         self.is_due = False
         self.signs: list[Callable[[], None]] = []

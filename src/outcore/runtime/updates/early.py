@@ -1,11 +1,12 @@
 """Early updates: run inside backward, and kept if ``step()`` finds that nothing came between.
 
-[Note: early updates] When the last promised gradient of a unit is home, its update starts at once, with the settings
-that the param groups have now and no factor: behind the rest of backward instead of behind the next forward. It works
-*out of place*: from the homes of states and weights into a second pair of homes. ``step()`` compares what it was asked
-to do with what was done. If both are the same, the homes change places (weights that live on the device or on disk are
-sent there); if not, because gradients were clipped or scaled or dropped, a setting changed, or anybody wrote weights,
-states or gradients, the attempt is forgotten and the unit is updated as ever. So the result never depends on it.
+[Note: early updates] When the last promised gradient of a unit is home, its update starts at once, behind the rest of
+backward instead of behind the next forward. It takes the settings that the param groups have now, and no factor. It
+works *out of place*: from the homes of states and weights into a second pair of homes. ``step()`` compares what it was
+asked to do with what was done. If both are the same, the homes change places; weights that live on the device or on
+disk are sent there. They differ if gradients were clipped, scaled or dropped, if a setting changed, or if anybody wrote
+weights, states or gradients. Then the attempt is forgotten, and the unit is updated as ever. So the result never
+depends on it.
 
 The second homes need no wait: their last reader finished before the gradients of the next attempt existed.
 

@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
-from typing import Self, final
+from typing import final
 
 import torch
 
+from outcore.core.closing import Closing
 from outcore.core.errors import UnsupportedError
 from outcore.device.threads import start_single_threaded
 from outcore.memory.topology import Topology, read_topology
@@ -28,7 +29,7 @@ _Share = tuple[Work, "SimpleQueue[BaseException | None]"]  # what to do, and whe
 
 
 @final
-class UpdateWorkers:
+class UpdateWorkers(Closing):
     """Threads that together update pieces of parameters in host memory.
 
     Kernels release the GIL, so plain threads suffice. Owns its threads and ``SCRATCH_BYTES`` of memory per worker until
@@ -98,12 +99,6 @@ class UpdateWorkers:
             thread.join()
         if is_idle:
             self._lock.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def worker_cpus(topology: Topology, *, spare_cores: int) -> list[frozenset[int] | None]:

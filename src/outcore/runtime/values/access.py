@@ -29,7 +29,6 @@ class Access:
     """One parameter at a time."""
 
     def __init__(self, tiers: Tiers, pools: Pools[Handle], device: Device, weights: Weights) -> None:
-        """Nothing is allocated."""
         self.device = device
         self._tiers, self._pools, self._weights = tiers, pools, weights
 

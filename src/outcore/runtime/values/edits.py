@@ -59,7 +59,6 @@ class OwnEdits:
     """
 
     def __init__(self, unit: Unit, access: Access) -> None:
-        """Nothing is edited yet."""
         self._unit, self._access, self._touched = unit, access, unit.presence.watch.touched
         self._versions: list[int] = []
         self.suspects: list[int] = []
@@ -129,9 +128,9 @@ def refuse_other_strides(spec: ParamSpec, tensor: torch.Tensor) -> None:
     expected = spec.strides or row_major(spec.shape)
     if any(n > 1 and a != b for n, a, b in zip(tensor.shape, tensor.stride(), expected, strict=True)):
         raise UnsupportedError(
-            f"expected '{spec.name}' to keep strides {expected}, by which kernels are chosen, but its data was "
-            f"replaced by a tensor with {tensor.stride()}; copy the values in (param.data.copy_(value)), or "
-            "change its memory format before outcore.prepare()"
+            f"expected '{spec.name}' to keep strides {expected}, by which kernels are chosen, "
+            f"but its data was replaced by a tensor with {tensor.stride()}; "
+            "copy the values in (param.data.copy_(value)), or change its memory format before outcore.prepare()"
         )
 
 

@@ -1,6 +1,6 @@
 """Records from files, one at a time, each with the place where it stands; no file is ever in memory as a whole.
 
-What cannot be read raises ConfigError; its message begins with file and line, so that the caller can say which setting
+What cannot be read raises ConfigError. Its message begins with file and line, so that the caller can say which setting
 named the file.
 
 [Note: not datasets' own readers] Those of ``datasets`` name a row of a block, or no place, for what they cannot read.

@@ -1,8 +1,8 @@
 """What a checkpoint knows of the run that wrote it, so that a resumed run uses, refuses or says every difference.
 
-[Note: what may change] What a run costs, where it runs and what it tells may change freely (``_FREE``), and so may its
+[Note: what may change] What a run costs, where it runs and what it tells may change freely (``_FREE``). So may its
 length and its learning rates (``_FROM_HERE``): the schedule is then that of the new settings, at the place which the
-run has reached. All else would make it another run and is refused: what is not named here, too.
+run has reached. Anything else would make it another run, and is refused, also a setting that is not named here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """One setting: what it takes, judged by pydantic, and how a refusal is put.
 
 Types, choices and limits are annotations. A value is read strictly, as if it came from JSON. YAML and flags know other
-types than JSON, so what does not fit is tried again as the text that was typed, and as what this text means.
+types than JSON. So a value that does not fit is tried twice more: as the text that was typed, and as what this text
+means.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The options of ``outcore train`` and ``outcore dpo``, and what their help says. Light: help must not wait for torch.
 
-No option has a default here, so that a YAML file's value is overruled by what was typed and by nothing else; and none
-has a type, since ``settings`` checks them all, wherever they come from, with one kind of message.
+No option has a default here, so that only what was typed overrules a YAML file's value. None has a type, since
+``settings`` checks them all with one kind of message, wherever they come from.
 """
 
 from __future__ import annotations
