@@ -34,6 +34,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     items.sort(key=_turn)
 
 
+def pytest_collection_finish() -> None:
+    """What was imported is no garbage: searching it takes longer than most of the tests that collect garbage."""
+    gc.collect()
+    gc.freeze()
+
+
 def _stays_together(item: pytest.Item) -> str | None:
     """Which tests run one behind the other: of control groups and signals, and those that share a costly fixture."""
     if item.path.parent.name == "system":

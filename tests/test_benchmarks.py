@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 from xml.etree import ElementTree
 
+import nursery
 import pytest
 import torch
 
@@ -42,7 +43,7 @@ def test_every_benchmark_is_run_here():
 @pytest.mark.parametrize("name", TINY)
 def test_tiny_run_prints_json_and_leaves_nothing(name: str, tmp_path: Path):
     command = [sys.executable, str(FOLDER / name), *TINY[name].split()]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    done = nursery.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     assert "torch" in json.dumps(json.loads(done.stdout)), "a number without its versions is not a number"
     assert list(tmp_path.iterdir()) == []

@@ -8,13 +8,13 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import nursery
 import pytest
 import torch
 import typer
@@ -46,7 +46,7 @@ OPTIONS = {name for option in COMMAND.params for name in option.opts if name.sta
 def run(*command: str) -> str:
     """From the repository's root, offline, with one thread: other work on the machine must not slow it down."""
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
+    done = nursery.run(list(command), cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout

@@ -11,14 +11,20 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
+import nursery
 import pytest
 import torch
 
 import outcore
 from outcore.cli import demo, plain_loop
 
+from .conftest import Run
+
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "plain_loop.py"
 COMMAND = [sys.executable, "-c", "from outcore.cli.main import main; main()", "demo"]
+# Of the same shape, with fewer numbers: writing the sample alone takes seconds else.
+SIZES = "import outcore.cli.plain_loop as p; p.HIDDEN, p.BATCH_SIZE, p.SEQUENCE = 64, 2, 33; "
+SMALL = [*COMMAND[:2], SIZES + COMMAND[2], COMMAND[3]]
 
 
 @pytest.fixture
@@ -93,9 +99,7 @@ def test_another_loss_or_norm_is_seen(plain_engine, monkeypatch, tmp_path, colum
 
 
 def test_demo_uses_all_tiers_and_leaves_nothing(tmp_path):
-    done = subprocess.run(
-        [*COMMAND, "--steps", "3", "--folder", str(tmp_path)], capture_output=True, text=True, check=False
-    )
+    done = nursery.run([*SMALL, "--steps", "3", "--folder", str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     for part in ("step 3/3", "before", "after", "device", "host", "disk", "Yes, bit for bit.", "6 of 6 losses"):
@@ -128,21 +132,21 @@ def test_speeds_are_the_medians_of_both_loops_and_their_ratio():
     ("option", "value"),
     [("--folder", "a_file"), ("--folder", "/proc"), ("--device", "cuda:77"), ("--device", "toaster")],
 )
-def test_a_wrong_choice_is_one_message_and_2(tmp_path, option, value):
+def test_a_wrong_choice_is_one_message_and_2(command: Run, tmp_path, monkeypatch, option, value):
     (tmp_path / "a_file").write_text("x")
-    command = [*COMMAND, "--folder", str(tmp_path), "--steps", "1", option, value]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("outcore: ")
-    assert value in done.stderr
-    assert "Traceback" not in done.stderr
+    monkeypatch.chdir(tmp_path)
+    done = command("demo", "--folder", tmp_path, "--steps", 1, option, value)
+    assert done.status == 2, done.err
+    assert done.err.startswith("outcore: ")
+    assert value in done.err
+    assert "Traceback" not in done.err
     assert [p.name for p in tmp_path.iterdir()] == ["a_file"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_demo_leaves_nothing(tmp_path, number):
     command = [*COMMAND, "--steps", "100000", "--folder", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1)
+    process = nursery.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1)
     try:
         for line in process.stdout:
             if line.startswith("step 1/"):

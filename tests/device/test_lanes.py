@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
 import sys
 import threading
 import weakref
 
+import nursery
 import pytest
 import torch
 
@@ -410,5 +410,5 @@ for lane in Lane:
         device.submit(lane, "work", lambda: (time.sleep(0.001), torch.randn(1000).sum()))
 print("end")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    done = nursery.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")

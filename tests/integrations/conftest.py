@@ -1,22 +1,12 @@
-"""No network, no progress bars, and no search for garbage among what was imported."""
+"""No network and no progress bars."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import datasets
 import huggingface_hub.constants
 import pytest
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _imports_are_no_garbage() -> Iterator[None]:
-    """Every call of ``train`` collects garbage, which takes longer than training with these libraries loaded."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ import weakref
 from contextlib import nullcontext
 from unittest.mock import Mock
 
+import nursery
 import pytest
 import torch
 from torch import nn
@@ -331,7 +332,7 @@ def test_the_interpreter_ends_without_close(tmp_path):
     for ending in endings:
         (tmp_path / ending).mkdir()
         command = [sys.executable, "-c", SCRIPT, str(tmp_path / ending), ending]
-        running[ending] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        running[ending] = nursery.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for ending, process in running.items():
         out, err = process.communicate(timeout=120)
         assert process.returncode == endings[ending], err

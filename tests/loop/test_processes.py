@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
+import nursery
 import pytest
 from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
@@ -153,5 +153,5 @@ distributed.destroy_process_group()
 def test_two_processes(tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", RANK, str(tmp_path / "store")]
-    ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(2)]
+    ranks = [nursery.Popen([*command, str(rank)], env=environment) for rank in range(2)]
     assert [rank.wait(timeout=100) for rank in ranks] == [0, 0]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import nursery
 import pytest
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "disk_io.py"
@@ -17,7 +17,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "disk_io.py"
 def test_the_benchmark_reports_both_directions(tmp_path):
     options = ["--folder", str(tmp_path), "--nbytes", "9MiB", "--extent", "4MiB", "--repetitions", "3"]
     environment = {**os.environ, "PATH": ""}  # without fio
-    output = subprocess.run(
+    output = nursery.run(
         [sys.executable, str(BENCHMARK), *options], env=environment, check=True, capture_output=True, text=True
     ).stdout
     report = json.loads(output)

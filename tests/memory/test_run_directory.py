@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 
+import nursery
 import pytest
 
 from outcore.memory.disk import DiskStore
@@ -27,7 +28,7 @@ RUN = """
 
 
 def start_run(folder, how="sleep"):
-    process = subprocess.Popen(
+    process = nursery.Popen(
         [sys.executable, "-c", textwrap.dedent(RUN), str(folder), how],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -186,7 +187,7 @@ def test_a_forked_child_that_ends_takes_nothing_away(tmp_path):
         assert directory.path.is_dir()
         assert reclaim_dead(Path(sys.argv[1])) == []  # the lock still holds
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], check=True, timeout=60)
+    nursery.run([sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], check=True, timeout=60)
     assert list(tmp_path.iterdir()) == []
 
 

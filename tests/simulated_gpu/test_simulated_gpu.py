@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import nursery
 import pytest
 import torch
 
@@ -61,9 +61,10 @@ def test_on_the_simulated_gpu(run: str):
     assert missing is None, missing
     simulator.build()
     options = ["-q", "-p", "no:randomly", "-p", "no:cacheprovider", "-n0"]
+    options += ["-W", "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning"]
     command = [sys.executable, str(FOLDER / "run.py"), "-m", "pytest", *options, *map(str, RUNS[run])]
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    done = subprocess.run(
+    done = nursery.run(
         command,
         cwd=FOLDER.parent.parent,
         env=env | {"OMP_NUM_THREADS": "1", "OUTCORE_TEST_DEVICE": "cuda"},

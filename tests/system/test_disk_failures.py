@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
+import nursery
 import pytest
 import torch
 from plans import forced
@@ -153,7 +154,7 @@ CHILD = """
 def test_a_killed_run_leaves_no_bytes_and_the_next_reclaims_its_folder(number, tmp_path):
     code = textwrap.dedent(CHILD).format(folders=[str(folder) for folder in Path(__file__).parents[:2]])
     command = [sys.executable, "-c", code, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
+    with nursery.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
         child.send_signal(number)

@@ -1,0 +1,145 @@
+"""Processes that begin with all libraries imported: forked from one that has, where a fresh one takes ten seconds.
+
+Each is a process of its own and the child of whoever asked for it. It begins as ``python -c``, ``python -m`` or
+``python FILE`` does, and ends as these do: with signals, handlers for the exit and the end of the interpreter. What
+must begin with nothing imported, or in a control group, has to be started by ``subprocess`` itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import gc
+import importlib
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+IMPORTED = (
+    "pytest torch._dynamo torch.distributed.fsdp outcore.api outcore.cli.main outcore.cli.train.run datasets peft "
+    "transformers.models.auto.modeling_auto transformers.models.llama.modeling_llama "
+    "transformers.models.gpt2.modeling_gpt2 trl.trainer.sft_trainer trl.trainer.dpo_trainer"
+).split()
+SIMULATED = Path(__file__).parent / "simulated_gpu" / "run.py"
+LARGEST_BYTES = 1 << 17
+PR_SET_CHILD_SUBREAPER = 36
+
+
+class Popen(subprocess.Popen):
+    """As ``subprocess.Popen([sys.executable, ...])``."""
+
+    def _execute_child(self, args: Any, *more: Any) -> None:
+        _, _, _, _, folder, environment, _, _, _, *ends = more[:15]
+        reads, _, _, writes, _, errors = ends
+        python, *arguments = map(str, args)
+        assert python == sys.executable
+        simulated = arguments[:1] == [str(SIMULATED)]
+        job = {"arguments": arguments[simulated:], "folder": str(folder or Path.cwd())}
+        job["environment"] = dict(environment or os.environ)
+        fds = [number if fd == -1 else fd for number, fd in enumerate((reads, writes, errors))]
+        nursery = _nursery(simulated=simulated)
+        socket.send_fds(nursery, [json.dumps(job).encode()], fds)
+        self.pid = int(nursery.recv(32))
+        self._child_created = True
+        self._close_pipe_fds(*ends)
+
+
+def run(
+    command: list[str], *, check: bool, capture_output: bool = False, timeout: float | None = None, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """As ``subprocess.run([sys.executable, ...])``."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} if capture_output else {}
+    with Popen(command, **options, **pipes) as process:
+        try:
+            done = subprocess.CompletedProcess(command, 0, *process.communicate(timeout=timeout))
+        except BaseException:
+            process.kill()
+            raise
+    done.returncode = process.returncode
+    if check:
+        done.check_returncode()
+    return done
+
+
+@functools.cache
+def _nursery(*, simulated: bool) -> socket.socket:
+    """Kept until this process ends, and the nursery with it."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # or its orphans would go to the system's first process
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, *[str(SIMULATED)] * simulated, __file__, str(theirs.fileno())]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    with theirs:
+        started = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
+    atexit.register(lambda: (ours.close(), started.wait()))
+    return ours
+
+
+# The other side.
+
+
+def main() -> None:
+    """Import, fork for each job that comes, and in the child do it."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    with socket.socket(fileno=int(sys.argv[1])) as channel:
+        while True:
+            message, fds, *_ = socket.recv_fds(channel, LARGEST_BYTES, 3)
+            if not message:
+                return
+            if (pid := _fork_an_orphan()) == 0:
+                break
+            for fd in fds:
+                os.close(fd)
+            channel.send(str(pid).encode())
+    for number, fd in enumerate(fds):
+        os.dup2(fd, number)
+        os.close(fd)
+    _do(json.loads(message))
+
+
+def _fork_an_orphan() -> int:
+    """Its number; 0 in the child, whose parent is gone."""
+    read, write = os.pipe()
+    between = os.fork()
+    if between == 0:
+        if (pid := os.fork()) != 0:
+            os.write(write, str(pid).encode())
+            os._exit(0)
+        os.close(read)
+        os.close(write)
+        return 0
+    os.close(write)
+    with open(read) as told:
+        pid = int(told.read())
+    os.waitpid(between, 0)
+    return pid
+
+
+def _do(job: dict[str, Any]) -> None:
+    os.chdir(job["folder"])
+    os.environ.clear()
+    os.environ.update(job["environment"])
+    kind, *rest = job["arguments"]
+    if kind == "-c":
+        sys.argv, sys.path[0] = ["-c", *rest[1:]], ""
+        sys.modules["__main__"] = program = types.ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), vars(program))
+    elif kind == "-m":
+        sys.argv, sys.path[0] = rest, ""
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = [kind, *rest], str(Path(kind).parent)
+        runpy.run_path(kind, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
