@@ -17,6 +17,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 import random
 import statistics
 import sys
@@ -36,9 +37,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import outcore
 from outcore.api import prepare_for_test
+from outcore.choice import Options, Timed
 from outcore.device.faults import Faults
 from outcore.device.opening import open_device
-from outcore.forecast import Forecast, Loop
 from outcore.planning.homes.check import with_room
 from outcore.planning.paper.schedule import Circumstances, usual_visits
 from outcore.planning.search.candidates import ALL_DEVICE, ALL_DISK, ALL_HOST, ROOMY, Choice, Kind
@@ -132,8 +133,8 @@ def models(args: argparse.Namespace, hardware: Hardware) -> Iterator[dict[str, A
         ids = torch.randint(0, 1000, (args.batch_size, length))
         sample = {"input_ids": ids, "labels": ids, "use_cache": False}
         with open_device("cpu") as device:
-            forecast = Forecast.of(cut, sample, device, hardware, Loop())
-            step_s = forecast.simulate(plan).step_s
+            found = Timed(cut, Options(sample=sample, hardware=hardware), device).predict(plan)
+            step_s = math.nan if found is None else found.step_s
         loss = partial(lambda model, sample: model(**sample).loss, model, sample)
         numel = sum(p.numel() for p in model.parameters())
         with tempfile.TemporaryDirectory(dir=args.disk) as folder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,25 +14,26 @@ from typing import Any, NamedTuple
 import torch
 
 from outcore.core.errors import ConfigError, PlanInfeasibleError
-from outcore.core.quantities import PAGE_BYTES, align_up
 from outcore.device.device import Device
-from outcore.forecast import WORTH, Forecast, Loop, NamedHardware, hardware_for
+from outcore.forecast import WORTH, DeviceFacts, Forecast, Loop, NamedHardware, hardware_for
 from outcore.memory.limits import disk_free_bytes, host_free_bytes
 from outcore.planning.homes.check import check_plan, room_bytes, with_room
 from outcore.planning.homes.early import with_early_updates
 from outcore.planning.homes.placement import place
-from outcore.planning.homes.sending import Sending
+from outcore.planning.homes.sending import Sending, workspace_bytes
+from outcore.planning.search.candidates import Candidate
+from outcore.planning.timing.counted import counted_work
+from outcore.planning.timing.profile import Profile, UnitWork, rates_for
 from outcore.planning.timing.simulate import Simulation
 from outcore.planning.units.activations import footprint_of
 from outcore.planning.units.footprint import Footprint
 from outcore.planning.units.partition import Partition
 from outcore.spec.budget import Budget, Limits
 from outcore.spec.model import Precision
-from outcore.spec.plan import POLICIES, AwayTier, Plan, UnitPlan
+from outcore.spec.plan import POLICIES, AwayTier, Plan
 
 _DEVICE_SHARE = 0.9  # of what is free, where no budget says otherwise: the rest is for the driver and fragmentation
 _HOST_SHARE = 0.8
-_WORKSPACE_SHARE = 1.03  # of what shapes tell: kernels take workspaces of their own
 
 
 class Options(NamedTuple):
@@ -68,7 +70,7 @@ def choose_plan(cut: Partition, options: Options, device: Device, timed: Timed) 
     """
     limits = limits_of(options.budget, device)
     if options.plan is None:
-        return _Planner(cut, options, device, limits, timed).plan()
+        return Planner(cut, options, device, limits, timed).placed().plan
     if options.activations is not None:
         raise ConfigError(
             "activations: expected it without plan=, which says where activations rest, but got both; leave one out"
@@ -95,11 +97,13 @@ def choose_plan(cut: Partition, options: Options, device: Device, timed: Timed) 
 
 
 class Timed:
-    """Plans of a run in time. What the model computes is counted once, when that is first asked for."""
+    """Plans of a run in time. What the model computes and saves is worked out once, when that is first asked for."""
 
-    def __init__(self, cut: Partition, options: Options, device: Device) -> None:
-        """Args: as for ``choose_plan``."""
-        self._cut, self._options, self._device = cut, options, device
+    def __init__(
+        self, cut: Partition, options: Options, device: DeviceFacts, *, profile: Profile | None = None
+    ) -> None:
+        """Args: as for ``choose_plan``. profile: Of the sample; None: the model is followed."""
+        self._cut, self._options, self._device, self._profile = cut, options, device, profile
         self._known: Forecast | None = None
 
     def predict(self, plan: Plan) -> Simulation | None:
@@ -114,40 +118,108 @@ class Timed:
         return self._known
 
     def _make(self, *, may_measure: bool) -> Forecast | None:
-        options, device = self._options, self._device
+        options, device, spec = self._options, self._device, self._cut.spec
         if options.sample is None:
             return None
         hardware = hardware_for(options.hardware, device, options.budget.paths, may_measure=may_measure)
-        if hardware is None:
+        work = None if hardware is None else self._work()
+        if hardware is None or work is None:
             return None
         steps = options.accumulation_steps
-        loop = options.loop or Loop(steps or 1, clips=options.clipping, is_promised=steps is not None)
-        return Forecast.of(self._cut, options.sample, device, hardware, loop)
+        return Forecast(
+            model=spec,
+            rates=rates_for(hardware, spec, work),
+            loop=options.loop or Loop(steps or 1, clips=options.clipping, is_promised=steps is not None),
+            footprint=self.footprint,
+            activation_share=device.activation_share,
+        )
+
+    def _work(self) -> Mapping[str, UnitWork] | None:
+        """None, with a warning, if the model cannot be followed on shapes alone."""
+        if self._profile is not None:
+            return self._profile.work
+        try:
+            return counted_work(self._cut, self._options.sample or {}, self._device.torch_device)
+        except ConfigError as error:
+            warnings.warn(f"the plan was made without predicted times: {error}", stacklevel=2)
+            return None
+
+    @functools.cached_property
+    def footprint(self) -> Footprint | None:
+        """Of the sample; None, with a warning where it matters, if there is none, or it cannot be followed.
+
+        Raises:
+            ConfigError: It cannot be followed, and the user wants activations elsewhere.
+        """
+        options, device = self._options, self._device
+        if self._profile is not None or options.sample is None:
+            return None if self._profile is None else self._profile.footprint
+        makes_logits = options.loop is None or options.loop.makes_logits
+        try:
+            return footprint_of(self._cut, options.sample, device.torch_device, makes_logits=makes_logits)
+        except ConfigError as error:
+            if options.activations is not None:
+                raise
+            if device.activation_share:
+                warnings.warn(
+                    f"the plan leaves {device.activation_share:.0%} of the device to activations, since what they take "
+                    f"is not known: {error}",
+                    stacklevel=2,
+                )
+            return None
 
 
-class _Planner:
+class Placed(NamedTuple):
+    """A plan, and how it came about."""
+
+    plan: Plan
+    bare: Plan
+    """Without the activations that leave."""
+    candidate: Candidate | None
+    """The same in few words; None: it is the rule's."""
+    sending: Sending | None
+    """Which activations leave."""
+
+
+class Planner:
     """Finds the plan of one model within given limits."""
 
-    def __init__(self, cut: Partition, options: Options, device: Device, limits: Limits, timed: Timed) -> None:
+    def __init__(self, cut: Partition, options: Options, device: DeviceFacts, limits: Limits, timed: Timed) -> None:
         """Args: options: Without a plan."""
         self._cut, self._options, self._device, self._limits, self._timed = cut, options, device, limits, timed
         self._tier = _tier_of_activations(options)
         is_asked = self._tier is not None or device.activation_share > 0
-        self._footprint = self._follow() if is_asked and options.sample is not None else None
+        self._footprint = timed.footprint if is_asked else None
 
-    def plan(self) -> Plan:
-        """Activations rest where the user wants them, else where a step is predicted to be shortest."""
+    def placed(self) -> Placed:
+        """Activations rest where the user wants them, else where a step of the rule's plan is predicted to be shortest.
+
+        The rest of that plan is searched.
+        """
         if self._tier is not None:
-            return self._most_saved(self._sendings(self._tier))
+            return self._searched(self._most_saved(self._sendings(self._tier)))
         try:
-            plan = self._placed(None)
+            found = self._placed(None)
         except PlanInfeasibleError:
             with suppress(PlanInfeasibleError):
-                return self._most_saved(list(self._anywhere()))
+                return self._searched(self._most_saved(list(self._anywhere())))
             raise
-        return self._with_activations_away(plan)
+        return self._searched(self._with_activations_away(found))
 
-    def _most_saved(self, tries: Sequence[Sending]) -> Plan:
+    def _searched(self, usual: Placed) -> Placed:
+        """The fastest plan with the same activations."""
+        options, forecast = self._options, None if usual.bare.rests_on_device else self._timed.forecast()
+        if forecast is not None:
+            return self._whole(
+                *forecast.better_than(usual.bare, forecast.job(self._limits, usual.sending)), usual.sending
+            )
+        if options.accumulation_steps is None or options.clipping:
+            return usual
+        # With clipping an attempt is lost whenever a step clips, which only a measured run can weigh.
+        left = self._limits if usual.sending is None else usual.sending.left(self._limits)
+        return self._whole(with_early_updates(self._cut.spec, usual.bare, left), None, usual.sending)
+
+    def _most_saved(self, tries: Sequence[Sending]) -> Placed:
         """The first that there is room for."""
         error = PlanInfeasibleError("expected activations that can leave the device, but there are none", {}, {})
         for sending in tries:
@@ -163,19 +235,19 @@ class _Planner:
             yield from self._sendings("host")
             yield from self._sendings("disk") if self._limits.disk_bytes else ()
 
-    def _with_activations_away(self, plan: Plan) -> Plan:
+    def _with_activations_away(self, staying: Placed) -> Placed:
         """A plan under which they leave the device, if that is predicted to be faster. See [Note: worth it]."""
         tries = list(self._anywhere())
-        if not tries or self._footprint is None or self._footprint.keep_bytes <= plan.kept_bytes:
-            return plan
+        if not tries or self._footprint is None or self._footprint.keep_bytes <= staying.plan.kept_bytes:
+            return staying
         forecast = self._timed.forecast()
         if forecast is None:
-            return plan
-        best, step_s = plan, (1 - WORTH) * forecast.simulate(plan).step_s
+            return staying
+        best, step_s = staying, (1 - WORTH) * forecast.simulate(staying.plan).step_s
         for sending in tries:
             with suppress(PlanInfeasibleError):
                 other = self._placed(sending)
-                other_s = forecast.simulate(other).step_s
+                other_s = forecast.simulate(other.plan).step_s
                 best, step_s = (other, other_s) if other_s < step_s else (best, step_s)
         return best
 
@@ -187,51 +259,30 @@ class _Planner:
         found = [Sending(tier, policy, self._footprint) for policy in policies]
         return [one for one, next_one in itertools.pairwise(found) if one.saved != next_one.saved] + found[-1:]
 
-    def _placed(self, sending: Sending | None) -> Plan:
-        """Args: sending: Which activations leave; None: those that stay are recomputed."""
-        options, spec = self._options, self._cut.spec
-        steps, left = options.accumulation_steps, self._limits if sending is None else sending.left(self._limits)
+    def _placed(self, sending: Sending | None) -> Placed:
+        """The plan of the rule. Args: sending: Which activations leave; None: those that stay are recomputed."""
+        left = self._limits if sending is None else sending.left(self._limits)
         workspace, share = self._workspace_bytes(sending), self._device.activation_share
         room = {"activation_reserve_bytes": workspace} if workspace else {"activation_share": share}
         try:
-            plan = place(spec, left, accumulation_steps=steps, **room)
+            bare = place(self._cut.spec, left, accumulation_steps=self._options.accumulation_steps, **room)
         except PlanInfeasibleError as error:
             raise error if sending is None else sending.explained(error) from None
-        is_fastest = sending is not None or plan.rests_on_device
-        forecast = None if is_fastest else self._timed.forecast()
-        if forecast is not None:
-            plan = forecast.better_than(plan, left, workspace)
-        elif steps is not None and not options.clipping:
-            # With clipping an attempt is lost whenever a step clips, which only a measured run can weigh.
-            beside = dataclasses.replace(left, device_bytes=left.device_bytes - workspace)
-            plan = with_early_updates(spec, plan, beside)
-        plan = dataclasses.replace(plan if sending is None else sending.applied(plan), workspace_bytes=workspace)
-        check_plan(spec, plan, self._limits)
-        return with_room(spec, plan, self._limits, clipping=options.clipping)
+        return self._whole(bare, None, sending)
 
-    def _follow(self) -> Footprint | None:
-        options, device = self._options, self._device
-        makes_logits = options.loop is None or options.loop.makes_logits
-        try:
-            return footprint_of(self._cut, options.sample or {}, device.torch_device, makes_logits=makes_logits)
-        except ConfigError as error:
-            if self._tier is not None:
-                raise
-            warnings.warn(
-                f"the plan leaves {device.activation_share:.0%} of the device to activations, since what they take is "
-                f"not known: {error}",
-                stacklevel=2,
-            )
-            return None
+    def _whole(self, bare: Plan, candidate: Candidate | None, sending: Sending | None) -> Placed:
+        """With the activations, and what is left to them."""
+        spec, plan = self._cut.spec, bare if sending is None else sending.applied(bare)
+        plan = dataclasses.replace(plan, workspace_bytes=self._workspace_bytes(sending))
+        check_plan(spec, plan, self._limits)
+        plan = with_room(spec, plan, self._limits, clipping=self._options.clipping)
+        return Placed(plan, bare, candidate, sending)
 
     def _workspace_bytes(self, sending: Sending | None) -> int:
         """What the device is to leave to activations and workspace; 0: not known, or not in its budget."""
-        if self._footprint is None or not self._footprint.steps or not self._device.activation_share:
+        if self._footprint is None or not self._device.activation_share:
             return 0
-        names = [unit.name for unit in self._cut.spec.units]
-        units = [UnitPlan(name=name, weights="device", gradients="device", states="device") for name in names]
-        peak = self._footprint.peak_bytes(units if sending is None else map(sending.unit, units))
-        return align_up(int(_WORKSPACE_SHARE * peak), PAGE_BYTES)
+        return workspace_bytes(self._footprint, (unit.name for unit in self._cut.spec.units), sending)
 
 
 def _tier_of_activations(options: Options) -> AwayTier | None:

@@ -7,31 +7,31 @@ by more than that.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Protocol
+
+import torch
 
 from outcore.core.errors import ConfigError, DiskError, MemoryBudgetError
-from outcore.device.device import Device
 from outcore.planning.homes.early import with_early_updates
 from outcore.planning.homes.pools import LEAST, pools_for
+from outcore.planning.homes.sending import Sending
 from outcore.planning.paper.schedule import Circumstances, usual_visits
-from outcore.planning.search.search import Job, search
-from outcore.planning.timing.counted import counted_work
+from outcore.planning.search.candidates import Candidate
+from outcore.planning.search.search import Job, search, simulated
+from outcore.planning.search.setting import job_for
 from outcore.planning.timing.known_hardware import known_hardware
-from outcore.planning.timing.profile import rates_for
 from outcore.planning.timing.rates import Rates
 from outcore.planning.timing.simulate import Simulation, simulate
-from outcore.planning.units.activations import footprint_of
-from outcore.planning.units.footprint import Saved
-from outcore.planning.units.partition import Partition
+from outcore.planning.units.footprint import Footprint, as_run
 from outcore.probe.kept import Machine
 from outcore.spec.budget import Limits
 from outcore.spec.hardware import Hardware
+from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
 
 NamedHardware = Hardware | str | Path
@@ -53,91 +53,78 @@ class Loop(NamedTuple):
     """Of the whole micro-batch at once; else the loss is worked out in tiles."""
 
 
+class DeviceFacts(Protocol):
+    """What a plan depends on beside rates: of a device that is here, or of one elsewhere."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        """With whose kernels shapes are followed."""
+
+    @property
+    def has_host_memory(self) -> bool:
+        """Whether its memory is the host's own."""
+
+    @property
+    def activation_share(self) -> float:
+        """Of its budget, left to activations where nobody knows what they take; 0: they are not in its budget."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
     """A model with a micro-batch of known size, on a known machine."""
 
-    cut: Partition
-    sample: Mapping[str, Any]
-    device: Device
+    model: ModelSpec
     rates: Rates
     loop: Loop
+    footprint: Footprint | None
+    activation_share: float
+    """See ``DeviceFacts``."""
 
-    @classmethod
-    def of(
-        cls, cut: Partition, sample: Mapping[str, Any], device: Device, hardware: Hardware, loop: Loop
-    ) -> Self | None:
-        """Count what the model computes.
+    @property
+    def _may_be_early(self) -> bool:
+        return self.loop.is_promised and not self.loop.clips
 
-        Returns:
-            None, with a warning, if the model cannot be followed on shapes alone.
-        """
-        try:
-            work = counted_work(cut, sample, device.torch_device)
-        except ConfigError as error:
-            warnings.warn(f"the plan was made without predicted times: {error}", stacklevel=2)
-            return None
-        rates = rates_for(hardware, cut.spec, work)
-        return cls(cut=cut, sample=sample, device=device, rates=rates, loop=loop)
+    def job(self, limits: Limits, sending: Sending | None = None) -> Job:
+        """What is to be searched. Args: sending: Which activations leave the device; None: none."""
+        share, early = self.activation_share, self._may_be_early
+        job = job_for(self.model, limits, self.rates, self.footprint, sending, activation_share=share)
+        return dataclasses.replace(job, micro_batches=self.loop.micro_batches, is_promised=early, clipping=not early)
 
     def simulate(self, plan: Plan) -> Simulation:
         """Steps of a plan, with the activations that there is room to keep."""
-        return self._simulate(self._with_kept(plan))
+        if plan.plain:  # runs as others do for which slots are there
+            plan = dataclasses.replace(plan, plain=False, pools=pools_for(self.model, plan.units, LEAST))
+        saved = {} if self.footprint is None else self.footprint.saved
+        visits = usual_visits(self.model, self.loop.micro_batches)
+        run = as_run(plan, saved, plan.kept_bytes)
+        return simulate(self.model, run, self.rates, visits, Circumstances(clips=self.loop.clips))
 
-    def better_than(self, usual: Plan, limits: Limits, workspace_bytes: int) -> Plan:
-        """A plan that is predicted to be faster, or the usual one. See [Note: worth it].
+    def better_than(self, usual: Plan, job: Job) -> tuple[Plan, Candidate | None]:
+        """A plan that is predicted to be faster, and what it is in few words, or the usual one. See [Note: worth it].
 
         Args:
-            usual: For the same limits.
-            limits: The most that a plan may take on each tier.
-            workspace_bytes: To leave of the device to activations and workspace; 0: the usual share.
+            usual: For the limits of the job.
+            job: Of this forecast.
         """
-        spec, loop = self.cut.spec, self.loop
-        if not any(unit.trainable for unit in spec.units) or usual.rests_on_device:
-            return usual
-        may_be_early = loop.is_promised and not loop.clips
-        if may_be_early:
-            usual = with_early_updates(spec, dataclasses.replace(usual, accumulation_steps=loop.micro_batches), limits)
-        job = Job(
-            model=spec,
-            limits=limits,
-            rates=self.rates,
-            micro_batches=loop.micro_batches,
-            is_promised=may_be_early,
-            clipping=not may_be_early,
-            activation_reserve_bytes=workspace_bytes,
-            activation_share=0.0 if workspace_bytes else self.device.activation_share,
-        )
+        if not any(unit.trainable for unit in self.model.units):
+            return usual, None
+        if self._may_be_early:
+            promised = dataclasses.replace(usual, accumulation_steps=job.micro_batches)
+            usual = with_early_updates(self.model, promised, job.limits)
         found = search(job)
-        if found.simulation.step_s >= (1 - WORTH) * self._simulate(usual).step_s:
-            return usual
-        return dataclasses.replace(found.plan, accumulation_steps=usual.accumulation_steps)
+        if found.simulation.step_s >= (1 - WORTH) * simulated(job, usual).step_s:
+            return usual, None
+        return dataclasses.replace(found.plan, accumulation_steps=usual.accumulation_steps), found.candidate
 
-    def _simulate(self, plan: Plan) -> Simulation:
-        visits = usual_visits(self.cut.spec, self.loop.micro_batches)
-        return simulate(self.cut.spec, plan, self.rates, visits, Circumstances(clips=self.loop.clips))
 
-    @functools.cached_property
-    def _saved(self) -> Mapping[str, Saved]:
-        return footprint_of(self.cut, self.sample, self.device.torch_device).saved
-
-    def _with_kept(self, plan: Plan) -> Plan:
-        """Units as a run recomputes them: those that come first in forward take the room."""
-        if plan.plain:  # runs as others do for which slots are there
-            plan = dataclasses.replace(plan, plain=False, pools=pools_for(self.cut.spec, plan.units, LEAST))
-        left = plan.kept_bytes
-        saved = self._saved if left else {}
-        units = []
-        for unit in plan.units:
-            nbytes = saved[unit.name].keep if unit.name in saved else left + 1
-            fits = unit.policy == "recompute" and nbytes <= left
-            left -= nbytes if fits else 0
-            units.append(dataclasses.replace(unit, policy="keep") if fits else unit)
-        return dataclasses.replace(plan, units=tuple(units))
+def token_batch(rows: int, length: int) -> dict[str, torch.Tensor]:
+    """A micro-batch of token IDs. Args: rows: Sequences. length: Tokens of each."""
+    ids = torch.zeros(rows, length, dtype=torch.long, device="cpu")
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
 
 def hardware_for(
-    named: NamedHardware | None, device: Device, paths: Sequence[str], *, may_measure: bool
+    named: NamedHardware | None, device: DeviceFacts, paths: Sequence[str], *, may_measure: bool
 ) -> Hardware | None:
     """The machine that was named, or this one: as it was measured before, or else measured quickly, which is said.
 

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from outcore.api import plan_for
+from outcore.cli.plan import Question, answer
+from outcore.cli.train.model.source import build_model, find_model
+from outcore.core.errors import ConfigError
+from outcore.core.quantities import parse_bytes
+from outcore.device.cpu import CpuDevice
+from outcore.forecast import Loop, token_batch
+from outcore.integrations.versions import scores_in_tiles
 from outcore.planning.timing.known_hardware import known_hardware
+from outcore.planning.units import watch
+from outcore.spec.budget import Budget
 from outcore.spec.plan import Plan
 
 from .conftest import Run
@@ -19,7 +31,18 @@ def test_text_says_what_is_predicted_where_it_lives_and_what_lost(command: Run, 
     done = command("plan", "--model", config_json, "--hardware", "rtx-4090", *SMALL)
     assert done.status == 0, done.err
     lines = dict(line.split(maxsplit=1) for line in done.out.splitlines() if line)
-    assert {"model", "machine", "step", "tokens", "bound", "binds", "busy", "waits", "units"} <= lines.keys()
+    assert {
+        "model",
+        "machine",
+        "step",
+        "tokens",
+        "bound",
+        "binds",
+        "busy",
+        "waits",
+        "units",
+        "activations",
+    } <= lines.keys()
     assert "(predicted) for 2 x 64 tokens" in lines["step"]
     assert {"not", "peak", "least", "helps"} <= lines.keys()
     assert "budget 2.00 MiB" in done.out
@@ -28,14 +51,25 @@ def test_text_says_what_is_predicted_where_it_lives_and_what_lost(command: Run, 
 def test_json_has_the_plan_that_out_has_too(command: Run, config_json: Path, tmp_path: Path):
     machine, plan = tmp_path / "hardware.json", tmp_path / "plan.json"
     known_hardware("a100-40gb+pcie3").save(machine)
-    options = ("--hardware", machine, "--grad-accum", 2, "--no-clipping", "--out", plan, *SMALL)
+    options = (
+        "--hardware",
+        machine,
+        "--grad-accum",
+        2,
+        "--no-clipping",
+        "--out",
+        plan,
+        *SMALL,
+        "--device-memory",
+        "900KiB",
+    )
     done = command("plan", "--model", config_json, *options, "--json")
     assert done.status == 0, done.err
     found = json.loads(done.out)
     assert found["predicted_step_s"] >= found["bound_s"] * 0.999
     assert found["predicted_tokens_per_s"] == pytest.approx(2 * 2 * 64 / found["predicted_step_s"])
     assert found["limits"] == {
-        "device_bytes": 2 * 2**20,
+        "device_bytes": 900 * 2**10,
         "host_bytes": 4 * 2**20,
         "disk_bytes": int(0.9 * 3.84e12),
     }
@@ -44,9 +78,77 @@ def test_json_has_the_plan_that_out_has_too(command: Run, config_json: Path, tmp
     assert found["peak_bytes"]["host"] <= found["reserved_bytes"]["host"]
     assert found["least_bytes_with_others_as_given"]["host"] <= 4 * 2**20
     assert found["least_bytes"]["device"] <= found["least_bytes_with_others_as_given"]["device"]
+    assert sum(way["units"] for way in found["activations"]) == 3
+    assert 0 < found["activation_bytes"] <= found["workspace_bytes"] + found["kept_bytes"]
     assert [change["gain"] > 1 for change in found["changes"]] == [True] * len(found["changes"])
     assert Plan.load(plan) == Plan.from_json(json.dumps(found["plan"]))
     assert Plan.load(plan).accumulation_steps == 2
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "hardware", "ways"),
+    [
+        ("1GiB", "1GiB", {}, {("keep", "device")}),
+        ("2MiB", "4MiB", {}, {("recompute", "device"), ("keep", "device")}),
+        ("2MiB", "4MiB", {"bf16_flops": 1e9}, {("select", "host"), ("keep", "device")}),
+        ("700KiB", "4MiB", {"bf16_flops": 1e9}, {("recompute", "device"), ("keep", "device")}),
+    ],
+    ids=["all on the device", "computed again", "away", "no room to leave through"],
+)
+def test_a_run_with_these_budgets_would_follow_the_same_plan(
+    monkeypatch: pytest.MonkeyPatch,
+    config_json: Path,
+    tmp_path: Path,
+    device: str,
+    host: str,
+    hardware: dict[str, float],
+    ways: set[tuple[str, str]],
+):
+    monkeypatch.setattr(watch, "SMALL_BYTES", 64)
+    machine = known_hardware("rtx-4090+no-disk")
+    machine = dataclasses.replace(machine, device=dataclasses.replace(machine.device, **hardware))
+    machine.save(tmp_path / "hardware.json")
+    asked = Question(
+        model=str(config_json),
+        hardware=str(tmp_path / "hardware.json"),
+        batch_size=2,
+        seq_len=128,
+        grad_accum=2,
+        precision="bf16",
+        clipping=True,
+        device_memory=device,
+        host_memory=host,
+        disk_size=None,
+    )
+    found = answer(asked)
+    monkeypatch.setattr(CpuDevice, "activation_share", 0.3)  # as an accelerator's
+    monkeypatch.setattr(CpuDevice, "has_host_memory", False)
+    model = build_model(find_model(str(config_json)), "bf16")
+    _, plan = plan_for(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        sample={**token_batch(2, 128), "use_cache": False},
+        budget=Budget(device=device, host=host),
+        precision="bf16",
+        device="cpu",
+        hardware=machine,
+        loop=Loop(2, is_promised=True, makes_logits=not scores_in_tiles()),
+    )
+    assert found.found.plan == plan
+    assert found.policies.keys() <= ways
+    assert found.peak_bytes()["device"] <= parse_bytes(device, what="budget")
+
+
+def test_a_model_that_cannot_be_followed_is_told_by_its_parameters(
+    command: Run, config_json: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(*_: object, **__: object) -> None:
+        raise ConfigError("it needs values")
+
+    monkeypatch.setattr("outcore.cli.plan.counted_work", refuse)
+    done = command("plan", "--model", config_json, "--hardware", "rtx-4090", *SMALL)
+    assert done.status == 0, done.err
+    assert "not followed, so that a share is left to them: it needs values" in done.out
 
 
 def test_a_directory_needs_no_weights(command: Run, config_json: Path, tmp_path: Path):

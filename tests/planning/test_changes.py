@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 
 import pytest
@@ -13,7 +14,8 @@ from outcore.planning.search.changes import best_changes, over_batch, over_devic
 from outcore.planning.search.search import Found, estimate, search
 from outcore.planning.search.setting import Setting
 from outcore.planning.timing.known_hardware import known_hardware
-from outcore.planning.timing.profile import UnitWork
+from outcore.planning.timing.profile import Profile, UnitWork
+from outcore.planning.units.footprint import Footprint, Saved, Step
 from outcore.spec.budget import Limits
 
 from .models import layered
@@ -22,21 +24,36 @@ MIB = 2**20
 STATE = 18 * MIB
 
 
+def step(name: str, index: int, given: int, kept: int, *, is_backward: bool = False) -> Step:
+    begin = index * given
+    most = {"peak_bytes": begin + kept, "select_bytes": begin + kept, "keep_bytes": begin + kept}
+    return Step(unit=name, is_backward=is_backward, begin_bytes=begin, made_bytes=kept * is_backward, **most)
+
+
 def setting_of(device: float, host: float, disk: float, **options: object) -> Setting:
     """Args: device, host, disk: Layers' states that fit there."""
     model = layered(6, root=0, layer=MIB)
-    work = {
-        unit.name: UnitWork(product_flops=2e11, attention_flops=0, input_bytes=MIB / 2, saved_bytes=4 * MIB)
-        for unit in model.units
-    }
+    names = [unit.name for unit in model.units[1:]]
+
+    def profile_of(batch_size: int) -> Profile:
+        work = UnitWork(product_flops=5e10 * batch_size, attention_flops=0)
+        given, kept = MIB * batch_size // 8, MIB * batch_size
+        saved = Saved(keep=kept, select=kept // 2, recompute=given, both=kept)
+        steps = [step(name, i, given, kept) for i, name in enumerate(names)]
+        steps += [step(name, i, given, kept, is_backward=True) for i, name in reversed(list(enumerate(names)))]
+        return Profile(
+            {unit.name: work for unit in model.units}, Footprint(saved=dict.fromkeys(names, saved), steps=steps)
+        )
+
     limits = Limits(device_bytes=int(device * STATE), host_bytes=int(host * STATE), disk_bytes=int(disk * STATE))
     return Setting(
         model=model,
         hardware=known_hardware("rtx-4090"),
         limits=limits,
-        work=work,
+        profile_of=functools.cache(profile_of),
         batch_size=4,
         seq_len=128,
+        activation_share=0.3,
         **options,
     )
 
@@ -78,14 +95,28 @@ def test_batches_until_they_do_not_fit(case):
 
 def test_activations_take_what_they_need():
     setting = setting_of(2, 4, 12)
-    assert setting.activation_bytes == int(0.3 * setting.limits.device_bytes)
-    larger = setting.with_batch(64)
-    assert larger.activation_bytes == 16 * (6 * MIB // 2 + 4 * MIB)
-    job = larger.job()
-    share = int(job.activation_share * job.limits.device_bytes)
-    assert share + job.activation_reserve_bytes == larger.activation_bytes
-    on_cpu = dataclasses.replace(setting.hardware, device=dataclasses.replace(setting.hardware.device, runs_ahead=0))
-    assert dataclasses.replace(setting, hardware=on_cpu).activation_bytes == 0
+    job, larger = setting.job(), dataclasses.replace(setting, batch_size=64).job()
+    assert job.activation_reserve_bytes == pytest.approx(1.03 * (5 * MIB / 2 + 4 * MIB), abs=4096)
+    assert larger.activation_reserve_bytes == pytest.approx(16 * job.activation_reserve_bytes, abs=17 * 4096)
+    assert job.activation_share == larger.activation_share == 0
+    on_cpu = dataclasses.replace(setting, activation_share=0.0).job()
+    assert on_cpu.activation_reserve_bytes == 0
+
+
+def test_of_a_model_that_cannot_be_followed_a_share_is_left():
+    setting = setting_of(2, 4, 12)
+    work = setting.profile.work
+    job = dataclasses.replace(setting, profile_of=lambda _: Profile(work, None)).job()
+    assert (job.activation_reserve_bytes, job.activation_share, job.saved) == (0, 0.3, {})
+
+
+def test_activations_that_leave_leave_less_of_the_host():
+    setting = setting_of(2, 4, 12)
+    away = dataclasses.replace(setting, away=("host", "keep")).job()
+    assert away.limits.host_bytes == setting.limits.host_bytes - 6 * 4 * MIB
+    assert away.limits.device_bytes == setting.limits.device_bytes - 2 * 4 * MIB  # slots
+    found = search(away)
+    assert found.simulation.timeline.moved_bytes()["d2h"] > 0
 
 
 def test_nothing_fits():

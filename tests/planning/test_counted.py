@@ -54,6 +54,28 @@ def test_products_are_those_of_the_shapes(device: str):
     assert all(p.device.type == device for p in model.parameters())
 
 
+def test_of_experts_those_products_count_that_tokens_are_sent_to():
+    sizes = {**SIZES, "num_local_experts": 8, "num_experts_per_tok": 2}
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes)).bfloat16()
+    spec = partition(model, precision="bf16").spec
+    expected = unit_work(model, spec, batch_size=BATCH, seq_len=LENGTH)
+    ids = torch.zeros(BATCH, LENGTH, dtype=torch.long, device="cpu")
+    found = counted(model, input_ids=ids, use_cache=False)
+    assert {n: w.product_flops for n, w in found.items()} == {n: w.product_flops for n, w in expected.items()}
+    assert not any(w.frozen_flops for w in found.values())
+
+
+def test_a_mask_that_hides_nothing_leaves_attention_causal():
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    ids = torch.zeros(BATCH, LENGTH, dtype=torch.long, device="cpu")
+    shown, hidden = torch.ones_like(ids), torch.ones_like(ids).tril()
+    flops = [counted(model, input_ids=ids, attention_mask=mask, use_cache=False) for mask in (shown, hidden)]
+    causal, masked = (work["model.layers.0"].attention_flops for work in flops)
+    assert 2 * causal == masked == 4 * 64 * BATCH * LENGTH * LENGTH
+
+
 @pytest.mark.parametrize("frozen", [(), ("blocks.0.0.weight",), ("table.weight", "conv.weight", "conv.bias")])
 def test_forward_and_backward_are_what_torch_counts(frozen: tuple[str, ...]):
     model, ids = Net(), torch.zeros(3, 7, dtype=torch.long, device="cpu")

@@ -9,7 +9,6 @@ import pytest
 from outcore.planning.homes.occupancy import Load, occupancy, peak_of
 from outcore.planning.homes.pools import Comfort, pools_for
 from outcore.planning.paper.schedule import usual_visits
-from outcore.planning.timing.profile import UnitWork, activation_bytes
 from outcore.planning.timing.simulate import simulate
 from outcore.spec.plan import TIERS, Plan, UnitPlan
 
@@ -17,7 +16,9 @@ from .models import layered
 from .test_search import MIB, rates_of
 
 MODEL = layered(4, root=0, layer=MIB)
-WORK = {u.name: UnitWork(product_flops=0, attention_flops=0, input_bytes=10.0, saved_bytes=100.0) for u in MODEL.units}
+NAMES = [unit.name for unit in MODEL.units[1:]]
+ALIVE = {(name, False): 10 * i + 100 for i, name in enumerate(NAMES)}
+ALIVE |= {(name, True): 10 * i + 110 for i, name in enumerate(NAMES)}
 
 
 def plan_of(policy: str = "recompute", states: str = "host", slots: int = 2) -> Plan:
@@ -30,7 +31,7 @@ def plan_of(policy: str = "recompute", states: str = "host", slots: int = 2) -> 
 
 
 def loads_of(plan: Plan) -> dict[tuple[str, str], Load]:
-    found = occupancy(MODEL, plan, rates_of(MODEL), usual_visits(MODEL), work=WORK)
+    found = occupancy(MODEL, plan, rates_of(MODEL), usual_visits(MODEL), alive=ALIVE)
     return {(load.tier, load.label): load for load in found}
 
 
@@ -51,11 +52,18 @@ def test_never_more_is_in_use_than_is_reserved(states: str, slots: int):
         assert loads["disk", "homes"].peak_bytes == sum(18 / 18 * u.update_bytes * 3 for u in MODEL.units)
 
 
-def test_activations_grow_in_forward_and_shrink_in_backward():
-    loads = loads_of(plan_of())
-    assert loads["device", "activations"].peak_bytes == 4 * 10 + 100 == activation_bytes(WORK)
-    assert loads_of(plan_of("keep"))["device", "activations"].peak_bytes == 4 * 100
-    assert loads["device", "activations"].moments[-1][1] in (10, 110)
+def test_activations_are_those_of_each_visit_until_the_next():
+    load = loads_of(plan_of())["device", "activations"]
+    assert load.peak_bytes == 10 * 3 + 110
+    assert [nbytes for _, nbytes in load.moments][-1] == 110
+    assert {nbytes for _, nbytes in load.moments} == {10 * i + 100 for i in range(5)}
+
+
+def test_workspace_is_no_home_beside_what_is_in_use_of_it():
+    plan = dataclasses.replace(plan_of(), workspace_bytes=1000)
+    loads, without = loads_of(plan), loads_of(plan_of())
+    assert loads["device", "activations"].reserved_bytes == 1000
+    assert loads.keys() == without.keys()  # no homes on the device
 
 
 def test_the_window_is_that_of_the_timeline():

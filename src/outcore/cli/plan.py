@@ -3,31 +3,45 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
+import torch
+
+from outcore.choice import Options, Planner, Timed
 from outcore.cli.train.model.source import build_model, find_model
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import format_bytes, parse_bytes
-from outcore.forecast import named_hardware
+from outcore.device.device import ACCELERATOR_SHARE
+from outcore.device.opening import usual_device
+from outcore.forecast import Loop, named_hardware, token_batch
+from outcore.integrations.versions import scores_in_tiles
 from outcore.planning.homes.occupancy import Load, occupancy, peak_of
 from outcore.planning.homes.placement import Least, Room, least
+from outcore.planning.homes.pools import LEAST, pools_for
+from outcore.planning.homes.sending import Sending
 from outcore.planning.homes.table import plan_table
 from outcore.planning.paper.schedule import Circumstances, usual_visits
 from outcore.planning.search.changes import Change, best_changes
-from outcore.planning.search.search import Found, search, steps_until_settled
+from outcore.planning.search.search import Found, explain, steps_until_settled
 from outcore.planning.search.setting import Setting
-from outcore.planning.timing.profile import unit_work
-from outcore.planning.units.partition import partition
+from outcore.planning.timing.counted import counted_work
+from outcore.planning.timing.profile import Profile, unit_work
+from outcore.planning.units.activations import footprint_of
+from outcore.planning.units.footprint import as_run
+from outcore.planning.units.partition import Partition, partition
 from outcore.spec.budget import Limits
 from outcore.spec.hardware import Hardware
 from outcore.spec.model import PRECISIONS, ModelSpec, Precision
-from outcore.spec.plan import TIERS, Tier
+from outcore.spec.plan import TIERS, Plan, Tier
 from outcore.spec.timeline import COMPUTE
 
 _DEVICE_SHARE, _HOST_SHARE, _DISK_SHARE = 0.9, 0.8, 0.9
@@ -59,6 +73,11 @@ class Answer:
     question: Question
     setting: Setting
     found: Found
+    """Its plan is what a run with the same budgets would follow."""
+    sending: Sending | None = None
+    """Which activations leave the device."""
+    guess: str = ""
+    """Why the model was not followed, where it was not."""
 
     @property
     def hardware(self) -> Hardware:
@@ -89,23 +108,37 @@ class Answer:
     @cached_property
     def loads(self) -> tuple[Load, ...]:
         """What is in use on which tier when, as predicted."""
-        job, visits = self.setting.job(), usual_visits(self.spec, self.setting.micro_batches)
-        circumstances = Circumstances(clips=job.clipping)
-        plan, work = self.found.plan, self.setting.work
+        job, visits, plan = self.setting.job(), usual_visits(self.spec, self.setting.micro_batches), self.run
+        footprint, circumstances = self.setting.profile.footprint, Circumstances(clips=job.clipping)
+        steps = [] if footprint is None else footprint.alive(plan.units)
+        alive = {(step.unit, step.is_backward): nbytes for step, nbytes in steps if step.unit}
         warm_up = steps_until_settled(plan)
-        return occupancy(self.spec, plan, job.rates, visits, circumstances, work=work, warm_up=warm_up)
+        return occupancy(self.spec, plan, job.rates, visits, circumstances, alive=alive, warm_up=warm_up)
+
+    @cached_property
+    def run(self) -> Plan:
+        """The plan with the activations that there is room to keep."""
+        plan, footprint = self.found.plan, self.setting.profile.footprint
+        if plan.plain:  # slots are there for nothing
+            plan = dataclasses.replace(plan, pools=pools_for(self.spec, plan.units, LEAST))
+        return plan if footprint is None else as_run(plan, footprint.saved, plan.kept_bytes)
 
     @cached_property
     def least(self) -> Least:
         """The least budgets that would do."""
         job = self.setting.job()
-        room = Room(job.activation_reserve_bytes, job.activation_share)
-        return least(self.spec, self.limits, room)
+        found = least(self.spec, job.limits, Room(job.activation_reserve_bytes, job.activation_share))
+        return found if self.sending is None else found.beside(self.sending.taken)
 
     @property
     def activation_bytes(self) -> int:
-        """The most that activations take on the device, about."""
+        """The most that activations and workspace take on the device."""
         return max(load.peak_bytes for load in self.loads if load.label == "activations")
+
+    @property
+    def policies(self) -> Counter[tuple[str, str]]:
+        """(What forward saves, where it rests) -> units."""
+        return Counter((unit.policy, unit.activations) for unit in self.run.units[1:])
 
     def peak_bytes(self) -> dict[Tier, int]:
         """Tier -> the most that is in use at once."""
@@ -146,18 +179,78 @@ def answer(question: Question) -> Answer:
     limits = _limits(question, hardware)
     config = Path(question.model, "config.json")  # of a directory, whose weights may be missing
     model = build_model(find_model(str(config) if config.is_file() else question.model), precision)
-    spec = partition(model, state_names=_STATES, precision=precision).spec
-    setting = Setting(
-        model=spec,
-        hardware=hardware,
-        limits=limits,
-        work=unit_work(model, spec, batch_size=question.batch_size, seq_len=question.seq_len),
-        batch_size=question.batch_size,
-        seq_len=question.seq_len,
-        micro_batches=question.grad_accum,
-        clipping=question.clipping,
-    )
-    return Answer(question=question, setting=setting, found=search(setting.job()))
+    cut = partition(model, state_names=_STATES, precision=precision)
+    return _Asking(question, cut, hardware, limits).answer()
+
+
+class _Machine(NamedTuple):
+    """Of a device that need not be here, what a plan depends on beside rates."""
+
+    torch_device: torch.device
+    has_host_memory: bool
+    activation_share: float
+
+    @classmethod
+    def of(cls, hardware: Hardware) -> Self:
+        """Shapes are followed with the kernels of a device that is here."""
+        is_accelerator = bool(hardware.device.runs_ahead)
+        here = usual_device() if is_accelerator else torch.device("cpu")
+        return cls(here, not is_accelerator, ACCELERATOR_SHARE if is_accelerator else 0.0)
+
+
+class _Asking:
+    """One question, with its model and machine."""
+
+    def __init__(self, question: Question, cut: Partition, hardware: Hardware, limits: Limits) -> None:
+        self._question, self._cut, self._hardware, self._limits = question, cut, hardware, limits
+        self._machine, self._guess = _Machine.of(hardware), ""
+        # As in a run of outcore train, where TRL is there and has that.
+        self._loop = Loop(question.grad_accum, clips=question.clipping, is_promised=True, makes_logits=_makes_logits())
+        self._profile_of = functools.cache(self._profile)
+
+    def answer(self) -> Answer:
+        """Choose as a run would."""
+        asked, sample = self._question, self._sample(self._question.batch_size)
+        profile = self._profile_of(asked.batch_size)
+        options = Options(sample=sample, precision=self._cut.spec.precision, hardware=self._hardware, loop=self._loop)
+        timed = Timed(self._cut, options, self._machine, profile=profile)
+        placed = Planner(self._cut, options, self._machine, self._limits, timed).placed()
+        sending = placed.sending
+        setting = Setting(
+            model=self._cut.spec,
+            hardware=self._hardware,
+            limits=self._limits,
+            profile_of=self._profile_of,
+            batch_size=asked.batch_size,
+            seq_len=asked.seq_len,
+            activation_share=self._machine.activation_share,
+            micro_batches=asked.grad_accum,
+            clipping=asked.clipping,
+            away=None if sending is None else (sending.tier, sending.policy),
+        )
+        found = dataclasses.replace(explain(setting.job(), placed.bare, placed.candidate), plan=placed.plan)
+        return Answer(question=asked, setting=setting, found=found, sending=sending, guess=self._guess)
+
+    def _sample(self, batch_size: int) -> dict[str, Any]:
+        return {**token_batch(batch_size, self._question.seq_len), "use_cache": False}
+
+    def _profile(self, batch_size: int) -> Profile:
+        """Followed on shapes; a model that cannot be is told by its parameters alone."""
+        cut, sample, device = self._cut, self._sample(batch_size), self._machine.torch_device
+        try:
+            work = counted_work(cut, sample, device)
+            return Profile(work, footprint_of(cut, sample, device, makes_logits=self._loop.makes_logits))
+        except ConfigError as error:
+            self._guess = str(error)
+        model, seq_len = cut.modules[0], self._question.seq_len
+        return Profile(unit_work(model, cut.spec, batch_size=batch_size, seq_len=seq_len), None)
+
+
+def _makes_logits() -> bool:
+    """Whether a run of ``outcore train`` does."""
+    with suppress(ImportError):
+        importlib.import_module("trl.trainer.utils")
+    return not scores_in_tiles()
 
 
 def _precision(name: str) -> Precision:
@@ -213,6 +306,7 @@ def _facts(answer: Answer) -> Iterator[tuple[str, str]]:
     homes = Counter((unit.weights, unit.gradients, unit.states) for unit in found.plan.units[1:])
     for (weights, gradients, states), count in homes.items():
         yield "units", f"{count} with weights on {weights}, gradients on {gradients}, states on {states}"
+    yield from _activations(answer)
     staged = sum(unit.update == "device" for unit in found.plan.units)
     if staged:
         yield "share", f"the device updates {staged} units whose states are in host memory"
@@ -220,10 +314,21 @@ def _facts(answer: Answer) -> Iterator[tuple[str, str]]:
         yield "disk", _wear(answer)
 
 
+_POLICIES = {"keep": "all that forward saves", "select": "what is dear to compute", "recompute": "arguments alone"}
+
+
+def _activations(answer: Answer) -> Iterator[tuple[str, str]]:
+    for (policy, tier), count in answer.policies.items():
+        yield "activations", f"of {count} units {_POLICIES[policy]} ({policy}), resting on {tier}"
+    if answer.guess:
+        yield "", f"not followed, so that a share is left to them: {answer.guess}"
+
+
 def _memory(answer: Answer) -> Iterator[tuple[str, str]]:
     yield (
         "peak",
-        f"{_sizes(answer.peak_bytes())} in use at once, of activations about {format_bytes(answer.activation_bytes)}",
+        f"{_sizes(answer.peak_bytes())} in use at once, of it {format_bytes(answer.activation_bytes)} activations "
+        "and workspace",
     )
     yield "least", f"of one tier, with the others as they are: {_sizes(answer.least.with_others)}"
     yield "", f"at all: {_sizes(answer.least.at_all)}"
@@ -273,7 +378,13 @@ def to_json(answer: Answer) -> str:
         "exposed_s": answer.exposed_s(),
         "limits": dataclasses.asdict(answer.limits),
         "reserved_bytes": dict(found.plan.tier_bytes),
-        "activation_room_bytes": answer.setting.activation_bytes,
+        "activation_bytes": answer.activation_bytes,
+        "workspace_bytes": found.plan.workspace_bytes,
+        "kept_bytes": found.plan.kept_bytes,
+        "activations": [
+            {"policy": policy, "rest_on": tier, "units": count} for (policy, tier), count in answer.policies.items()
+        ],
+        "not_followed": answer.guess or None,
         "peak_bytes": answer.peak_bytes(),
         "peaks": [
             {"tier": load.tier, "label": load.label, "reserved_bytes": load.reserved_bytes, "bytes": load.peak_bytes}

@@ -13,7 +13,7 @@ from typing import Self, cast, final
 
 import torch
 
-from outcore.device.device import Device, aligned_bytes
+from outcore.device.device import ACCELERATOR_SHARE, Device, aligned_bytes
 from outcore.device.faults import Faults
 from outcore.device.interrupts import IN_BACKWARD
 from outcore.device.lanes import Handle, Operation, Pace, run_on_host
@@ -201,7 +201,7 @@ class CudaDevice(Device):
     has_host_memory = False
     computes_on_host = False
     update_block_bytes = 2**30
-    activation_share = 0.3
+    activation_share = ACCELERATOR_SHARE
     interrupts = IN_BACKWARD
 
     def __init__(self, torch_device: torch.device, faults: Faults, race_checker: RaceChecker | None) -> None:

@@ -41,6 +41,8 @@ from outcore.spec.lanes import Lane
 from outcore.spec.timeline import COMPUTE, HOST
 
 NOTHING: After = MappingProxyType({})
+ACCELERATOR_SHARE = 0.3
+"""Of a device with memory of its own: see ``Device.activation_share``."""
 
 
 def aligned_bytes(nbytes: int, torch_device: torch.device) -> torch.Tensor:
@@ -75,7 +77,7 @@ class Device(Closing):
     update_block_bytes: int
     """Gradients that an update on the device takes at a time: so few that they fit a cache, or enough to fill it."""
     activation_share: float
-    """Of the device budget, what a plan leaves to activations and workspace, which are not planned yet."""
+    """Of the device budget, what a plan leaves to activations and workspace where nobody knows what they take."""
 
     interrupts: InterruptsInBackward | None
     """Finds a Ctrl-C during a backward that another thread runs."""

@@ -29,10 +29,8 @@ def open_device(
         ConfigError: Not the name of a device.
         UnsupportedError: No such device here, or a kind that outcore does not drive.
     """
-    if torch_device is None:
-        torch_device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        wanted = torch.device(torch_device)
+        wanted = usual_device() if torch_device is None else torch.device(torch_device)
     except RuntimeError as error:
         raise ConfigError(
             f"device: expected 'cpu' or 'cuda' with an index or without, but got {torch_device!r}"
@@ -53,13 +51,18 @@ def open_device(
     return CudaDevice(wanted, faults, race_checker)
 
 
+def usual_device() -> torch.device:
+    """The accelerator if there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def device_name(torch_device: torch.device | str | None = None) -> str:
     """What a device is called by who made it; of the CPU with the threads that compute on it.
 
     Args:
         torch_device: As for ``open_device``.
     """
-    wanted = torch.device(torch_device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    wanted = torch.device(torch_device) if torch_device else usual_device()
     if wanted.type == "cpu":
         threads = torch.get_num_threads()
         return f"cpu ({processor_name()}, {threads} {'thread' if threads == 1 else 'threads'})"

@@ -29,7 +29,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_N
 
 from outcore.api import close, prepare_in_loop, save_pretrained
 from outcore.core.errors import ConfigError, OutcoreError
-from outcore.forecast import Loop, NamedHardware
+from outcore.forecast import Loop, NamedHardware, token_batch
 from outcore.integrations.checkpoints import mark_of_weights, refuse_incomplete
 from outcore.integrations.refusals import refuse_accelerator, refuse_arguments, refuse_model, refuse_optimizer
 from outcore.integrations.versions import scores_in_tiles
@@ -201,9 +201,7 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
         if self._outcore_sample is not None or length is None:
             return self._outcore_sample
         pairs = any(kind.__name__ == "DPOConfig" for kind in type(self.args).__mro__)
-        rows = self.args.per_device_train_batch_size * (1 + pairs)
-        ids = torch.zeros(rows, length, dtype=torch.long, device="cpu")
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+        return token_batch(self.args.per_device_train_batch_size * (1 + pairs), length)
 
     # Checkpoints.
 

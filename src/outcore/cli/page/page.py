@@ -18,7 +18,17 @@ from outcore.planning.search.changes import Point, over_batch, over_device_memor
 from outcore.spec.plan import TIERS, UnitPlan
 from outcore.spec.timeline import COMPUTE, Span
 
-_PARTS = {"next_weights": "second homes", "next_states": "second homes", "activations": "activations of units"}
+_PARTS = {
+    "next_weights": "second homes",
+    "next_states": "second homes",
+    "activations": "activations of units",
+    "workspace": "activations and workspace",
+}
+_SAVED = {
+    "keep": "activations kept",
+    "select": "what is dear to compute kept",
+    "recompute": "computed again in backward, its arguments kept",
+}
 _EFFORTS = {1: "an option of the run", 2: "a part that is added", 3: "a part that is replaced", 4: "another device"}
 
 
@@ -109,8 +119,10 @@ def _facts(answer: Answer) -> Iterator[tuple[str, str, str]]:
     rest = ", ".join(f"{link.replace('_', ' ')} {part:.0%}" for link, part in binds[1:3] if part >= 0.01)
     if binds:
         yield "Binds", binds[0][0].replace("_", " "), f"{binds[0][1]:.0%} of the step" + (f"; {rest}" if rest else "")
-    room = format_bytes(answer.setting.activation_bytes)
-    yield "Activations", f"~{_about(answer.activation_bytes)}", f"on the device, estimated; room for them: {room}"
+    kept = answer.found.plan.kept_bytes
+    room = "at most on the device, with workspace" + (f"; {_about(kept)} are left to keep more" if kept else "")
+    how = ", ".join(f"{count} x {policy} on {tier}" for (policy, tier), count in answer.policies.items())
+    yield "Activations", _about(answer.activation_bytes), f"{room}; units: {how}"
     if answer.written_bytes:
         life = drive_life(answer)
         yield "Disk writes", _about(answer.written_bytes), "per step" + (f"; {life}" if life else "")
@@ -132,8 +144,8 @@ def _tiers(answer: Answer) -> Iterator[dict[str, Any]]:
                 kind = f"slots for {each.owner.split('/')[0].replace('_', ' ')}" if each.kind == "slot" else each.kind
                 kind = _PARTS.get(kind, kind)
                 parts[kind] = parts.get(kind, 0) + each.nbytes
-        if tier == "device" and answer.setting.activation_bytes:
-            parts["activations (room)"] = answer.setting.activation_bytes
+        if tier == "device" and answer.found.plan.kept_bytes:
+            parts["room to keep activations"] = answer.found.plan.kept_bytes
         if budgets[tier]:
             rows = [{"label": label, "bytes": nbytes} for label, nbytes in parts.items() if nbytes]
             reserved = sum(parts.values())
@@ -144,7 +156,7 @@ def _units(answer: Answer) -> Iterator[dict[str, Any]]:
     owned: dict[tuple[str, str], int] = {}
     for each in reservations(answer.spec, answer.found.plan):
         owned[each.owner, each.kind] = each.nbytes
-    for unit in answer.found.plan.units:
+    for unit in answer.run.units:
         homes = {"weights": unit.weights, "gradients": unit.gradients, "states": unit.states}
         rows = {kind: [tier, owned.get((unit.name, kind), 0)] for kind, tier in homes.items()}
         yield {"name": unit.name, "how": _how(unit), **rows}
@@ -153,7 +165,8 @@ def _units(answer: Answer) -> Iterator[dict[str, Any]]:
 def _how(unit: UnitPlan) -> str:
     where = "device" if unit.states == "device" or unit.update == "device" else "host"
     text = f"updated on the {where}" + (" inside backward" if unit.early else "")
-    return f"{text}, {'computed again in backward' if unit.policy == 'recompute' else 'activations kept'}"
+    away = "" if unit.activations == "device" else f" on {unit.activations}"
+    return f"{text}, {_SAVED[unit.policy]}{away}"
 
 
 def _homes_text(answer: Answer) -> str:

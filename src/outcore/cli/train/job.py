@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, final
 
-import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
@@ -19,7 +18,7 @@ from outcore.cli.train.model.reference import Planned, plan_both
 from outcore.cli.train.model.source import ModelSource, build_model, find_model, load_tokenizer
 from outcore.cli.train.settings.run_settings import Settings
 from outcore.core.errors import ConfigError, DiskError
-from outcore.forecast import Loop
+from outcore.forecast import Loop, token_batch
 from outcore.integrations.versions import scores_in_tiles
 from outcore.memory.disk import DiskStore
 from outcore.planning.homes.table import plan_table
@@ -243,8 +242,7 @@ def _refuse_activations(settings: Settings, args: Any) -> None:
 def _largest_batch(settings: Settings, args: Any) -> Mapping[str, Any]:
     """That may come."""
     rows = args.per_device_train_batch_size * settings.method.rows_per_example
-    ids = torch.zeros(rows, args.max_length, dtype=torch.long, device="cpu")
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids, "use_cache": False}
+    return {**token_batch(rows, args.max_length), "use_cache": False}
 
 
 def _plan_reference(settings: Settings, source: ModelSource, budget: Budget) -> Planned:

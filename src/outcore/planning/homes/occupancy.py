@@ -1,7 +1,7 @@
 """Where bytes are at which moment of a step: what is in use of what a plan reserves.
 
 Homes and slots are reserved for the whole run. A slot is in use from the moment at which something begins to be written
-there until its last reader is done; activations are, from the forward that saves them until its backward is over.
+there until its last reader is done. Activations and workspace are what a step on shapes has alive, visit by visit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from outcore.planning.homes.reservations import reservations
 from outcore.planning.paper.schedule import Circumstances
-from outcore.planning.timing.profile import UnitWork
 from outcore.planning.timing.rates import Rates
 from outcore.planning.timing.simulate import PlayedSteps, play_steps
 from outcore.spec.model import ModelSpec
@@ -60,7 +59,7 @@ def occupancy(
     visits: Sequence[Visit],
     circumstances: Circumstances | None = None,
     *,
-    work: Mapping[str, UnitWork],
+    alive: Mapping[tuple[str, bool], int],
     warm_up: int = 2,
 ) -> tuple[Load, ...]:
     """Play steps and say what is in use when, over the window of ``simulate``'s timeline.
@@ -71,19 +70,21 @@ def occupancy(
         rates: Of the machine, with this model.
         visits: Of each step.
         circumstances: None: as they are by default.
-        work: What forwards save, by unit.
+        alive: (unit, whether backward visits it) -> device bytes beside the plan's own, until the next visit.
         warm_up: Steps before those that count.
     """
     steps = play_steps(model, plan, rates, visits, circumstances, warm_up=warm_up)
     window = (steps.start_s, steps.end_s)
     loads = [*_homes(model, plan), *_slots(plan, steps, window)]
-    saved = _load("device", "activations", 0, _activations(plan, steps, work), window)
+    saved = _load("device", "activations", plan.workspace_bytes, _activations(steps, alive), window)
     return tuple(sorted([*loads, saved], key=lambda load: TIERS.index(load.tier)))
 
 
 def _homes(model: ModelSpec, plan: Plan) -> Iterator[Load]:
     for tier in TIERS:
-        nbytes = sum(r.nbytes for r in reservations(model, plan) if r.tier == tier and r.kind != "slot")
+        nbytes = sum(
+            r.nbytes for r in reservations(model, plan) if r.tier == tier and r.kind not in ("slot", "workspace")
+        )
         if nbytes:
             yield Load(tier, "homes", nbytes, ((0.0, nbytes),))
 
@@ -119,29 +120,19 @@ def _tenancies(steps: PlayedSteps) -> Mapping[str, list[_Interval]]:
     return found
 
 
-def _activations(
-    plan: Plan, steps: PlayedSteps, work: Mapping[str, UnitWork]
-) -> Iterator[tuple[tuple[float, float], int]]:
-    """What forward keeps, by the policy of each unit, and what backward makes again."""
-    policies = {unit.name: unit.policy for unit in plan.units if unit.name and unit.activations == "device"}
-    begun: defaultdict[str, list[float]] = defaultdict(list)
-    for op, start_s, end_s in _visits(steps):
-        policy, each = policies.get(op.unit), work.get(op.unit)
-        if policy is None or each is None:
-            continue
-        kept = each.input_bytes if policy == "recompute" else each.saved_bytes
-        if op.kind == "forward":
-            begun[op.unit].append(start_s)
-        elif begun[op.unit]:
-            yield (begun[op.unit].pop(), end_s), int(kept)
-        if policy == "recompute" and op.kind == "backward":
-            yield (start_s, end_s), int(each.saved_bytes)
+def _activations(steps: PlayedSteps, alive: Mapping[tuple[str, bool], int]) -> Iterator[tuple[_Interval, int]]:
+    """From one visit to the next. The root's, of which nothing is known, go on with what was before."""
+    visits, nbytes = [*_visits(steps)], 0
+    begun = [start_s for _, start_s in visits]
+    for (op, start_s), next_s in zip(visits, [*begun[1:], steps.end_s], strict=True):
+        nbytes = alive.get((op.unit, op.kind == "backward"), nbytes)
+        yield (start_s, next_s), nbytes
 
 
-def _visits(steps: PlayedSteps) -> Iterator[tuple[Operation, float, float]]:
+def _visits(steps: PlayedSteps) -> Iterator[tuple[Operation, float]]:
     for op, place in zip(steps.operations, steps.laid.places, strict=True):
         if op.kind in ("forward", "backward"):
-            yield op, steps.played.start[place], steps.played.end[place]
+            yield op, steps.played.start[place]
 
 
 def _load(tier: Tier, label: str, reserved: int, intervals: Iterable[tuple[_Interval, int]], window: _Interval) -> Load:

@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from outcore.core.errors import PlanInfeasibleError
@@ -85,6 +85,10 @@ class Least(NamedTuple):
     """The least device bytes, then the least host bytes with that device, then the disk bytes that go with both."""
     with_others: dict[Tier, int]
     """Of one tier, with the others as they are; a tier that alone does not help is missing."""
+
+    def beside(self, taken: Mapping[Tier, int]) -> Least:
+        """With what else is taken of each tier."""
+        return Least(*({tier: nbytes + taken[tier] for tier, nbytes in part.items()} for part in self))
 
 
 def least(model: ModelSpec, limits: Limits, room: Room) -> Least:

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from outcore.core.errors import PlanInfeasibleError
-from outcore.core.quantities import format_bytes
+from outcore.core.quantities import PAGE_BYTES, align_up, format_bytes
 from outcore.planning.units.footprint import Footprint
 from outcore.spec.budget import Limits
 from outcore.spec.plan import AwayTier, Plan, Policy, Pool, Tier, UnitPlan
+
+_WORKSPACE_SHARE = 1.03
+"""Of what shapes tell: kernels take workspaces of their own."""
+
+
+def workspace_bytes(footprint: Footprint, names: Iterable[str], sending: Sending | None) -> int:
+    """What a plan is to leave of the device to activations and workspace; 0: not known.
+
+    Args:
+        footprint: Of the largest micro-batch.
+        names: Of all units, the root first.
+        sending: Which activations leave; None: they stay, and are recomputed.
+    """
+    units = [UnitPlan(name=name, weights="device", gradients="device", states="device") for name in names]
+    peak = footprint.peak_bytes(units if sending is None else map(sending.unit, units))
+    return align_up(int(_WORKSPACE_SHARE * peak), PAGE_BYTES)
 
 
 @dataclass(frozen=True)

@@ -186,6 +186,8 @@ class Choice:
                     yield replace(candidate, early=early)
 
     def _other_slots(self, candidate: Candidate) -> Iterator[Candidate]:
+        if candidate.comfort != TIGHT:  # room for whole activations
+            yield replace(candidate, comfort=TIGHT)
         for name, most in _MOST.items():
             number = getattr(candidate.comfort, name)
             for other in (number + 1, number - 1):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from outcore.core.quantities import format_bytes
 from outcore.planning.search.candidates import Candidate
-from outcore.planning.search.search import Found, Simulated, estimate
+from outcore.planning.search.search import Estimate, Found, Simulated, estimate
 from outcore.planning.search.setting import Setting
 
 _LEAST_GAIN = 1.01
@@ -53,7 +53,7 @@ def best_changes(setting: Setting, found: Found, *, most: int = 3) -> tuple[Chan
     """
     changes = []
     for name, effort, other in _changed(setting):
-        reached = estimate(other.job(), [found.candidate])
+        reached = _estimate(other, [found.candidate])
         if reached is not None and reached.step_s:
             gain = other.tokens / reached.step_s / (setting.tokens / found.simulation.step_s)
             changes.append(Change(name, effort, reached.step_s, gain))
@@ -61,12 +61,19 @@ def best_changes(setting: Setting, found: Found, *, most: int = 3) -> tuple[Chan
     return tuple(sorted(helpful, key=lambda change: -math.log(change.gain) / change.effort)[:most])
 
 
+def _estimate(setting: Setting, known: Iterable[Candidate], simulated: Simulated | None = None) -> Estimate | None:
+    """With activations that leave as they do now; where that does not fit, they stay."""
+    settings = dict.fromkeys([setting.away, None])
+    found = (estimate(replace(setting, away=away).job(), known, simulated) for away in settings)
+    return next(filter(None, found), None)
+
+
 def _changed(setting: Setting) -> Iterator[tuple[str, float, Setting]]:
     """Name, effort, and the setting that it makes."""
     hardware, limits = setting.hardware, setting.limits
     disk, bus, host, device = hardware.disk, hardware.bus, hardware.host, hardware.device
     batch, steps = 2 * setting.batch_size, 2 * setting.micro_batches
-    yield f"batches of {batch} sequences", 1, setting.with_batch(batch)
+    yield f"batches of {batch} sequences", 1, replace(setting, batch_size=batch)
     yield f"{steps} micro-batches per step", 1, replace(setting, micro_batches=steps)
     if setting.clipping:
         yield "no clipping, so that updates run inside backward", 1, replace(setting, clipping=False)
@@ -113,7 +120,7 @@ def over_batch(setting: Setting, found: Found) -> tuple[Point, ...]:
     doubled = [2**i for i in range(_MOST_BATCHES)]
     sizes = sorted({*doubled, setting.batch_size, 2 * setting.batch_size, 4 * setting.batch_size})
     near = [size for size in sizes if setting.batch_size / 16 <= size <= 16 * setting.batch_size]
-    points = _curve(setting, found, near, setting.batch_size, setting.with_batch, is_memory=False)
+    points = _curve(setting, found, near, setting.batch_size, lambda n: replace(setting, batch_size=n), is_memory=False)
     fitting = [point for point in points if point.step_s is not None]
     return (*fitting, *[point for point in points if point.step_s is None][:1])
 
@@ -136,7 +143,7 @@ def _curve(
             points.append(Point(value, found.simulation.step_s, setting.tokens, is_today=True))
             continue
         other = changed(value)
-        reached = estimate(other.job(), known, simulated)
+        reached = _estimate(other, known, simulated)
         if reached is not None:
             known = list(dict.fromkeys([found.candidate, reached.candidate]))
         points.append(Point(value, None if reached is None else reached.step_s, other.tokens, is_today=False))

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from outcore.core.errors import PlanInfeasibleError
 from outcore.core.quantities import format_bytes
 from outcore.planning.bound.bound import Bound, bound_of, busiest_s
 from outcore.planning.homes.placement import Room, place
+from outcore.planning.homes.sending import Sending
 from outcore.planning.homes.share import balanced_share
 from outcore.planning.paper.schedule import Circumstances, usual_visits
 from outcore.planning.search.candidates import (
@@ -35,6 +36,7 @@ from outcore.planning.search.candidates import (
 )
 from outcore.planning.timing.rates import Rates
 from outcore.planning.timing.simulate import Simulation, simulate
+from outcore.planning.units.footprint import Saved, as_run
 from outcore.spec.budget import Limits
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, Policy, Pool, Tier, UnitPlan
@@ -90,6 +92,10 @@ class Job:
     policy: Policy = "recompute"
     activation_reserve_bytes: int = 0
     activation_share: float = 0.0
+    saved: Mapping[str, Saved] = field(default_factory=dict)
+    """What a call of each unit saves, where that is known: what there is room for is kept."""
+    sending: Sending | None = None
+    """Which activations leave the device. The limits are without what they take."""
 
 
 def search(job: Job) -> Found:
@@ -101,6 +107,31 @@ def search(job: Job) -> Found:
     Cost: 100 units some 4 s.
     """
     return _Search(job).found()
+
+
+def simulated(job: Job, plan: Plan) -> Simulation:
+    """Steps of a plan. Args: job: What it was made for. plan: Without the activations that leave."""
+    visits, circumstances = usual_visits(job.model, job.micro_batches), Circumstances(clips=job.clipping)
+    warm_up = steps_until_settled(plan)
+    return simulate(job.model, _as_run(job, plan), job.rates, visits, circumstances, warm_up=warm_up)
+
+
+def _as_run(job: Job, plan: Plan) -> Plan:
+    """With the activations that leave, and those that there is room to keep."""
+    left = job.limits.device_bytes - job.activation_reserve_bytes - plan.tier_bytes["device"]
+    return as_run(plan if job.sending is None else job.sending.applied(plan), job.saved, max(left, 0))
+
+
+def explain(job: Job, plan: Plan, candidate: Candidate | None = None) -> Found:
+    """What is predicted of a plan that was chosen, beside the simple ones.
+
+    Args:
+        job: What it was made for.
+        plan: Without the activations that leave.
+        candidate: The same in few words, if that is known.
+    """
+    search = _Search(job)
+    return search.explain(plan, candidate or search.like(plan))
 
 
 def steps_until_settled(plan: Plan) -> int:
@@ -186,7 +217,7 @@ class _Search:
         """The best of all."""
         everything = self._choice.uniform(ALL_DEVICE)
         if self._fits(everything):  # nothing is to be moved where nothing must be
-            return self._found(self._plan(everything), everything)
+            return self.explain(self._plan(everything), everything)
         fillings = sorted(set(self._fillings()), key=lambda c: (self._coarse(c), repr(c)))
         best = sorted(fillings[: self._budget // 4], key=self._seconds)
         changed = [self._descend(start, most) for start, most in zip(best, self._turns(), strict=False)]
@@ -195,9 +226,14 @@ class _Search:
             (self._plan(candidate), candidate) for candidate in sorted([*changed, *uniform], key=self._seconds)[:1]
         ]
         plans.append((self._today, self._choice.of(self._today)))
-        return self._found(*min(plans, key=lambda pair: self._settled(pair[0]).step_s))
+        return self.explain(*min(plans, key=lambda pair: self._settled(pair[0]).step_s))
 
-    def _found(self, plan: Plan, candidate: Candidate) -> Found:
+    def like(self, plan: Plan) -> Candidate:
+        """See ``Choice.of``."""
+        return self._choice.of(plan)
+
+    def explain(self, plan: Plan, candidate: Candidate) -> Found:
+        """Args: candidate: The plan in few words."""
         bound, runners_up = self._bound(plan), tuple(self._runners_up(plan))
         return Found(plan, candidate, self._settled(plan), bound, runners_up, len(self._simulated))
 
@@ -221,7 +257,7 @@ class _Search:
     def _busiest(self, candidate: Candidate) -> tuple[float, float]:
         """A bound that is sooner worked out."""
         if candidate not in self._sums:
-            plan, job = self._plan(candidate), self._job
+            plan, job = _as_run(self._job, self._plan(candidate)), self._job
             self._sums[candidate] = busiest_s(job.model, plan, job.rates, self._visits, self._circumstances)
         return self._sums[candidate]
 
@@ -247,6 +283,7 @@ class _Search:
 
     def _simulation(self, plan: Plan) -> Simulation:
         """Few steps: enough to tell plans apart."""
+        plan = _as_run(self._job, plan)
         key = _key(plan)
         if key not in self._simulated:
             self._simulated[key] = self._simulate(plan, warm_up=1)
@@ -254,18 +291,20 @@ class _Search:
 
     def _settled(self, plan: Plan) -> Simulation:
         """After as many steps as it takes."""
-        key, warm_up = _key(plan), steps_until_settled(plan)
+        run, warm_up = _as_run(self._job, plan), steps_until_settled(plan)
+        key = _key(run)
         if key not in self._final:
-            self._final[key] = self._simulate(plan, warm_up) if warm_up > 1 else self._simulation(plan)
+            self._final[key] = self._simulate(run, warm_up) if warm_up > 1 else self._simulation(plan)
         return self._final[key]
 
-    def _simulate(self, plan: Plan, warm_up: int) -> Simulation:
+    def _simulate(self, run: Plan, warm_up: int) -> Simulation:
         job = self._job
-        return simulate(job.model, plan, job.rates, self._visits, self._circumstances, warm_up=warm_up)
+        return simulate(job.model, run, job.rates, self._visits, self._circumstances, warm_up=warm_up)
 
     def _bound(self, plan: Plan, max_nodes: int | None = None) -> Bound:
         nodes = {} if max_nodes is None else {"max_nodes": max_nodes}
-        return bound_of(self._job.model, plan, self._job.rates, self._visits, self._circumstances, **nodes)
+        run, job = _as_run(self._job, plan), self._job
+        return bound_of(job.model, run, job.rates, self._visits, self._circumstances, **nodes)
 
     def _seconds(self, candidate: Candidate) -> float:
         """Of a step, simulated; what has not settled yet may be too short."""
@@ -291,6 +330,7 @@ class _Search:
         for far in self._far():
             starts = [far, replace(far, share=self._share), replace(far, share=self._share, comfort=TIGHT)]
             starts += [self._with_root(far, kind) for kind in (ALL_DEVICE, KINDS[2], ALL_DISK) if is_small]
+            starts += [replace(far, comfort=TIGHT)] if self._job.saved else []  # leaves room to keep activations
             for start in filter(self._fits, starts):
                 for middle in (start, *(self._fill(start, kind) for kind in KINDS[1:4])):
                     nearer = (
@@ -385,7 +425,7 @@ class _Search:
             else:
                 others = itertools.chain(others, [(name, self._plan(candidate))])
         for name, other in others:
-            simulation = self._final.get(_key(other)) or self._simulation(other)
+            simulation = self._final.get(_key(_as_run(self._job, other))) or self._simulation(other)
             binds = max(simulation.binding, key=simulation.binding.__getitem__, default="compute")
             slower = simulation.step_s / step_s - 1 if step_s else 0.0
             reason = f"{slower:.1%} slower: {binds} binds" if slower > _GAIN else "equally fast"

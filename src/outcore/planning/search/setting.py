@@ -2,17 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from outcore.planning.homes.sending import Sending, workspace_bytes
 from outcore.planning.search.search import Job
-from outcore.planning.timing.profile import UnitWork, activation_bytes, rates_for
+from outcore.planning.timing.profile import Profile, rates_for
+from outcore.planning.timing.rates import Rates
+from outcore.planning.units.footprint import Footprint
 from outcore.spec.budget import Limits
 from outcore.spec.hardware import Hardware
 from outcore.spec.model import ModelSpec
+from outcore.spec.plan import AwayTier, Policy
 
-ACTIVATION_SHARE = 0.3
-"""Of an accelerator's budget, left to activations as in a run; where they take more, as much as that."""
+
+def job_for(
+    model: ModelSpec,
+    limits: Limits,
+    rates: Rates,
+    footprint: Footprint | None,
+    sending: Sending | None = None,
+    *,
+    activation_share: float,
+) -> Job:
+    """What is to be searched, for one micro-batch.
+
+    Args:
+        model: Its units.
+        limits: The most that a plan may take on each tier.
+        rates: Of the machine, with this model.
+        footprint: Of a micro-batch; None: not known.
+        sending: Which activations leave the device; None: none.
+        activation_share: Of the device, to leave to activations where nobody knows what they take.
+    """
+    workspace = 0
+    if footprint is not None and activation_share:
+        workspace = workspace_bytes(footprint, (unit.name for unit in model.units), sending)
+    return Job(
+        model=model,
+        limits=limits if sending is None else sending.left(limits),
+        rates=rates,
+        activation_reserve_bytes=workspace,
+        activation_share=0.0 if workspace else activation_share,
+        saved={} if footprint is None else footprint.saved,
+        sending=sending,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,13 +56,17 @@ class Setting:
     model: ModelSpec
     hardware: Hardware
     limits: Limits
-    work: Mapping[str, UnitWork]
-    """Of each unit over one micro-batch."""
+    profile_of: Callable[[int], Profile]
+    """What a micro-batch of so many sequences computes and saves."""
     batch_size: int
     """Sequences of a micro-batch."""
     seq_len: int
+    activation_share: float
+    """Of the device, to leave to activations where nobody knows what they take; 0: they are not in its budget."""
     micro_batches: int = 1
     clipping: bool = True
+    away: tuple[AwayTier, Policy] | None = None
+    """Where activations leave for, and which; None: they stay."""
 
     @property
     def tokens(self) -> int:
@@ -36,31 +74,19 @@ class Setting:
         return self.batch_size * self.seq_len * self.micro_batches
 
     @property
-    def activation_bytes(self) -> int:
-        """Device bytes left to activations: a share, or as much as they take if that is more."""
-        if not self.hardware.device.runs_ahead:
-            return 0
-        return max(int(ACTIVATION_SHARE * self.limits.device_bytes), int(activation_bytes(self.work)))
+    def profile(self) -> Profile:
+        """Of a micro-batch."""
+        return self.profile_of(self.batch_size)
 
     def job(self) -> Job:
         """What a search takes."""
-        share = ACTIVATION_SHARE if self.hardware.device.runs_ahead else 0.0
-        return Job(
-            model=self.model,
-            limits=self.limits,
-            rates=rates_for(self.hardware, self.model, self.work),
-            micro_batches=self.micro_batches,
-            is_promised=not self.clipping,
-            clipping=self.clipping,
-            activation_share=share,
-            activation_reserve_bytes=max(0, self.activation_bytes - int(share * self.limits.device_bytes)),
-        )
-
-    def with_batch(self, batch_size: int) -> Setting:
-        """Other micro-batches."""
-        factor = batch_size / self.batch_size
-        work = {name: each.times(factor) for name, each in self.work.items()}
-        return replace(self, work=work, batch_size=batch_size)
+        profile = self.profile
+        sending = None
+        if self.away is not None and profile.footprint is not None:
+            sending = Sending(*self.away, profile.footprint)
+        rates, share = rates_for(self.hardware, self.model, profile.work), self.activation_share
+        job = job_for(self.model, self.limits, rates, profile.footprint, sending, activation_share=share)
+        return replace(job, micro_batches=self.micro_batches, is_promised=not self.clipping, clipping=self.clipping)
 
     def with_limits(self, **limits: int) -> Setting:
         """Other budgets."""

@@ -8,22 +8,26 @@ of it than it gives.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import sdpa_flop_count
 
 from outcore.planning.timing.profile import UnitWork
+from outcore.planning.units.alike import Shape, arguments_of, kind_of, stand_in
+from outcore.planning.units.dear import flops_of, may_be_dear
 from outcore.planning.units.partition import Partition
 from outcore.planning.units.shapes import on_shapes
 
+_Sums = defaultdict[str, float]
 _VIEWS = {"_unsafe_view"}  # that torch does not call so
 _LOOKED_UP = {"embedding", "index", "index_select", "gather"}
-_ATTENTION = "scaled_dot_product"
+_ATTENTION, _OPERANDS = "scaled_dot_product", 3
 
 
 def counted_work(cut: Partition, sample: Mapping[str, Any], device: torch.device) -> dict[str, UnitWork]:
@@ -31,7 +35,8 @@ def counted_work(cut: Partition, sample: Mapping[str, Any], device: torch.device
 
     Args:
         cut: The model; parts of it may be on the meta device.
-        sample: Keyword arguments of its forward: a micro-batch. Only shapes and dtypes count.
+        sample: Keyword arguments of its forward: a micro-batch. Only shapes and dtypes count,
+            and whether a mask hides anything.
         device: That will compute.
 
     Raises:
@@ -39,62 +44,97 @@ def counted_work(cut: Partition, sample: Mapping[str, Any], device: torch.device
 
     Time: a forward in Python, 1 to 3 s for a large model. Memory: none.
     """
-    counter = _Counter()
-    with on_shapes(cut, sample, device) as shapes, ExitStack() as hooks:
+    counter = _Counter(makes_causal=hasattr(cut.modules[0], "config") and _hides_nothing(sample))
+    with on_shapes(cut, sample, device) as shapes, ExitStack() as undo:
         for unit, module in zip(cut.spec.units[1:], cut.modules[1:], strict=True):
-            hooks.callback(module.register_forward_pre_hook(counter.enter(unit.name)).remove)
-            hooks.callback(module.register_forward_hook(counter.leave, always_call=True).remove)
+            undo.callback(stand_in(module, _Unit(unit.name, module, counter).call))
         with counter:
             shapes.forward(lambda _: None)
-    return {unit.name: UnitWork(**counter.work[unit.name]) for unit in cut.spec.units}
+    names = ("product_flops", "attention_flops", "frozen_flops", "moved_bytes", "kernels")
+    return {u.name: UnitWork(**{name: counter.work[u.name][name] for name in names}) for u in cut.spec.units}
+
+
+def _hides_nothing(sample: Mapping[str, Any]) -> bool:
+    mask = sample.get("attention_mask")
+    return mask is None or (isinstance(mask, torch.Tensor) and not mask.is_meta and bool(mask.all()))
+
+
+class _Unit:
+    """A unit whose calls are counted: of those that do the same, one."""
+
+    def __init__(self, name: str, module: nn.Module, counter: _Counter) -> None:
+        self._name, self._module, self._counter, self._forward = name, module, counter, module.forward
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """In place of the module's forward."""
+        known, (leaves, form) = self._counter.known, arguments_of(args, kwargs)
+        kind = kind_of(self._module, leaves, form)
+        if kind in known:
+            work, result = known[kind]
+            self._counter.add(self._name, work)
+            return pytree.tree_map_only(Shape, _again, result)
+        values, named = pytree.tree_unflatten(leaves, form)
+        with self._counter.inside() as work:
+            result = self._forward(*values, **named)
+        self._counter.add(self._name, work)
+        if all(isinstance(part, torch.Tensor | bool | int | float | str | None) for part in pytree.tree_leaves(result)):
+            known[kind] = work, pytree.tree_map_only(torch.Tensor, Shape, result)
+        return result
+
+
+def _again(shape: Shape) -> torch.Tensor:
+    return shape.empty().requires_grad_(shape.requires_grad)
 
 
 class _Counter(TorchDispatchMode):
     """Adds up kernels by the unit that runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, makes_causal: bool) -> None:
+        """Args: makes_causal: Masks are the model's own, which a run leaves to the kernel. Shapes do not tell."""
         super().__init__()
-        self.work: defaultdict[str, dict[str, float]] = defaultdict(_nothing)
-        self._running = [""]
+        self._makes_causal = makes_causal
+        self.work: defaultdict[str, _Sums] = defaultdict(lambda: defaultdict(float))
+        """By unit."""
+        self.known: dict[Hashable, tuple[_Sums, Any]] = {}
+        """What calls of a kind do, and the shapes that they give."""
+        self._running = [self.work[""]]
 
-    def enter(self, name: str) -> Any:
-        """Hook before the forward of a unit."""
+    @contextmanager
+    def inside(self) -> Iterator[_Sums]:
+        """Count what runs inside of one call."""
+        self._running.append(defaultdict(float))
+        try:
+            yield self._running[-1]
+        finally:
+            self._running.pop()
 
-        def hook(*_: Any) -> None:
-            self._running.append(name)
-
-        return hook
-
-    def leave(self, *_: Any) -> None:
-        """Hook behind it."""
-        self._running.pop()
+    def add(self, name: str, work: _Sums) -> None:
+        """A call of a unit. Args: work: What it did."""
+        for what, number in work.items():
+            self.work[name][what] += number
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        work = self.work[self._running[-1]]
+        work = self._running[-1]
         given, made = _tensors((args, kwargs)), _tensors(result)
-        packet = func.overloadpacket
-        name = packet.__name__
+        name = func.overloadpacket.__name__
         if func.is_view or name in _VIEWS or not (given and made):
             return result
         if _ATTENTION in name:
-            work["attention_flops"] += sdpa_flop_count(*(t.shape for t in given[:3])) / (1 + _is_causal(args, kwargs))
-        elif packet in flop_registry:
-            flops = float(flop_registry[packet](*args, **kwargs, out_val=result))
+            is_causal = _is_causal(args, kwargs) or (self._makes_causal and len(given) > _OPERANDS)
+            work["attention_flops"] += sdpa_flop_count(*(t.shape for t in given[:_OPERANDS])) / (1 + is_causal)
+        elif may_be_dear(func):
+            flops = flops_of(func, args, kwargs, result)
+            operands = [t for t in given if t.is_floating_point()][-2:]
             work["product_flops"] += flops
-            work["frozen_flops"] += flops * max(2 - sum(t.requires_grad for t in given[-2:]), 0)
+            work["frozen_flops"] += flops * max(2 - sum(t.requires_grad for t in operands), 0)
         else:
             work["moved_bytes"] += sum(t.nbytes for t in (2 * made if name in _LOOKED_UP else [*made, *given]))
         work["kernels"] += 1
         return result
-
-
-def _nothing() -> dict[str, float]:
-    names = ("product_flops", "attention_flops", "frozen_flops", "moved_bytes", "kernels")
-    return dict.fromkeys(names, 0.0)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

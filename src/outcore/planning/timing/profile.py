@@ -3,26 +3,22 @@
 A unit's matrix products take two operations per parameter and token; of experts, only those that a token is sent to
 count. Attention takes four per pair of tokens and channel, half of them where a token sees only earlier ones. Its
 backward makes the scores again (T. Dao, arXiv 2307.08691, section 3.1: 2.5 times its forward); that of a product takes
-two products.
-
-What a forward saves is about what goes into its products and comes out of them, and 8 bytes for every value that is
-normalised. One block of Llama 8B saves 424 MiB of 1 x 2048 tokens, measured; this way they are 448.
+two products. This is for models that cannot be followed; others are counted kernel by kernel (``timing.counted``).
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from outcore.planning.timing.rates import LINKS, Link, Rates, Shared
 from outcore.planning.units.blocks import output_embeddings
+from outcore.planning.units.footprint import Footprint
 from outcore.spec.hardware import Hardware, HostPart
-from outcore.spec.model import DTYPE_BYTES, ModelSpec
+from outcore.spec.model import ModelSpec
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _UPDATE_BYTES = 28.0
@@ -42,24 +38,15 @@ class UnitWork:
     """That all other kernels read and write."""
     kernels: float = 0.0
     """How many there are."""
-    input_bytes: float = 0.0
-    """Activations that go in: kept until backward where a unit is computed again."""
-    saved_bytes: float = 0.0
-    """Activations that its forward saves for backward, about."""
-
-    def times(self, factor: float) -> UnitWork:
-        """The same over a larger or smaller micro-batch, by as many kernels."""
-        scaled = {name: factor * value for name, value in dataclasses.asdict(self).items()}
-        return UnitWork(**{**scaled, "kernels": self.kernels})
 
 
-def activation_bytes(work: Mapping[str, UnitWork]) -> float:
-    """What activations take at most, about, where all units but the root are computed again in backward.
+class Profile(NamedTuple):
+    """What one micro-batch computes, and what of it is alive when."""
 
-    The root's, such as logits, are not among them: losses that never make all logits at once are usual.
-    """
-    units = [each for name, each in work.items() if name]
-    return sum(each.input_bytes for each in units) + max((each.saved_bytes for each in units), default=0.0)
+    work: Mapping[str, UnitWork]
+    """By unit."""
+    footprint: Footprint | None
+    """None: the model cannot be followed."""
 
 
 def unit_work(model: nn.Module, spec: ModelSpec, *, batch_size: int, seq_len: int) -> dict[str, UnitWork]:
@@ -76,30 +63,16 @@ def unit_work(model: nn.Module, spec: ModelSpec, *, batch_size: int, seq_len: in
     config, tokens = getattr(model, "config", None), batch_size * seq_len
     text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
     modules, found = dict(model.named_modules()), {}
-    nbytes = DTYPE_BYTES["float32" if spec.precision == "fp32" else "bfloat16"]
     for unit in spec.units:
-        numel, values = 0.0, 0.0
+        numel = 0.0
         for param in unit.params:
             parameter, owner = owners[param.name]
             is_table = isinstance(owner, nn.Embedding) and id(parameter) not in heads
             if parameter.ndim > 1 and not is_table:
                 numel += param.numel * _active(param.name, text)
-                values += _through(parameter) * _active(param.name, text)
-            elif "norm" in type(owner).__name__.lower():
-                values += 8 / nbytes * param.numel
         pairs = batch_size * seq_len * seq_len / 2 * (_attentions(modules[unit.name]) if unit.name else 0)
-        found[unit.name] = UnitWork(
-            product_flops=2 * numel * tokens,
-            attention_flops=4 * pairs * _channels(text),
-            input_bytes=nbytes * tokens * getattr(text, "hidden_size", 0) if unit.name else 0.0,
-            saved_bytes=nbytes * tokens * values,
-        )
+        found[unit.name] = UnitWork(product_flops=2 * numel * tokens, attention_flops=4 * pairs * _channels(text))
     return found
-
-
-def _through(parameter: nn.Parameter) -> float:
-    """Values per token that go into a product and come out; of fused experts as many products as there are."""
-    return math.prod(parameter.shape[:-2]) * sum(parameter.shape[-2:])
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:

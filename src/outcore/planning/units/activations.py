@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from outcore.core.errors import ConfigError
+from outcore.planning.units.alike import Shape, arguments_of, kind_of, stand_in
 from outcore.planning.units.blocks import output_embeddings
-from outcore.planning.units.caches import is_cache
 from outcore.planning.units.footprint import Footprint, Saved
 from outcore.planning.units.partition import Partition
 from outcore.planning.units.shapes import on_shapes
@@ -69,8 +69,8 @@ def footprint_of(
     with on_shapes(cut, sample, device) as shapes, ExitStack() as undo:
         given = [t for t in pytree.tree_leaves(shapes.batch) if isinstance(t, torch.Tensor)]
         watch.begin([*shapes.own.values(), *given])
-        for unit in units.values():
-            undo.callback(unit.stand_in())
+        for unit, (_, module) in zip(units.values(), _pairs(cut), strict=True):
+            undo.callback(stand_in(module, unit.call))
         with watch:
             shapes.forward(backward)
     saved = {name: unit.saved for name, unit in units.items()}
@@ -116,31 +116,19 @@ class _Unit:
         """Of the largest calls."""
         self.forward: Callable[..., Any] = module.forward
 
-    def stand_in(self) -> Callable[[], None]:
-        """Take the place of the module's forward. Returns what undoes that."""
-        own = self._module.__dict__.get("forward")
-        self._module.__dict__["forward"] = self._call
-
-        def undo() -> None:
-            del self._module.__dict__["forward"]
-            if own is not None:
-                self._module.__dict__["forward"] = own
-
-        return undo
-
     def params(self) -> list[torch.Tensor]:
         """That need a gradient: the fakes, while they are lent."""
         return [p for p in self._module.parameters() if p.requires_grad]
 
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        values = [None if is_cache(value) else value for value in args]
-        named = {name: None if is_cache(value) else value for name, value in kwargs.items()}
-        leaves, form = pytree.tree_flatten((values, named))
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """In place of the module's forward."""
+        leaves, form = arguments_of(args, kwargs)
         given = [i for i, t in enumerate(leaves) if isinstance(t, torch.Tensor) and t.requires_grad]
         if not given and not self.params():
+            values, named = pytree.tree_unflatten(leaves, form)
             return self.forward(*values, **named)
-        kind = type(self._module), self._module.training, *map(_shape, self._module.parameters()), *map(_shape, leaves)
-        run = _Run(self, leaves, form, given, self._known.setdefault((*kind, str(form)), _Known()))
+        known = self._known.setdefault(kind_of(self._module, leaves, form), _Known())
+        run = _Run(self, leaves, form, given, known)
         anchor = torch.empty(0, device="cpu", requires_grad=True)
         made = iter(_Again.apply(run, anchor, *(leaves[i] for i in given)))
         results, form = pytree.tree_flatten(run.result)
@@ -196,12 +184,12 @@ class _Run:
         known, results = self.known, pytree.tree_leaves(self.result)
         known.saved, known.forward = saved, self.unit.watch.risen
         if all(i in self.made or t is None or isinstance(t, bool | int | float | str) for i, t in enumerate(results)):
-            known.result = pytree.tree_map_only(torch.Tensor, _Shape, self.result)
+            known.result = pytree.tree_map_only(torch.Tensor, Shape, self.result)
 
     def invent(self) -> list[torch.Tensor]:
         """Results as the first call gave them."""
         self.unit.watch.rise(self.known.forward)
-        self.result = pytree.tree_map_only(_Shape, _Shape.empty, self.known.result)
+        self.result = pytree.tree_map_only(Shape, Shape.empty, self.known.result)
         results = pytree.tree_leaves(self.result)
         self.made = {i for i, t in enumerate(results) if isinstance(t, torch.Tensor)}
         return [t for t in results if isinstance(t, torch.Tensor)]
@@ -248,24 +236,6 @@ class _Again(torch.autograd.Function):
         known.backward, known.made_bytes = watch.risen, walk.peak
         known.grads = [g is not None for g in found[: len(inner)]]
         return (None, None, *found[: len(inner)])
-
-
-class _Shape:
-    """Of a tensor."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.size, self.stride, self.dtype, self.device = tensor.size(), tensor.stride(), tensor.dtype, tensor.device
-
-    def empty(self) -> torch.Tensor:
-        """One without values."""
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
-
-
-def _shape(value: Any) -> Any:
-    """Equal for two parts of arguments with which a block does the same, as far as shapes tell."""
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.dtype, value.requires_grad
-    return value if isinstance(value, bool | int | float | str | None) else type(value)
 
 
 def _never(_: object) -> torch.Tensor:

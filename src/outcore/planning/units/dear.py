@@ -23,10 +23,27 @@ _CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # n
 """The one that torch's table of work leaves out."""
 
 
+_GROUPED = "grouped_mm"
+"""In the names of products with one matrix per expert: torch's, and Transformers' own. The table has none of them."""
+
+
 def may_be_dear(func: Any) -> bool:
     """Whether an operation is one of which the work is known."""
     packet = getattr(func, "overloadpacket", None)  # operations of higher order have none
-    return packet is _CPU_ATTENTION or packet in flop_registry
+    return packet is _CPU_ATTENTION or packet in flop_registry or _is_grouped(packet)
+
+
+def _is_grouped(packet: Any) -> bool:
+    return _GROUPED in getattr(packet, "__name__", "")
+
+
+def flops_of(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:
+    """What an operation computes. Args: func: ``may_be_dear``. result: What it gave for these arguments."""
+    if func.overloadpacket is _CPU_ATTENTION:
+        return float(sdpa_flop_count(*(t.shape for t in args[:3])))
+    if _is_grouped(func.overloadpacket):  # a row of the first operand meets one matrix
+        return 2.0 * args[0].shape[-1] * result.numel()
+    return float(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result))
 
 
 def is_dear(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
@@ -34,11 +51,7 @@ def is_dear(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[st
     if _draws(func, args, kwargs):
         return False
     tensors = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-    if func.overloadpacket is _CPU_ATTENTION:
-        flop = sdpa_flop_count(*(t.shape for t in args[:3]))
-    else:
-        flop = flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
-    return bool(flop >= DEAR_FLOP_PER_BYTE * sum(t.nbytes for t in tensors))
+    return flops_of(func, args, kwargs, result) >= DEAR_FLOP_PER_BYTE * sum(t.nbytes for t in tensors)
 
 
 def _draws(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -8,10 +8,11 @@ next begins ([Note: activations away] in ``order.activations``), and comes back 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from outcore.spec.plan import Policy, UnitPlan
+from outcore.spec.plan import Plan, Policy, UnitPlan
 
 STAY = 2
 """The latest calls, the one that runs among them, whose activations are still on the device."""
@@ -84,25 +85,48 @@ class Footprint:
 
     def peak_bytes(self, units: Iterable[UnitPlan]) -> int:
         """Device bytes beside the plan's own, at most, with the policies of these units."""
+        return max((nbytes for _, nbytes in self.alive(units)), default=0)
+
+    def alive(self, units: Iterable[UnitPlan]) -> Iterator[tuple[Step, int]]:
+        """The same for every visit alone. Args: units: With their policies."""
         plans = {unit.name: unit for unit in units}
         waiting: list[_Waiting] = []  # calls between forward and backward, the latest last
-        most = 0
         for step in self.steps:
             saved = self.saved.get(step.unit)
             if saved is None:  # the root's own work, before any unit
-                most = max(most, step.peak_bytes)
+                yield step, step.peak_bytes
                 continue
             if not step.is_backward:
                 is_first = all(call.unit != step.unit for call in waiting)
                 waiting.append(_Waiting(step.unit, saved, plans[step.unit], is_first=is_first))
                 for call in waiting[:-STAY]:
                     call.has_left = call.leaves
-                most = max(most, waiting[-1].ran(step) + sum(call.beyond for call in waiting[:-1]))
+                yield step, waiting[-1].ran(step) + sum(call.beyond for call in waiting[:-1])
                 continue
             mine = next(call for call in reversed(waiting) if call.unit == step.unit)
             waiting.remove(mine)
-            most = max(most, mine.walked(step) + sum(call.beyond for call in waiting))
-        return most
+            yield step, mine.walked(step) + sum(call.beyond for call in waiting)
+
+
+def as_run(plan: Plan, saved: Mapping[str, Saved], nbytes: int) -> Plan:
+    """A plan as a run obeys it: calls keep their activations while there is room, those first in forward first.
+
+    Args:
+        plan: Its policies say what becomes of the others.
+        saved: What a call of each unit saves. A unit that is missing saves what nobody knows, and is not kept.
+        nbytes: The room.
+    """
+    units = []
+    for unit in plan.units:
+        taken = saved[unit.name].keep if unit.policy != "keep" and unit.name in saved else nbytes + 1
+        units.append(_kept(unit) if taken <= nbytes else unit)
+        nbytes -= taken if taken <= nbytes else 0
+    return replace(plan, units=tuple(units))
+
+
+@functools.lru_cache(4096)
+def _kept(unit: UnitPlan) -> UnitPlan:
+    return replace(unit, policy="keep", activations="device", saved_bytes=0)
 
 
 class _Waiting:

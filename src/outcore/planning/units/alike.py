@@ -1,0 +1,56 @@
+"""Calls of blocks that do the same, as far as shapes tell: one of them is followed, and stands for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from outcore.planning.units.caches import is_cache
+
+
+class Shape:
+    """Of a tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.size, self.stride, self.dtype, self.device = tensor.size(), tensor.stride(), tensor.dtype, tensor.device
+        self.requires_grad = tensor.requires_grad
+
+    def empty(self) -> torch.Tensor:
+        """One without values."""
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+
+
+def arguments_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
+    """All parts of the arguments of a call, without caches, and their form."""
+    values = [None if is_cache(value) else value for value in args]
+    named = {name: None if is_cache(value) else value for name, value in kwargs.items()}
+    return pytree.tree_flatten((values, named))
+
+
+def kind_of(module: nn.Module, leaves: Sequence[Any], form: Any) -> Hashable:
+    """Equal for calls that do the same. Args: leaves, form: Of ``arguments_of``."""
+    return type(module), module.training, *map(_shape, module.parameters()), *map(_shape, leaves), str(form)
+
+
+def _shape(value: Any) -> Any:
+    """Equal for two parts of arguments with which a block does the same, as far as shapes tell."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.requires_grad
+    return value if isinstance(value, bool | int | float | str | None) else type(value)
+
+
+def stand_in(module: nn.Module, call: Callable[..., Any]) -> Callable[[], None]:
+    """Let a function take the place of a module's forward. Returns what undoes that."""
+    own = module.__dict__.get("forward")
+    module.__dict__["forward"] = call
+
+    def undo() -> None:
+        del module.__dict__["forward"]
+        if own is not None:
+            module.__dict__["forward"] = own
+
+    return undo
