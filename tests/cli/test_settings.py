@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from annotated_types import Ge, Gt, Le
+from pydantic.fields import FieldInfo
 
 from outcore import Budget
+from outcore.cli.train.methods import FINE_TUNING, PREFERENCES, Method
+from outcore.cli.train.settings import schema
 from outcore.cli.train.settings.description import describe
+from outcore.cli.train.settings.fields import Setting
+from outcore.cli.train.settings.rules import check_lora, check_training
 from outcore.cli.train.settings.run_settings import Settings, resolve
 from outcore.core.errors import ConfigError
 from outcore.integrations.versions import other_names
@@ -441,6 +449,37 @@ class TestValues:
     )
     def test_right_assignment(self, assignment: str, name: str, value: object):
         assert settle(None, assignment).training[name] == value
+
+
+def _beyond(limit: FieldInfo) -> Iterator[float]:
+    """Numbers just outside of it."""
+    for bound in limit.metadata:
+        if isinstance(bound, Ge | Le):
+            yield bound.ge - 1 if isinstance(bound, Ge) else bound.le + 0.5
+        else:
+            yield from (bound.gt, bound.gt - 1) if isinstance(bound, Gt) else (bound.lt,)
+
+
+@pytest.mark.parametrize("method", [FINE_TUNING, PREFERENCES], ids=lambda method: method.command)
+def test_no_library_judges_what_is_limited_here(method):
+    """Else the limit is theirs, and goes from the table."""
+    known = {field.name for field in dataclasses.fields(method.config_class())}
+    limits = {k: limit for k, limit in schema._LIMITS.items() if k in known or k.startswith("lora.")}
+    assert not [k for k, limit in limits.items() if all(_is_refused(k, value, method) for value in _beyond(limit))]
+
+
+def _is_refused(key: str, value: float, method: Method) -> bool:
+    name, setting = key.removeprefix("lora."), {key: Setting(value, "here")}
+    needed = {"dataloader_prefetch_factor": {"dataloader_num_workers": 1}}.get(name, {})
+    try:
+        if key != name:
+            check_lora({"r": 8, name: value}, setting)
+        else:
+            settings = {"bf16": False, "use_cpu": True, "report_to": "none", **needed, name: value}
+            check_training(settings, "out", setting, method)
+    except ConfigError:
+        return True
+    return False
 
 
 class TestContradictions:
