@@ -38,6 +38,7 @@ def forced(
     early: bool = False,
     share: float = 0.0,
     may_be_one: bool = False,
+    pieces: int = 1,
 ) -> tuple[ModelSpec, Plan]:
     """What the units are, and the plan.
 
@@ -55,9 +56,11 @@ def forced(
         early: Every unit that can be is updated inside backward.
         share: Of the units that can be, updated on the device through staging slots.
         may_be_one: The root may be all there is.
+        pieces: ``micro_batches_in_unit``.
     """
     names = () if optimizer is None else rule_for(optimizer).state_names(optimizer.param_groups)
-    spec = partition(model, units=units, state_names=names, precision=precision).spec
+    cut = partition(model, units=units, state_names=names, precision=precision, micro_batches_in_unit=pieces)
+    spec = cut.spec
     assert may_be_one or len(spec.units) > 1, "nothing moves"
     plans = []
     for i, unit in enumerate(spec.units):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from outcore.choice import Options, Timed, choose_plan, limits_of
+from outcore.choice import Options, Timed, check_counts, choose_plan, limits_of
 from outcore.core.errors import ConfigError, OutcoreError
 from outcore.device.faults import Faults
 from outcore.device.opening import open_device
@@ -80,6 +80,7 @@ def prepare(  # noqa: PLR0913 (one call is the whole configuration)
     activations: AwayTier | None = None,
     hardware: NamedHardware | None = None,
     compile: bool | Mapping[str, Any] = False,
+    micro_batches_in_unit: int | None = None,
 ) -> Prepared:
     """Make a model train within a memory budget; the loop stays as it is.
 
@@ -98,29 +99,29 @@ def prepare(  # noqa: PLR0913 (one call is the whole configuration)
         units: Classes or names of the modules that move as a whole, instead of the repeated blocks that are found.
         plan: To obey, instead of a search.
         device: Default: the accelerator if there is one, else the CPU.
-        activations: ``host`` or ``disk``: what forward saves rests there until backward, as far as there is room. The
-            rest is recomputed, and so is a call that saves more than the sample's. Needs ``sample``. None: what fits is
-            kept on the device; the rest is recomputed, or leaves an accelerator where that is faster.
+        activations: ``host`` or ``disk``: what forward saves rests there until backward, as far as there is room for
+            ``sample``; else it is recomputed. None: it is kept on the device, recomputed or sent away, as is fastest.
         hardware: Times are predicted for this machine: a file that ``outcore probe`` wrote, names of parts such as
             ``"rtx-4090+pcie3"``, or what was loaded. None: what ``OUTCORE_HARDWARE`` in the environment names, else the
-            machine at hand. That one is measured once, in a few seconds; this is said, and the figures are kept.
-            ``"none"``: plans are made without times.
-        compile: Compile blocks with ``torch.compile``, one code for all of a class: equal to the plain loop whose
-            blocks are compiled. A dict has options of ``torch.compile``.
+            machine at hand, which is measured once, in a few seconds. ``"none"``: plans are made without times.
+        compile: Blocks are compiled: equal to the plain loop with the same. A dict has ``torch.compile``'s options.
+        micro_batches_in_unit: Units run a batch in so many pieces, for which weights come once. The result is that of
+            accumulation over these pieces, bit for bit where no random numbers are drawn.
 
     Returns:
         The model and a ``torch.optim.Optimizer`` (None without one), also usable as a context manager.
 
     Raises:
-        ConfigError: An argument that cannot be used; nothing has been changed.
-        PlanInfeasibleError: The budget does not suffice; nothing has been allocated.
+        ConfigError, PlanInfeasibleError: An argument that cannot be used; a budget too small. Nothing has been changed.
         UnsupportedError: Something that cannot work on streamed weights.
 
-    Memory: everything that training takes but activations is allocated here, and nothing later.
+    Memory: everything but activations is allocated here, and nothing later.
     """
-    options = Options(
+    return prepare_in_loop(
+        model,
+        optimizer,
         sample=sample,
-        budget=budget or Budget(),
+        budget=budget,
         precision=precision,
         accumulation_steps=accumulation_steps,
         clipping=clipping,
@@ -131,8 +132,8 @@ def prepare(  # noqa: PLR0913 (one call is the whole configuration)
         activations=activations,
         hardware=hardware,
         compile=compile,
+        micro_batches_in_unit=micro_batches_in_unit,
     )
-    return _prepare(model, optimizer, options, Faults(), None)
 
 
 def prepare_in_loop(model: nn.Module, optimizer: torch.optim.Optimizer | None, **options: Any) -> Prepared:
@@ -370,12 +371,18 @@ def _cut(
 ) -> tuple[UpdateRule | None, Partition]:
     """Check the arguments and cut the model into units. Without an optimizer everything is frozen."""
     _check_arguments(model, optimizer, options)
+    check_counts(options)
     if optimizer is None:
         model.requires_grad_(requires_grad=False)
-        return None, partition(model, units=options.units, state_names=(), precision=options.precision)
-    rule = rule_for(optimizer)
-    names = rule.state_names(optimizer.param_groups)
-    return rule, partition(model, units=options.units, state_names=names, precision=options.precision)
+    rule = None if optimizer is None else rule_for(optimizer)
+    names = () if optimizer is None or rule is None else rule.state_names(optimizer.param_groups)
+    return rule, partition(
+        model,
+        units=options.units,
+        state_names=names,
+        precision=options.precision,
+        micro_batches_in_unit=options.micro_batches_in_unit or 1,
+    )
 
 
 def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Options) -> None:
@@ -393,9 +400,6 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
     refuse_several_processes("prepare")
     refuse_wrapped("prepare", model)
     refuse_prefixes(model)
-    steps = options.accumulation_steps
-    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-        raise ConfigError(f"prepare: expected accumulation_steps to be a positive integer or None, but got {steps!r}")
     if optimizer is None:
         return
     if optimizer in _GIVEN:

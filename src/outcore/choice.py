@@ -53,6 +53,7 @@ class Options(NamedTuple):
     loop: Loop | None = None
     """What a loop of ours does with every step; it promises what plans need."""
     compile: bool | Mapping[str, Any] = False
+    micro_batches_in_unit: int | None = None
 
 
 def choose_plan(cut: Partition, options: Options, device: Device, timed: Timed) -> Plan:
@@ -305,6 +306,26 @@ def _tier_of_activations(options: Options) -> AwayTier | None:
             "outcore.Budget(disk=...), --disk DIR in the command"
         )
     return options.activations
+
+
+def check_counts(options: Options) -> None:
+    """Refuse what is no number of micro-batches, or more of them than the sample has rows.
+
+    Raises:
+        ConfigError: Such a number.
+    """
+    for name in ("accumulation_steps", "micro_batches_in_unit"):
+        count = getattr(options, name)
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise ConfigError(f"prepare: expected {name} to be a positive integer or None, but got {count!r}")
+    count = options.micro_batches_in_unit or 1
+    sizes = {name: len(t) for name, t in (options.sample or {}).items() if isinstance(t, torch.Tensor) and t.dim()}
+    if sizes and max(sizes.values()) < count:
+        raise ConfigError(
+            f"prepare: expected a sample of at least {count} rows, one for each of micro_batches_in_unit, but got "
+            f"{', '.join(f'{name} with {rows}' for name, rows in sizes.items())}; pass a larger batch as sample, or "
+            "ask for fewer pieces"
+        )
 
 
 def limits_of(budget: Budget, device: Device) -> Limits:

@@ -96,7 +96,7 @@ class Forecast:
             plan = dataclasses.replace(plan, plain=False, pools=pools_for(self.model, plan.units, LEAST))
         saved = {} if self.footprint is None else self.footprint.saved
         visits = usual_visits(self.model, self.loop.micro_batches)
-        run = as_run(plan, saved, plan.kept_bytes)
+        run = as_run(plan, saved, plan.kept_bytes // self.model.micro_batches_in_unit)
         return simulate(self.model, run, self.rates, visits, Circumstances(clips=self.loop.clips))
 
     def better_than(self, usual: Plan, job: Job) -> tuple[Plan, Candidate | None]:

@@ -129,6 +129,7 @@ def test_the_commands_and_options_are_these():
             "seq_len",
             "steps",
             "trace",
+            "unit_micro_batches",
         ),
     ]
     assert options == {

@@ -227,6 +227,20 @@ def test_blocks_are_compiled_with_the_attention_that_was_named(
     assert "--attention is null instead of 'eager', --compile is null instead of true" in " ".join(other.err.split())
 
 
+def test_blocks_run_a_batch_in_pieces(command: Run, config_json: Path, text: Path, tmp_path: Path):
+    shared = ("train", "--model", config_json, "--data", text, *SHORT, "--precision", "fp32")
+    shared += ("--disk", tmp_path, *TIERS)
+    done = command(*shared, "--out", tmp_path / "a", "--batch-size", 4, "--unit-micro-batches", 2, "--save-every", 3)
+    assert done.status == 0
+    assert "pieces in a unit" in done.out
+    assert command(*shared, "--out", tmp_path / "b", "--batch-size", 2, "--grad-accum", 2).status == 0
+    pairs = zip(losses(tmp_path / "a"), losses(tmp_path / "b"), strict=True)  # TRL's loss sees the whole batch
+    assert all(a == pytest.approx(b, rel=1e-5) for a, b in pairs)
+    other = command(*shared, "--out", tmp_path / "a", "--batch-size", 4, "--resume", "--steps", 7)
+    assert other.status == 2
+    assert "--unit-micro-batches is null instead of 2" in " ".join(other.err.split())
+
+
 def test_a_plan_can_be_given(command: Run, config_json: Path, text: Path, tmp_path: Path):
     shared = ("train", "--model", config_json, "--data", text, *SHORT)
     assert command(*shared, "--out", tmp_path / "a", "--disk", tmp_path, *TIERS).status == 0

@@ -91,8 +91,15 @@ YAML: list[Case] = [
 ]
 PLANS: list[Case] = [
     option("plan", "{missing}", "plan: expected a readable JSON file at '.*missing'"),
-    option("plan", "{text}", "plan '.*text.txt': expected the plan as JSON"),
+    option("plan", "{text}", "plan '.*text.txt': expected a plan as JSON"),
     option("plan", "{other_plan}", "plan: expected the 4 units of this model"),
+    option("unit-micro-batches", "0", "--unit-micro-batches: expected .*, but got '0'"),
+    option("unit-micro-batches", "64", "expected at least 64 rows in a micro-batch, .*but per_device_train_batch_size"),
+    (
+        "pieces of rows without padding",
+        {"--unit-micro-batches": "2", "--batch-size": "2", "--packing": "", "--set": "packing_strategy=bfd"},
+        "expected batches of padded rows, .*set padding_free=False",
+    ),
     option("activations", "moon", "--activations: expected 'host' or 'disk', but got 'moon'"),
     option("activations", "disk", "expected a folder for the disk tier"),
     option("attention", "flash", "--attention: expected one of eager, .*sdpa, but got 'flash'"),

@@ -65,6 +65,11 @@ order_of: Callable[[Any], int] = methodcaller("_sequence_nr")
 """Sequence number of a node: the later it was made on its thread, the larger."""
 
 
+def set_order(node: Any, number: int) -> None:
+    """Change the sequence number of a node: of those that can run, backward takes the one with the largest."""
+    node._set_sequence_nr(number)
+
+
 def at_end_of_task(callback: Callable[[], object]) -> None:
     """Have something called when the backward that runs now is over. Not called if that ends in an exception."""
     _engine.queue_callback(callback)

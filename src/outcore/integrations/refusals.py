@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from outcore.core.errors import UnsupportedError
+from outcore.core.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -58,6 +58,29 @@ def refuse_optimizer(args: TrainingArguments) -> None:
         raise UnsupportedError(
             f"training arguments: expected optim to be one of {', '.join(OPTIMIZERS)}, but got {name!r}; choose one of "
             "these: their states may rest on host or disk, in full precision"
+        )
+
+
+def refuse_pieces(args: TrainingArguments, count: int | None) -> None:
+    """Refuse batches that cannot be cut along their rows. Args: count: Pieces in which units run one.
+
+    Raises:
+        ConfigError: Fewer rows than pieces.
+        UnsupportedError: Rows that TRL puts behind one another, without padding.
+    """
+    if count is None or count == 1:
+        return
+    is_packed = getattr(args, "packing", False) and getattr(args, "packing_strategy", "") in ("bfd", "bfd_split")
+    if is_packed or getattr(args, "padding_free", False):
+        raise UnsupportedError(
+            "micro_batches_in_unit: expected batches of padded rows, but the training arguments pack them without "
+            "padding, so that all are one row; set padding_free=False, and packing=False or "
+            "packing_strategy='wrapped'"
+        )
+    if isinstance(count, int) and args.per_device_train_batch_size < count:
+        raise ConfigError(
+            f"micro_batches_in_unit: expected at least {count} rows in a micro-batch, one for each piece, but "
+            f"per_device_train_batch_size is {args.per_device_train_batch_size}; raise it, or ask for fewer pieces"
         )
 
 

@@ -31,7 +31,13 @@ from outcore.api import close, prepare_in_loop, save_pretrained
 from outcore.core.errors import ConfigError, OutcoreError
 from outcore.forecast import Loop, NamedHardware, token_batch
 from outcore.integrations.checkpoints import mark_of_weights, refuse_incomplete
-from outcore.integrations.refusals import refuse_accelerator, refuse_arguments, refuse_model, refuse_optimizer
+from outcore.integrations.refusals import (
+    refuse_accelerator,
+    refuse_arguments,
+    refuse_model,
+    refuse_optimizer,
+    refuse_pieces,
+)
 from outcore.integrations.versions import scores_in_tiles
 from outcore.memory.weights_file import WeightsDirectory
 from outcore.runtime.module_guard import attachment_of
@@ -74,6 +80,7 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
         compile: bool | Mapping[str, Any] = False,
         sample: Mapping[str, torch.Tensor] | None = None,
         activations: AwayTier | None = None,
+        micro_batches_in_unit: int | None = None,
         **kwargs: Any,
     ) -> None:
         """Build the Trainer below; the model is prepared when it is first used.
@@ -92,6 +99,7 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
             sample: The largest micro-batch that will come, as for ``outcore.prepare``. None: token IDs, if the training
                 arguments have a ``max_length``.
             activations: As for ``outcore.prepare``: ``"host"`` or ``"disk"``.
+            micro_batches_in_unit: As for ``outcore.prepare``: pieces of a micro-batch.
             **kwargs: The Trainer's own.
 
         Raises:
@@ -100,6 +108,7 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
         refuse_several_processes(type(self).__name__)
         self._outcore_options: dict[str, Any] = {"budget": budget, "plan": plan, "weights": weights, "units": units}
         self._outcore_options |= {"hardware": hardware, "compile": compile, "activations": activations}
+        self._outcore_options |= {"micro_batches_in_unit": micro_batches_in_unit}
         self._outcore_sample = sample
         self._outcore_precision = precision
         self._outcore_checkpoint: str | None = None  # to begin from, until the model is prepared
@@ -107,6 +116,7 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
         training = next((a for a in (*args, *kwargs.values()) if isinstance(a, TrainingArguments)), None)
         if training is not None:
             refuse_arguments(training)
+            refuse_pieces(training, micro_batches_in_unit)
             if not self._outcore_brings_optimizer(args, kwargs):
                 refuse_optimizer(training)
             if isinstance(kwargs.get("model", args[0] if args else None), str) and hasattr(

@@ -6,7 +6,8 @@ copy and lets go of the memory on the device. So no more than two calls' activat
 that runs. In backward they come back into slots, those of earlier calls in advance as far as there are slots. What has
 not been let go of yet is used where it is, and given up behind its backward.
 
-A home holds what one call saved. A unit that is called again before its backward does otherwise with the second call.
+A home holds what one call saved. A unit has one, or as many as pieces in which it runs a batch. If it is called more
+often before its backward, it does otherwise with those calls.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class SavedCall(Generic[H]):
 
     unit: Ledger[H]
     saved: Saved
+    home: Home[H]
+    """Where it rests."""
     source: Home[H]
     """Where forward left it; ``ready`` is what made it."""
     left: H | None = None
@@ -69,16 +72,19 @@ class ActivationOrder(Generic[H]):
     """What is submitted for activations that leave. See [Note: activations away]."""
 
     def __init__(self, units: Sequence[Ledger[H]], port: Port[H], pools: Pools[H]) -> None:
-        self.homes_are_used = any(unit.activations.nbytes for unit in units)
+        self.homes_are_used = any(unit.plan.saved_bytes for unit in units)
         self._port, self._pools = port, pools
-        self._calls: dict[int, SavedCall[H]] = {}
-        """By unit, in the order of forward: who has its home."""
+        self._calls: dict[Home[H], SavedCall[H]] = {}
+        """Who has a home, in the order in which backward comes to them last."""
         self._last: SavedCall[H] | None = None
         self._leaving: SavedCall[H] | None = None
 
     def is_free(self, unit: Ledger[H]) -> bool:
-        """Whether the unit's home can take what another call saves."""
-        call = self._calls.get(unit.index)
+        """Whether a home of the unit can take what another call saves."""
+        return any(map(self._can_take, unit.activations))
+
+    def _can_take(self, home: Home[H]) -> bool:
+        call = self._calls.get(home)
         return call is None or not call.saved.is_wanted()
 
     def begin_forward(self) -> None:
@@ -98,12 +104,19 @@ class ActivationOrder(Generic[H]):
         name = f"activations of {unit.name} as made"
         source: Home[H] = Home(name, "activations", "device", saved.nbytes, saved.memory)
         source.written_by(self._port.mark("activations made", unit, wrote=[source.span()]))
-        call = SavedCall(unit, saved, source)
-        before = self._calls.pop(unit.index, None)  # the newest comes last
+        home = next(filter(self._can_take, unit.activations))
+        call = SavedCall(unit, saved, home, source)
+        before = self._calls.pop(home, None)  # the newest comes last
         if before is not None:
             self._give(before, before.came)
-        self._calls[unit.index] = self._last = call
+        self._calls[home] = self._last = call
         return call
+
+    def turn(self, unit: Ledger[H]) -> None:
+        """Backward comes to the unit's calls in the order of forward, as to pieces of one batch."""
+        mine = [home for home, call in self._calls.items() if call.unit is unit]
+        for home in reversed(mine):
+            self._calls[home] = self._calls.pop(home)
 
     def begin_backward(self, call: SavedCall[H]) -> Span | None:
         """Compute uses what a call saved, and earlier calls' follow. Returns where it came back to, if it had left."""
@@ -129,8 +142,8 @@ class ActivationOrder(Generic[H]):
         self._give(call, self._port.mark("activations used", call.unit))
         if not is_over:
             return
-        if self._calls.get(call.unit.index) is call:
-            del self._calls[call.unit.index]
+        if self._calls.get(call.home) is call:
+            del self._calls[call.home]
         if self._leaving is call:
             self._leaving = None
             call.saved.give_up()
@@ -173,7 +186,7 @@ class ActivationOrder(Generic[H]):
         call.place = call.came = None
 
     def _send(self, call: SavedCall[H]) -> None:
-        unit, home, nbytes = call.unit, call.unit.activations, call.saved.nbytes
+        unit, home, nbytes = call.unit, call.home, call.saved.nbytes
         after, target = home.before_write(), home.span(0, nbytes)
         taken = None
         if home.tier == "disk":
@@ -202,7 +215,7 @@ class ActivationOrder(Generic[H]):
         home.written_by(home_written)
 
     def _bring(self, call: SavedCall[H], place: Taken[H]) -> None:
-        unit, home, nbytes = call.unit, call.unit.activations, call.saved.nbytes
+        unit, home, nbytes = call.unit, call.home, call.saved.nbytes
         source, after, taken = home.span(0, nbytes), home.before_read(), None
         if home.tier == "disk":
             taken = self._pools.take("host", "activations", nbytes)

@@ -47,7 +47,7 @@ class GradientOrder(Generic[H]):
             make_room: Sends those of another unit home, where units that come again hold all buckets of a pool. What
                 is left of it is added there.
         """
-        nbytes = unit.spec.trainable_bytes
+        nbytes = unit.spec.bucket_bytes
         after: dict[str, Dependency[H]] = {"gradients made": made}
         if unit.bucket is None:
             pool = self._pools.pool("device", "bucket", nbytes)
@@ -73,14 +73,14 @@ class GradientOrder(Generic[H]):
             work.add_on_device()
             home.written_by(self._port.mark("accumulated", unit))
         elif home.tier == "host" and is_first:
-            copied = self._copy_out(unit, work, home.span(0, unit.spec.trainable_bytes), home.before_write())
+            copied = self._copy_out(unit, work, home.span(0, unit.spec.bucket_bytes), home.before_write())
             work.landed()
             home.written_by(copied)
         else:
             self._land(unit, work, is_first=is_first)
 
     def _copy_out(self, unit: Ledger[H], work: GradientWork, target: Span, after: After[H]) -> H:
-        nbytes, made = unit.spec.trainable_bytes, self._port.mark("gradients made", unit)
+        nbytes, made = unit.spec.bucket_bytes, self._port.mark("gradients made", unit)
         copied = self._port.submit(
             Lane.D2H,
             "gradients of",
@@ -98,8 +98,8 @@ class GradientOrder(Generic[H]):
 
     def _land(self, unit: Ledger[H], work: GradientWork, *, is_first: bool) -> None:
         """Gradients that are not simply copied to their home pass through a landing slot."""
-        taken = self._pools.take("host", "landing", unit.spec.trainable_bytes)
-        landing = taken.slot.span(unit.spec.trainable_bytes)
+        taken = self._pools.take("host", "landing", unit.spec.bucket_bytes)
+        landing = taken.slot.span(unit.spec.bucket_bytes)
         landed = self._copy_out(unit, work, landing, {"landing free": taken.slot.free_after})
         if is_first:
             self._write(unit, landing, taken, landed)

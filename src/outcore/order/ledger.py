@@ -129,7 +129,11 @@ class Ledger(Generic[H]):
         self.weights: Home[H] = Home(f"weights {of}", "weights", plan.weights, spec.weight_bytes)
         self.gradients: Home[H] = Home(f"gradients {of}", "gradients", plan.gradients, spec.update_bytes)
         self.states: Home[H] = Home(f"states {of}", "states", plan.states, nbytes)
-        self.activations: Home[H] = Home(f"activations {of}", "activations", plan.activations, plan.saved_bytes)
+        self.activations: list[Home[H]] = [
+            Home(f"activations {of}", "activations", plan.activations, plan.saved_bytes)
+            for _ in range(model.micro_batches_in_unit)
+        ]
+        """One for each call of a batch."""
         # Second homes, see [Note: early updates].
         self.next_weights: Home[H] = Home(f"next weights {of}", "weights", "host", spec.trainable_bytes)
         self.next_states: Home[H] = Home(f"next states {of}", "states", plan.states, nbytes)
@@ -138,9 +142,18 @@ class Ledger(Generic[H]):
         self.slot: Slot[H] | None = None
         """Where the weights are on the device while they live elsewhere."""
 
+    def rest_in(self, kind: str, memory: Any) -> None:
+        """Give homes of one kind their memory. Args: memory: Buffer or extent for all of them."""
+        if kind != "activations":
+            getattr(self, kind).memory = memory
+            return
+        for i, home in enumerate(self.activations):
+            home.memory = memory.part(i * home.nbytes, (i + 1) * home.nbytes)
+
     def let_go(self) -> None:
         """Forget where bytes are, so that their memory can be given back."""
-        for home in (self.weights, self.gradients, self.states, self.next_weights, self.next_states, self.activations):
+        whole = self.weights, self.gradients, self.states, self.next_weights, self.next_states
+        for home in (*whole, *self.activations):
             home.memory = None
         self.slot = None
 

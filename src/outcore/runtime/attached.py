@@ -11,6 +11,7 @@ from outcore.memory.allocator import WORTH_BYTES, HeldBack
 from outcore.runtime.module.call import Services, UnitCall
 from outcore.runtime.module.plain_call import PlainCall
 from outcore.runtime.module_guard import ModuleGuard
+from outcore.runtime.rows.in_pieces import in_pieces
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.updates.plain import PlainUpdates
 from outcore.runtime.values.fill import Values, fill_unit
@@ -65,6 +66,8 @@ class Attached:
             self._undo.append(partial(_put_back, attributes, attributes.get("forward")))
             self._undo.append(call.close)
             attributes["forward"] = call
+        count = self._engine.opened.model.micro_batches_in_unit
+        self._undo += in_pieces(self._engine.units, count, services) if count > 1 else []
         self.guard = ModuleGuard(self._engine)
         self._undo.append(self.guard.remove)
 

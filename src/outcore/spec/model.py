@@ -5,7 +5,8 @@
 * *weights layout*: every parameter in its compute dtype, trainable ones first (so that they are one flat piece), each
   aligned to 256 bytes. ``trainable_bytes`` is where the frozen ones begin; it is a multiple of 4 KiB, so that the
   trainable piece can be written to disk alone. ``weight_bytes`` is the whole. A *bucket* is the trainable piece
-  again, holding the gradients of one backward pass in the dtype in which autograd makes them.
+  again, holding the gradients of one backward pass in the dtype in which autograd makes them; where a
+  pass sums several micro-batches, it has the update layout.
 * *update layout*: trainable parameters only, in the dtype in which they are updated (fp32 masters for bf16 weights).
   Accumulated gradients use it, ``update_bytes`` of them. What a state takes is said by its ``StateSpec``
   (``spec.layout``); master weights and all states that there are now use the update layout, too.
@@ -125,6 +126,8 @@ class UnitSpec:
     """Trainable parameters first, then frozen ones; module order within each."""
     buffer_bytes: int = 0
     """Module buffers; they live on the device and never move."""
+    is_cut: bool = False
+    """A call runs in several micro-batches, whose gradients one backward pass sums in the update dtype."""
 
     def __post_init__(self) -> None:
         flags = [p.requires_grad for p in self.params]
@@ -162,8 +165,18 @@ class UnitSpec:
         return tuple(parts)
 
     @cached_property
+    def bucket_parts(self) -> tuple[Part, ...]:
+        """Where the gradient of every trainable parameter lies in a bucket."""
+        return self.update_parts if self.is_cut else self.weight_parts[: len(self.trainable)]
+
+    @cached_property
+    def bucket_bytes(self) -> int:
+        """Size of a bucket."""
+        return self.update_bytes if self.is_cut else self.trainable_bytes
+
+    @cached_property
     def trainable_bytes(self) -> int:
-        """Size of the trainable piece of the weights layout, and of a bucket."""
+        """Size of the trainable piece of the weights layout."""
         return align_up(sum(align_up(p.weight_bytes, PARAM_ALIGN_BYTES) for p in self.trainable), PAGE_BYTES)
 
     @cached_property
@@ -187,3 +200,5 @@ class ModelSpec:
     state_names: tuple[str, ...]
     """Optimizer states per trainable element, torch's names, without master weights: ("exp_avg", "exp_avg_sq")."""
     precision: Precision
+    micro_batches_in_unit: int = 1
+    """In so many pieces every unit runs a batch."""

@@ -19,6 +19,7 @@ from outcore.cli.train.model.source import ModelSource, build_model, find_model,
 from outcore.cli.train.settings.run_settings import Settings
 from outcore.core.errors import ConfigError, DiskError
 from outcore.forecast import Loop, token_batch
+from outcore.integrations.refusals import refuse_pieces
 from outcore.integrations.versions import scores_in_tiles
 from outcore.memory.disk import DiskStore
 from outcore.planning.homes.table import plan_table
@@ -143,6 +144,7 @@ class Job:
                 precision=settings.precision,
                 weights=self.source.weights,
                 compile=settings.compile,
+                micro_batches_in_unit=settings.unit_micro_batches,
                 on_nonfinite=settings.on_nonfinite,
                 **reference,
             )
@@ -204,6 +206,7 @@ def _plan_model(settings: Settings, source: ModelSource, budget: Budget) -> Plan
     promises = given is not None and given.accumulation_steps is not None
     micro_batches = args.gradient_accumulation_steps
     _refuse_activations(settings, args)
+    refuse_pieces(args, settings.unit_micro_batches)
     return Planned(
         *plan_in_time(
             model,
@@ -221,6 +224,7 @@ def _plan_model(settings: Settings, source: ModelSource, budget: Budget) -> Plan
                 micro_batches, clips=args.max_grad_norm > 0, is_promised=True, makes_logits=not scores_in_tiles()
             ),
             compile=settings.compile,
+            micro_batches_in_unit=settings.unit_micro_batches,
         )
     )
 

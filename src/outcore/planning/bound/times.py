@@ -105,7 +105,7 @@ class Times:
         spec, plan = self.pairs[index]
         if plan.gradients == "device":
             return self.rates.move_s("compute", spec.update_bytes) if is_complete else 0.0
-        return 0.0 if index == ROOT else self.rates.move_s("compute", spec.trainable_bytes)
+        return 0.0 if index == ROOT else self.rates.move_s("compute", spec.bucket_bytes)
 
     def starts(self) -> list[int]:
         """Visits that begin a sweep: from one to the next no unit comes twice."""
@@ -161,7 +161,7 @@ class Times:
         if unit.plan.update == "device":
             return self.rates.move_s("h2d", self.staged_bytes(unit)) if unit.plan.gradients == "host" else 0.0
         if unit.is_early and unit.plan.gradients == "disk":
-            nbytes = unit.spec.update_bytes if len(unit.made) > 1 else unit.spec.trainable_bytes
+            nbytes = unit.spec.update_bytes if len(unit.made) > 1 else unit.spec.bucket_bytes
             return self.rates.move_s("disk_write", nbytes) + self.rates.move_s("disk_read", unit.spec.update_bytes)
         return 0.0
 
@@ -170,7 +170,7 @@ class Times:
         if unit.plan.gradients == "device":
             return unit.made[-1]
         added_s = self.rates.move_s("update", unit.spec.update_bytes) if len(unit.made) > 1 else 0.0
-        return unit.made[-1].plus(self.rates.move_s("d2h", unit.spec.trainable_bytes) + added_s)
+        return unit.made[-1].plus(self.rates.move_s("d2h", unit.spec.bucket_bytes) + added_s)
 
     def update_s(self, unit: Trained) -> float:
         """Of the update alone."""

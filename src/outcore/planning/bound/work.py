@@ -117,7 +117,7 @@ class _Listing:
         spec, plan, made = unit.spec, unit.plan, unit.made
         if plan.gradients == "device":
             return
-        left_s = self._times.rates.move_s("d2h", spec.trainable_bytes)
+        left_s = self._times.rates.move_s("d2h", spec.bucket_bytes)
         added_s = self._times.rates.move_s("update", spec.update_bytes)
         tail_s, is_on_disk = self._times.from_gradients_s(unit), plan.gradients == "disk"
         for i, moment in enumerate(made):
@@ -126,7 +126,7 @@ class _Listing:
             if i:
                 self._add("update", added_s, moment.plus(left_s), unit, to_come_s - added_s + tail_s)
             if is_on_disk:
-                nbytes = spec.update_bytes if i else spec.trainable_bytes
+                nbytes = spec.update_bytes if i else spec.bucket_bytes
                 self.work.total_s["disk_write"] += self._times.rates.move_s("disk_write", nbytes)
             if is_on_disk and i:
                 read_s, before = self._times.rates.move_s("disk_read", spec.update_bytes), made[i - 1]
@@ -135,10 +135,10 @@ class _Listing:
     def _buckets(self, trained: Sequence[Trained]) -> None:
         """When a bucket is filled, all that were filled before but for some have left."""
         users = [u for u in trained if u.spec.name and u.plan.gradients != "device"]
-        pools = [self._pool("device", "bucket", u.spec.trainable_bytes) for u in users]
+        pools = [self._pool("device", "bucket", u.spec.bucket_bytes) for u in users]
         for nbytes, num_slots in sorted(set(pools)):
             mine = [u for u, pool in zip(users, pools, strict=True) if pool[0] == nbytes]
-            left = sorted((m, self._times.rates.move_s("d2h", u.spec.trainable_bytes)) for u in mine for m in u.made)
+            left = sorted((m, self._times.rates.move_s("d2h", u.spec.bucket_bytes)) for u in mine for m in u.made)
             name = f"d2h with {num_slots} buckets of {nbytes} bytes"
             following = [m.visit for m, _ in left[1:]] + [left[0][0].visit + len(self._times.visits)]
             for (moment, seconds), then in zip(left, following, strict=True):

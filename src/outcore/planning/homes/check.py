@@ -129,5 +129,6 @@ def room_bytes(model: ModelSpec, plan: Plan, limits: Limits) -> int:
 
 def can_be_plain(model: ModelSpec, plan: Plan) -> bool:
     """See [Note: plain plans]."""
-    one_form = all(p.dtype == p.update_dtype for unit in model.units for p in unit.trainable)
+    is_one_sum = model.micro_batches_in_unit == 1  # of a pass; autograd itself would sum pieces otherwise
+    one_form = is_one_sum and all(p.dtype == p.update_dtype for unit in model.units for p in unit.trainable)
     return plan.rests_on_device and one_form and not any(has_master(u, model.precision) for u in plan.units)

@@ -95,11 +95,11 @@ def _needs(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> Iterator[Need]:
     if unit.activations == "disk":
         yield Need("host", "activations", unit.saved_bytes)
     if spec.name and unit.gradients != "device":  # else gradients go home from where autograd made them
-        yield Need("device", "bucket", spec.trainable_bytes)
+        yield Need("device", "bucket", spec.bucket_bytes)
     if not spec.trainable_bytes:
         return
     if unit.gradients != "device":  # also with one micro-batch per step: a loop may step without zeroing
-        yield Need("host", "landing", spec.trainable_bytes)
+        yield Need("host", "landing", spec.bucket_bytes)
     yield from _update_needs(spec, unit, model)
 
 

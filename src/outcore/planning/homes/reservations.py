@@ -64,7 +64,7 @@ def _unit(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> Iterator[Reservat
     if unit.early:
         yield item("host", "next_weights", spec.trainable_bytes)
         yield item(unit.states, "next_states", states_bytes(spec, unit, model))
-    yield item(unit.activations, "activations", unit.saved_bytes)
+    yield item(unit.activations, "activations", model.micro_batches_in_unit * unit.saved_bytes)
     yield item("device", "buffers", spec.buffer_bytes)
 
 

@@ -46,7 +46,7 @@ class Sending:
     def taken(self) -> dict[Tier, int]:
         """Tier -> bytes that this takes: homes, and slots on the way."""
         total: dict[Tier, int] = {"device": 0, "host": 0, "disk": 0}
-        total[self.tier] += sum(self.saved.values())
+        total[self.tier] += self.footprint.pieces * sum(self.saved.values())
         for pool in self._pools():
             total[pool.tier] += pool.total_bytes
         return total
@@ -84,5 +84,5 @@ class Sending:
         slot_bytes = max(self.saved.values(), default=0)
         counts: Sequence[tuple[Tier, int]] = [("device", 2), *([("host", 3)] if self.tier == "disk" else [])]  # type: ignore[list-item]
         for tier, count in counts if slot_bytes else ():
-            num_slots = min(count, sum(nbytes > 0 for nbytes in self.saved.values()))
+            num_slots = min(count, self.footprint.pieces * sum(nbytes > 0 for nbytes in self.saved.values()))
             yield Pool(tier=tier, kind="activations", slot_bytes=slot_bytes, num_slots=num_slots)

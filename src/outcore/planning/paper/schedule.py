@@ -132,6 +132,7 @@ class _Steps:
     def __init__(self, model: ModelSpec, plan: Plan, held: Held, circumstances: Circumstances) -> None:
         self.paper = paper = Paper([unit.name for unit in model.units])
         self._model, self._plan, self._circumstances = model, plan, circumstances
+        self._num_pieces = model.micro_batches_in_unit
         order: StepOrder[Entry] = StepOrder(model, plan, paper)
         self._units, self._weights = order.ledgers, order.weights
         self._gradients, self._updates, self._activations = order.gradients, order.updates, order.activations
@@ -179,12 +180,26 @@ class _Steps:
                 _, progress.made = self._gradients.collect(unit, progress.made, self._make_room)
         if saved is not None:
             self._activations.end_backward(saved)
+        for _ in range(1, self._num_pieces if saved is not None else 0):  # of the batch, in the same visit
+            if calls and (saved := calls.pop()) is not None:
+                self._activations.begin_backward(saved)
+                self._activations.end_backward(saved)
         self._weights.used(unit)
         if unit.plan.saved_bytes and _has_backward(i, visits):
-            is_free = self._activations.is_free(unit)
-            calls.append(self._activations.end_forward(unit, _Saved(unit.plan.saved_bytes)) if is_free else None)
+            self._save(unit, calls)
         if phase is Phase.BACKWARD:
             self._end_visit(unit, _rest_of_pass(i, visits))
+
+    def _save(self, unit: Ledger[Entry], calls: list[SavedCall[Entry] | None]) -> None:
+        made: list[SavedCall[Entry] | None] = []
+        for piece in range(self._num_pieces):
+            if piece:
+                self._activations.begin_forward()
+            is_free = self._activations.is_free(unit)
+            made.append(self._activations.end_forward(unit, _Saved(unit.plan.saved_bytes)) if is_free else None)
+        if len(made) > 1:
+            self._activations.turn(unit)
+        calls += reversed(made)
 
     def _make_room(self, pool: SlotPool[Entry]) -> None:
         self._send(next(u for u in self._reached.values() if u.bucket is not None and u.bucket.pool is pool))
@@ -258,7 +273,7 @@ class _Nothing:
     def __init__(self, steps: _Steps, unit: Ledger[Entry]) -> None:
         self._steps, self._unit = steps, unit
         self.is_early, self.factors = steps.is_made_early(unit), steps.factors
-        self.nbytes = unit.spec.trainable_bytes
+        self.nbytes = unit.spec.bucket_bytes
 
     def leave(self, target: Span) -> None:
         """Nothing."""

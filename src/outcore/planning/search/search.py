@@ -119,7 +119,8 @@ def simulated(job: Job, plan: Plan) -> Simulation:
 def _as_run(job: Job, plan: Plan) -> Plan:
     """With the activations that leave, and those that there is room to keep."""
     left = job.limits.device_bytes - job.activation_reserve_bytes - plan.tier_bytes["device"]
-    return as_run(plan if job.sending is None else job.sending.applied(plan), job.saved, max(left, 0))
+    room = max(left, 0) // job.model.micro_batches_in_unit
+    return as_run(plan if job.sending is None else job.sending.applied(plan), job.saved, room)
 
 
 def explain(job: Job, plan: Plan, candidate: Candidate | None = None) -> Found:

@@ -19,6 +19,7 @@ from outcore.planning.units.alike import Shape, arguments_of, kind_of, stand_in
 from outcore.planning.units.blocks import output_embeddings
 from outcore.planning.units.footprint import Footprint, Saved
 from outcore.planning.units.partition import Partition
+from outcore.planning.units.rows import Whole, cut_rows, has_rows, rows_of, sizes_of
 from outcore.planning.units.shapes import on_shapes
 from outcore.planning.units.watch import Risen, Watch
 from outcore.spec.model import UnitSpec
@@ -53,7 +54,8 @@ def footprint_of(
             return footprint_of(cut, tiled, device).with_loss(_loss_in_tiles(cut.modules[0], sample["labels"].numel()))
     watch, is_whole = Watch(), False
     known: dict[Any, _Known] = {}
-    units = {unit.name: _Unit(unit.name, module, watch, known) for unit, module in _pairs(cut)}
+    count = cut.spec.micro_batches_in_unit
+    units = {unit.name: _Unit(unit.name, module, watch, known, count) for unit, module in _pairs(cut)}
 
     def backward(result: list[Any]) -> None:
         nonlocal is_whole
@@ -74,7 +76,7 @@ def footprint_of(
         with watch:
             shapes.forward(backward)
     saved = {name: unit.saved for name, unit in units.items()}
-    return Footprint(saved=saved, steps=watch.steps if is_whole else [])
+    return Footprint(saved=saved, steps=watch.steps if is_whole else [], pieces=count)
 
 
 def _loss_in_tiles(model: nn.Module, tokens: int) -> int:
@@ -109,9 +111,9 @@ def _loss_of(result: Any) -> torch.Tensor | None:
 class _Unit:
     """Counts what calls of a unit save, and recomputes them."""
 
-    def __init__(self, name: str, module: nn.Module, watch: Watch, known: dict[Any, _Known]) -> None:
-        """Args: known: Of the calls of all units."""
-        self.name, self.watch, self._module, self._known = name, watch, module, known
+    def __init__(self, name: str, module: nn.Module, watch: Watch, known: dict[Any, _Known], count: int) -> None:
+        """Args: known: Of the calls of all units. count: Pieces in which it runs a batch."""
+        self.name, self.watch, self._module, self._known, self._count = name, watch, module, known, count
         self.saved = Saved(keep=0, select=0, recompute=0, both=0)
         """Of the largest calls."""
         self.forward: Callable[..., Any] = module.forward
@@ -122,6 +124,25 @@ class _Unit:
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """In place of the module's forward."""
+        leaves, form = pytree.tree_flatten((args, kwargs))
+        rows = rows_of([t for t in leaves if isinstance(t, torch.Tensor)])
+        sizes = sizes_of(rows, self._count)
+        if len(sizes) == 1:
+            return self._run(*args, **kwargs)
+        cut = [cut_rows(t, sizes, are_own=True) if _has_rows(t, rows) else [t] * len(sizes) for t in leaves]
+        wholes: list[Any] = []
+        result_form = form
+        for piece in zip(*cut, strict=True):
+            args, kwargs = pytree.tree_unflatten(piece, form)
+            results, result_form = pytree.tree_flatten(self._run(*args, **kwargs))
+            wholes = wholes or [Whole(t, sizes) if _has_rows(t, sizes[0]) else t for t in results]
+            for whole, part in zip(wholes, results, strict=True):
+                if isinstance(whole, Whole):
+                    whole.put(part)
+        joined = [whole.joined() if isinstance(whole, Whole) else whole for whole in wholes]
+        return pytree.tree_unflatten(joined, result_form)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         leaves, form = arguments_of(args, kwargs)
         given = [i for i, t in enumerate(leaves) if isinstance(t, torch.Tensor) and t.requires_grad]
         if not given and not self.params():
@@ -236,6 +257,10 @@ class _Again(torch.autograd.Function):
         known.backward, known.made_bytes = watch.risen, walk.peak
         known.grads = [g is not None for g in found[: len(inner)]]
         return (None, None, *found[: len(inner)])
+
+
+def _has_rows(value: Any, rows: int) -> bool:
+    return isinstance(value, torch.Tensor) and has_rows(value, rows)
 
 
 def _never(_: object) -> torch.Tensor:

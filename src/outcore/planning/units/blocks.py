@@ -54,7 +54,7 @@ def select_units(model: nn.Module, chosen: Sequence[str | type]) -> dict[str, nn
         found |= {id(m): m for m in matches}
     units = _in_module_order(model, found)
     for name, module in units.items():
-        if not _has_forward(module):
+        if not has_forward(module):
             raise ConfigError(
                 f"units: expected modules that are called, but '{name}' ({type(module).__name__}) has no forward; "
                 f"name its children, such as '{name}.*'"
@@ -109,7 +109,7 @@ def _walk_blocks(module: nn.Module, no_split: frozenset[str], found: dict[int, n
     seen.add(id(module))
     repeated = _repeated_children(module)
     for child in module.children():
-        is_named = type(child).__name__ in no_split and _has_forward(child) and _has_parameters(child)
+        is_named = type(child).__name__ in no_split and has_forward(child) and _has_parameters(child)
         is_block = id(child) in repeated and not _holds_blocks(module, child, no_split)
         if is_named or is_block:
             found[id(child)] = child
@@ -119,7 +119,7 @@ def _walk_blocks(module: nn.Module, no_split: frozenset[str], found: dict[int, n
 
 def _repeated_children(module: nn.Module) -> set[int]:
     """Children that look like blocks: composite, and one of several alike or in a list of nothing but composites."""
-    blocks = [c for c in module.children() if _is_composite(c) and _has_forward(c)]
+    blocks = [c for c in module.children() if _is_composite(c) and has_forward(c)]
     with_parameters = [c for c in module.children() if _has_parameters(c)]
     if isinstance(module, nn.ModuleList) and len(blocks) == len(with_parameters):
         return {id(b) for b in blocks}
@@ -144,7 +144,7 @@ def _large_embeddings(model: nn.Module, blocks: dict[int, nn.Module]) -> Iterato
     heads = {id(p) for head in output_embeddings(model) for p in head.parameters()}
     uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     for module in model.modules():
-        if isinstance(module, nn.Embedding) and id(module) not in inside and _has_forward(module):
+        if isinstance(module, nn.Embedding) and id(module) not in inside and has_forward(module):
             weight = module.weight
             if weight.numel() >= LARGE_EMBEDDING_NUMEL and uses[id(weight)] == 1 and id(weight) not in heads:
                 yield module
@@ -158,7 +158,8 @@ def _is_composite(module: nn.Module) -> bool:
     return any(_has_parameters(child) for child in module.children())
 
 
-def _has_forward(module: nn.Module) -> bool:
+def has_forward(module: nn.Module) -> bool:
+    """Whether it can be called."""
     return type(module).forward is not nn.Module.forward and not isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 

@@ -62,6 +62,8 @@ class Footprint:
     """By unit, without the root."""
     steps: Sequence[Step]
     """Empty where the step could not be followed."""
+    pieces: int = 1
+    """Calls in which a unit runs the micro-batch."""
 
     def with_loss(self, nbytes: int) -> Footprint:
         """With so much more alive between the last forward and the first backward."""
@@ -81,7 +83,7 @@ class Footprint:
     @property
     def keep_bytes(self) -> int:
         """What all units save that keep everything."""
-        return sum(saved.keep for saved in self.saved.values())
+        return self.pieces * sum(saved.keep for saved in self.saved.values())
 
     def peak_bytes(self, units: Iterable[UnitPlan]) -> int:
         """Device bytes beside the plan's own, at most, with the policies of these units."""
@@ -97,13 +99,14 @@ class Footprint:
                 yield step, step.peak_bytes
                 continue
             if not step.is_backward:
-                is_first = all(call.unit != step.unit for call in waiting)
-                waiting.append(_Waiting(step.unit, saved, plans[step.unit], is_first=is_first))
+                has_home = sum(call.unit == step.unit for call in waiting) < self.pieces
+                waiting.append(_Waiting(step.unit, saved, plans[step.unit], has_home=has_home))
                 for call in waiting[:-STAY]:
                     call.has_left = call.leaves
                 yield step, waiting[-1].ran(step) + sum(call.beyond for call in waiting[:-1])
                 continue
-            mine = next(call for call in reversed(waiting) if call.unit == step.unit)
+            calls = waiting if self.pieces > 1 else reversed(waiting)
+            mine = next(call for call in calls if call.unit == step.unit)
             waiting.remove(mine)
             yield step, mine.walked(step) + sum(call.beyond for call in waiting)
 
@@ -114,7 +117,7 @@ def as_run(plan: Plan, saved: Mapping[str, Saved], nbytes: int) -> Plan:
     Args:
         plan: Its policies say what becomes of the others.
         saved: What a call of each unit saves. A unit that is missing saves what nobody knows, and is not kept.
-        nbytes: The room.
+        nbytes: The room, for one call of each unit.
     """
     units = []
     for unit in plan.units:
@@ -132,10 +135,10 @@ def _kept(unit: UnitPlan) -> UnitPlan:
 class _Waiting:
     """A call between its forward and its backward."""
 
-    def __init__(self, unit: str, saved: Saved, plan: UnitPlan, *, is_first: bool) -> None:
-        """Args: is_first: Of the unit's calls that wait: it has the unit's home."""
+    def __init__(self, unit: str, saved: Saved, plan: UnitPlan, *, has_home: bool) -> None:
+        """Args: has_home: Of the unit, for what it saves."""
         self.unit, self.saved, self.plan = unit, saved, plan
-        self.leaves = is_first and plan.activations != "device"
+        self.leaves = has_home and plan.activations != "device"
         self.has_left = False
 
     def ran(self, step: Step) -> int:

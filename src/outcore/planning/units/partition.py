@@ -44,6 +44,7 @@ def partition(
     units: Sequence[str | type] | None = None,
     state_names: Sequence[str] = (),
     precision: Precision | None = None,
+    micro_batches_in_unit: int = 1,
 ) -> Partition:
     """Cut a model into units.
 
@@ -52,6 +53,7 @@ def partition(
         units: Exactly these modules (see ``select_units``); None finds repeated blocks and large input embeddings.
         state_names: Optimizer states per trainable element, torch's names, without master weights.
         precision: None is ``choose_precision(model)``.
+        micro_batches_in_unit: In so many pieces every unit runs a batch.
 
     Raises:
         ConfigError: A dtype or parameter that cannot be trained, ``units`` that do not fit the model.
@@ -75,9 +77,14 @@ def partition(
     for name, (own, buffer_bytes) in zip(names, owned, strict=True):
         own.sort(key=lambda item: not item[1].requires_grad)
         described = tuple(_describe(n, p, wanted, dtype) for n, p in own)
-        specs.append(UnitSpec(name=name, params=described, buffer_bytes=buffer_bytes))
+        specs.append(UnitSpec(name=name, params=described, buffer_bytes=buffer_bytes, is_cut=micro_batches_in_unit > 1))
         params.append(tuple(p for _, p in own))
-    spec = ModelSpec(units=tuple(specs), state_names=tuple(state_names), precision=wanted)
+    spec = ModelSpec(
+        units=tuple(specs),
+        state_names=tuple(state_names),
+        precision=wanted,
+        micro_batches_in_unit=micro_batches_in_unit,
+    )
     return Partition(spec=spec, modules=modules, params=tuple(params))
 
 

@@ -52,7 +52,7 @@ class PassWork:
     def nbytes(self) -> int:
         """How many bytes the pass gave."""
         if self._unit.ledger.bucket is not None:
-            return self._unit.spec.trainable_bytes
+            return self._unit.spec.bucket_bytes
         return sum(grad.nbytes for grad in self._current.loose.values())
 
     def leave(self, target: Span) -> Callable[[], None]:
@@ -100,7 +100,7 @@ class PassWork:
         def deed() -> None:
             if was_native:
                 promote(unit, home, list(held), self._run_all)
-            sources, targets = unit.views.flat(landed), unit.views.update(home)
+            sources, targets = unit.views.bucket(landed), unit.views.update(home)
             sums = [
                 Sum(targets[i], sources[i], tuple(factors.get(i, ())), is_first=handle is None)
                 for i, handle in indices.items()
@@ -152,7 +152,7 @@ class GradientHomes:
     def _read_one(self, gradients: UnitGradients, index: int) -> torch.Tensor:
         """One gradient as it is stored, straight from disk. Memory: host, that gradient."""
         unit, spec = gradients.unit, gradients.unit.spec
-        part = (spec.weight_parts if gradients.is_native else spec.update_parts)[index]
+        part = (spec.bucket_parts if gradients.is_native else spec.update_parts)[index]
         home = unit.ledger.gradients
         extent = home.span(part.offset, part.offset + part.nbytes).memory
         self._wait(home.before_read())

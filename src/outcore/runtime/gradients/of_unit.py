@@ -93,7 +93,7 @@ class UnitGradients:
 
     def stored_views(self, buffer: Buffer) -> list[torch.Tensor]:
         """All gradients as they are stored now (1D), in ``buffer``: the home or a copy of it."""
-        return self.unit.views.flat(buffer) if self.is_native else self.unit.views.update(buffer)
+        return self.unit.views.bucket(buffer) if self.is_native else self.unit.views.update(buffer)
 
     def gradient_name(self, handle: GradHandle) -> str:
         """Name of the parameter."""

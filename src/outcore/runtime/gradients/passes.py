@@ -216,8 +216,10 @@ class Gradients:
 
     def _keep_loose(self, gradients: UnitGradients, current: Pass, grads: dict[int, torch.Tensor]) -> None:
         self._take_over(gradients.unit, current)
+        dtypes = gradients.unit.gradient_form.update_dtypes
         for i, grad in grads.items():
             known = current.loose.get(i)
+            grad = grad.to(dtypes[i]) if gradients.unit.spec.is_cut else grad
             current.loose[i] = grad if known is None else known + grad
 
     def _into_bucket(self, gradients: UnitGradients, current: Pass, grads: dict[int, torch.Tensor]) -> None:
@@ -267,7 +269,7 @@ class Gradients:
         if stream == current.stream:
             return
         bucket = unit.ledger.bucket
-        regions = [] if bucket is None else [bucket.slot.span(unit.spec.trainable_bytes).memory.region]
+        regions = [] if bucket is None else [bucket.slot.span(unit.spec.bucket_bytes).memory.region]
         name, after = f"take over gradients of {unit.label}", {"gradients made": current.made}
         current.made, current.stream = self._device.compute(name, reads=regions, after=after), stream
         for grad in current.loose.values():
@@ -293,7 +295,7 @@ class Gradients:
             return  # on the device a norm is taken when it is asked for, as in the plain loop
         unit = gradients.unit
         bucket, specs = unit.ledger.bucket, unit.spec.params
-        views = [] if bucket is None else unit.views.flat(bucket.slot.memory)
+        views = [] if bucket is None else unit.views.bucket(bucket.slot.memory)
         natives = {
             i: outermost_first(specs[i], current.loose[i]) if i in current.loose else views[i]
             for i in current.present - added

@@ -67,6 +67,10 @@ class Structure(NamedTuple):
         """Put tensors back, in the order in which ``take_apart`` returned them."""
         return _filled(self.content, tensors)
 
+    def is_like(self, other: Structure) -> bool:
+        """Whether the same stands in the same places."""
+        return _same(self.content, other.content)
+
     def still_holds(self, nest: Any, tensors: Sequence[torch.Tensor], where: str) -> bool:
         """Whether a nest that ``fill`` made is still as it was made: nobody added, took out or replaced anything."""
         if self.is_fixed:

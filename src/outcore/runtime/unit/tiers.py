@@ -65,7 +65,7 @@ class Tiers:
                 _, pool, slot = item.owner.split("/")
                 order.pools.planned[int(pool)][int(slot)].memory = memory
             else:
-                getattr(by_name[item.owner], item.kind).memory = memory
+                by_name[item.owner].rest_in(item.kind, memory)
 
     def _take(self, item: Reservation) -> Buffer | Extent:
         if item.tier == "disk":

@@ -56,7 +56,7 @@ class Unit:
             is_resident=ledger.is_resident,
             has_master=ledger.has_master,
         )
-        self.gradient_form = GradientForm(params[: self.num_trainable], spec.trainable)
+        self.gradient_form = GradientForm(params[: self.num_trainable], spec.trainable, is_cut=spec.is_cut)
         self.steps = [0] * self.num_trainable
         self.weights_version = 0
         self.states_version = 0

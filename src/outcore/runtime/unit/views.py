@@ -30,15 +30,21 @@ class Views:
 
     def weights(self, buffer: Buffer) -> list[torch.Tensor]:
         """All parameters over a buffer in the weights layout."""
-        return self._once("weights", buffer, lambda: _shaped_views(self._spec, buffer))
+        return self._once("weights", buffer, lambda: _shaped_views(self._spec, self._spec.weight_parts, buffer))
 
     def native(self, buffer: Buffer) -> list[torch.Tensor]:
         """Gradients of the trainable parameters over a bucket, or another buffer in native form."""
-        return self._once("native", buffer, lambda: _shaped_views(self._spec, buffer, self._num_trainable))
+        parts = self._spec.bucket_parts
+        return self._once("native", buffer, lambda: _shaped_views(self._spec, parts, buffer))
 
     def flat(self, buffer: Buffer) -> list[torch.Tensor]:
+        """The trainable parameters over a buffer in the weights layout, as flat tensors (1D) in the order of memory."""
+        parts = self._spec.weight_parts[: self._num_trainable]
+        return self._once("flat", buffer, lambda: _flat_views(parts, buffer))
+
+    def bucket(self, buffer: Buffer) -> list[torch.Tensor]:
         """``native`` as flat tensors (1D), in the order in which elements lie in memory."""
-        return self._once("flat", buffer, lambda: _flat_views(self._spec.weight_parts[: self._num_trainable], buffer))
+        return self.update(buffer) if self._spec.is_cut else self.flat(buffer)
 
     def update(self, buffer: Buffer) -> list[torch.Tensor]:
         """Trainable parameters as flat tensors (1D) over a buffer in the update layout."""
@@ -64,8 +70,8 @@ class Views:
         return views
 
 
-def _shaped_views(spec: UnitSpec, buffer: Buffer, count: int | None = None) -> list[torch.Tensor]:
-    pairs = list(zip(spec.params, spec.weight_parts, strict=True))[:count]
+def _shaped_views(spec: UnitSpec, parts: Sequence[Part], buffer: Buffer) -> list[torch.Tensor]:
+    pairs = zip(spec.params, parts, strict=False)  # of gradients there are fewer
     return [buffer.tensor(torch_dtype(part.dtype), p.shape, part.offset, p.strides) for p, part in pairs]
 
 
@@ -91,8 +97,8 @@ def shaped(spec: ParamSpec, flat: torch.Tensor) -> torch.Tensor:
 class GradientForm:
     """Of the trainable parameters of one unit."""
 
-    def __init__(self, params: Sequence[Parameter], specs: Sequence[ParamSpec]) -> None:
-        """Args: params, specs: Of the trainable parameters."""
+    def __init__(self, params: Sequence[Parameter], specs: Sequence[ParamSpec], *, is_cut: bool) -> None:
+        """Args: params, specs: Of the trainable parameters. is_cut: See ``UnitSpec``."""
         self._native_dtypes = [torch_dtype(spec.dtype) for spec in specs]
         self.update_dtypes = [torch_dtype(spec.update_dtype) for spec in specs]
         # What p.grad says: the dtype of the accumulated gradient. So clipping takes the norms of a mixed model
@@ -102,12 +108,13 @@ class GradientForm:
             torch.empty_strided(spec.shape, spec.strides or row_major(spec.shape), dtype=dtype, device="meta")
             for spec, dtype in zip(specs, dtypes, strict=True)
         ]
+        self._is_exact = self._native_dtypes == self.update_dtypes
         # Native and update form are the same bytes.
-        self.is_one = self._native_dtypes == self.update_dtypes
+        self.is_one = self._is_exact or is_cut
 
     def native(self, grads: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Gradients as autograd makes them for parameters of these dtypes: torch's RMSNorm gives fp32 for bf16."""
-        return grads if self.is_one else {i: g.to(self._native_dtypes[i]) for i, g in grads.items()}
+        return grads if self._is_exact else {i: g.to(self._native_dtypes[i]) for i, g in grads.items()}
 
 
 def _grad_dtype(param: Parameter, spec: ParamSpec) -> torch.dtype:

@@ -30,6 +30,8 @@ def describe(settings: Settings) -> dict[str, str]:
         rest["attention"] = settings.attention
     if settings.compile:
         rest["compile"] = "blocks"
+    if settings.unit_micro_batches is not None:
+        rest["pieces in a unit"] = str(settings.unit_micro_batches)
     if settings.activations is not None:
         rest["activations"] = f"on {settings.activations} between forward and backward"
     if settings.hardware is not None:

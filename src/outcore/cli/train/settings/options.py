@@ -158,6 +158,12 @@ _SHARED: Mapping[str, Any] = {
         "--compile",
         kind=bool,
     ),
+    "unit_micro_batches": _option(
+        _HOW,
+        "N",
+        "Run the rows of a micro-batch through each block in N pieces, so that its weights come once for all of them. "
+        "The result is that of N times the accumulation with micro-batches of this size.",
+    ),
     "seed": _option(_HOW, "N", "Of new weights, data order and dropout; 42 by default."),
     "device_memory": _option(
         _WHERE, "SIZE", "The most to take on the device, such as 20GiB or 500MB; most of what is free by default."

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import AfterValidator, BeforeValidator, PositiveInt
 from pydantic_core import PydanticCustomError
 
 from outcore.spec.model import Precision
@@ -43,6 +43,8 @@ class RunOptions:
     """That times are predicted for; None: this machine."""
     compile: bool = False
     """Blocks, with ``torch.compile``."""
+    unit_micro_batches: PositiveInt | None = None
+    """Pieces in which units run a micro-batch; None: one."""
     attention: Name | None = None
     """Transformers' name of an implementation; None: what it takes by itself."""
     device: str | None = None

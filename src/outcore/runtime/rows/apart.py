@@ -1,0 +1,96 @@
+"""Whether the rows of a batch are computed each by itself, so that they can be cut: tried, before the first cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.core.errors import OutcoreError, UnsupportedError
+from outcore.device.device import Device
+from outcore.runtime.module.side_outputs import active_recording, recording_apart
+from outcore.runtime.recompute.replay import ForwardState, Surroundings
+from outcore.runtime.recompute.structure import Structure, take_apart
+
+
+class Apart:
+    """Of one module.
+
+    It refuses layers that mix rows, batches whose rows do not lie in the first dimension, and arguments with as many
+    elements there as there are rows that are none. Two rows run alone, once as they are and once with the one in place
+    of the other: nothing may change for the one that stays.
+    """
+
+    def __init__(self, module: nn.Module, device: Device, where: str) -> None:
+        """Args: where: For errors."""
+        self.where = where
+        self._around = Surroundings(list(module.modules()), device, where)
+        self._known = set[tuple[bool, ...]]()
+        """Which arguments were cut where rows were found to be apart."""
+
+    def check(
+        self, call: Callable[..., Any], tensors: Sequence[torch.Tensor], structure: Structure, flags: tuple[bool, ...]
+    ) -> None:
+        """Try it once for each choice of arguments to cut. It runs in evaluation mode, and leaves no trace.
+
+        Args:
+            call: Runs the module on what ``structure`` is filled with.
+            tensors: Arguments.
+            structure: Of them.
+            flags: Which ones have a row for each of the batch.
+
+        Raises:
+            UnsupportedError: Rows are not apart.
+        """
+        if flags in self._known:
+            return
+        state = ForwardState(self._around, structure.objects)
+
+        def results(order: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+            two = [t.detach()[order] if f else t for t, f in zip(tensors, flags, strict=True)]
+            with torch.no_grad(), state.restored(), recording_apart(active_recording()):
+                for module in self._around.modules:
+                    module.training = False
+                made, _ = take_apart(call(structure, two), self.where)
+            return list(self._halves(made, two))
+
+        try:
+            whole, last, first = (results(order) for order in ([0, -1], [-1, -1], [0, 0]))
+        except (OutcoreError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise self._refusal(f"two of them alone raise {type(error).__name__}: {error}") from error
+        stays = [(a, b) for (_, a), (_, b) in zip(whole, last, strict=True)]
+        stays += [(a, b) for (a, _), (b, _) in zip(whole, first, strict=True)]
+        if not all(_is_close(a, b) for a, b in stays):
+            raise self._refusal("the result of one of them depends on another")
+        self._known.add(flags)
+
+    def _halves(
+        self, made: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """What each of the two rows gave."""
+        for result in made:
+            if any(result is t for t in arguments):
+                continue
+            if not result.dim() or len(result) % 2:
+                raise self._refusal(f"a result of two rows has shape {tuple(result.shape)}")
+            a, b = result.split(len(result) // 2)
+            yield a, b
+
+    def _refusal(self, what: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"{self.where}: expected a batch of which each row is computed by itself, as micro_batches_in_unit needs, "
+            f"but {what}; rows that are packed without padding, and layers that mix rows, cannot be cut: prepare "
+            "without micro_batches_in_unit"
+        )
+
+
+def _is_close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal but for what a kernel rounds otherwise when it sees other numbers, as experts with other counts do."""
+    if torch.equal(a, b) or not a.is_floating_point():
+        return torch.equal(a, b)
+    most = 4 * torch.finfo(a.dtype).eps * float(a.abs().amax())
+    return torch.allclose(a, b, rtol=0, atol=most, equal_nan=True)

@@ -1,0 +1,327 @@
+"""Batches that units run in pieces: the result is that of accumulation over these pieces as micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plans import forced
+from torch import nn
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+import outcore
+from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.planning.homes.pools import Comfort
+from outcore.planning.units import dear
+from outcore.runtime.activations import away
+from outcore.runtime.activations.away import Away
+
+from .rig import DEVICE, LENGTH, VOCAB, WIDTH, Tower, assert_same, batch, make
+
+PIECES, ROWS, STEPS = 3, 8, 3  # 3 + 3 + 2 rows
+COMFORT = Comfort(prefetch_depth=1, num_buckets=2, max_slots_host=2)
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH + 3)
+        self.down = nn.Linear(2 * WIDTH + 3, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+class Normed(Block):
+    """Its running statistics tell in which order pieces came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(LENGTH)
+
+
+def tower(block: Callable[[], nn.Module] = Block) -> Callable[[], nn.Module]:
+    return lambda: Tower(block)
+
+
+class Llama(LlamaForCausalLM):
+    def __init__(self, **changes: Any) -> None:
+        super().__init__(LlamaConfig(**SHAPE, **changes))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+
+
+BUILDS: dict[str, Callable[[], nn.Module]] = {"tower": tower(), "normed": tower(Normed), "llama": Llama}
+
+
+def loss_of(model: nn.Module, ids: torch.Tensor, count: int) -> torch.Tensor:
+    """The sum over tokens, by the number of those of the whole batch: as Transformers has it under accumulation."""
+    logits = model(ids)
+    return functional.cross_entropy(logits.flatten(0, 1).float(), ids.roll(1, 1).flatten(), reduction="sum") / count
+
+
+def optimizer_of(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, fused=True)
+
+
+def accumulated(model: nn.Module, batches: list[list[torch.Tensor]], pieces: int = PIECES) -> list[torch.Tensor]:
+    """The plain loop, with masters and sums in fp32. Each step has one batch or several, each of them in pieces."""
+    params = list(model.parameters())
+    masters = [nn.Parameter(p.detach().float().clone()) for p in params]
+    optimizer, norms = optimizer_of(masters), []
+    for step in batches:
+        for ids in step:
+            sums: list[torch.Tensor] = []
+            for piece in ids.chunk(pieces):
+                loss_of(model, piece, ids.numel() * len(step)).backward()
+                grads = [p.grad.float() for p in params]
+                sums = [a + b for a, b in zip(sums, grads, strict=True)] if sums else grads
+                model.zero_grad()
+            for master, grad in zip(masters, sums, strict=True):
+                master.grad = grad if master.grad is None else master.grad + grad
+        norms.append(nn.utils.clip_grad_norm_(masters, 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for param, master in zip(params, masters, strict=True):
+                param.copy_(master)
+    return norms
+
+
+def in_pieces(model: nn.Module, optimizer: Any, batches: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    norms = []
+    for step in batches:
+        for ids in step:
+            loss_of(model, ids, ids.numel() * len(step)).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+@contextmanager
+def prepared(model: nn.Module, folder: Path, homes: Any = "host", pieces: int = PIECES, **how: Any) -> Iterator[Any]:
+    optimizer = optimizer_of(model.parameters())
+    _, plan = forced(model, optimizer, homes, comfort=COMFORT, pieces=pieces, **how)
+    budget = outcore.Budget(disk=folder)
+    options = {"plan": plan, "budget": budget, "device": DEVICE, "micro_batches_in_unit": pieces}
+    with outcore.prepare(model, optimizer, accumulation_steps=how.get("steps"), **options) as result:
+        yield result
+
+
+def batches_of(micro_batches: int = 1) -> list[list[torch.Tensor]]:
+    return [[batch(10 * i + j, ROWS) for j in range(micro_batches)] for i in range(STEPS)]
+
+
+def same(
+    folder: Path,
+    build: Callable[[], nn.Module] = BUILDS["tower"],
+    dtype: torch.dtype = torch.float32,
+    micro_batches: int = 1,
+    **how: Any,
+) -> None:
+    model, twin, batches = make(build, dtype), make(build, dtype), batches_of(micro_batches)
+    want = accumulated(model, batches)
+    with prepared(twin, folder, **how) as (twin, optimizer):
+        got = in_pieces(twin, optimizer, batches)
+        assert_same(want, got)
+        assert_same(dict(model.state_dict()), dict(twin.state_dict()))
+
+
+both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+MIXED = (("host", "disk", "host"), ("device", "host", "disk"), ("disk", "device", "host"))
+PLANS: dict[str, dict[str, Any]] = {
+    "device": {"homes": "device"},
+    "host": {"homes": "host"},
+    "host, kept": {"homes": "host", "policy": "keep"},
+    "disk": {"homes": "disk"},
+    "early": {"homes": "host", "steps": 1, "early": True},
+    "share": {"homes": "host", "share": 0.6},
+    "mixed": {"homes": lambda i: MIXED[i % 3]},
+}
+
+
+@both_dtypes
+@pytest.mark.parametrize("plan", PLANS)
+def test_is_accumulation(plan: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    same(tmp_path, dtype=dtype, **PLANS[plan])
+
+
+@both_dtypes
+@pytest.mark.parametrize("name", ["normed", "llama"])
+def test_of_other_models(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    same(tmp_path, BUILDS[name], dtype)
+
+
+@both_dtypes
+def test_several_batches_make_a_step(dtype: torch.dtype, tmp_path: Path) -> None:
+    same(tmp_path, dtype=dtype, micro_batches=2)
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("policy", ["keep", "select", "recompute"])
+def test_activations_leave(policy: str, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(away, "SMALL_BYTES", 64)
+    monkeypatch.setattr(dear, "DEAR_FLOP_PER_BYTE", 1)
+    left, leave = [], Away.leave
+    monkeypatch.setattr(Away, "leave", lambda mine, target: left.append(mine) or leave(mine, target))
+    same(tmp_path, BUILDS["llama"], policy=policy, activations=tier)
+    assert len(left) >= STEPS * (3 * PIECES - 2)  # of units and pieces; the last ones stay
+
+
+def test_weights_come_once_however_many_pieces(tmp_path: Path) -> None:
+    moved = []
+    for pieces in (1, 2, 8):
+        with prepared(make(BUILDS["tower"]), tmp_path, pieces=pieces) as (model, optimizer):
+            in_pieces(model, optimizer, batches_of())
+            moved.append(optimizer.engine.opened.traffic.totals())
+    assert moved[0] == moved[1] == moved[2]
+
+
+def test_tied_parameters_are_equal_up_to_rounding(tmp_path: Path) -> None:
+    build = lambda: Llama(tie_word_embeddings=True)  # noqa: E731
+    model, twin, batches = make(build), make(build), batches_of()[:1]
+    accumulated(model, batches)
+    with prepared(twin, tmp_path) as (twin, optimizer):
+        in_pieces(twin, optimizer, batches)
+        assert_same(dict(model.state_dict()), dict(twin.state_dict()), rounding=1e-5)
+
+
+def test_hooks_and_chosen_gradients(tmp_path: Path) -> None:
+    """Parameters outside of units, too, have hooks and can be asked for."""
+    model, twin, ids = make(BUILDS["tower"]), make(BUILDS["tower"]), batch(0, ROWS)
+    seen: list[list[torch.Tensor]] = [[], []]
+    whole = sum(loss_of(model, piece, ids.numel()) for piece in ids.chunk(PIECES))
+    (want,) = torch.autograd.grad(whole, [model.head.weight])
+    model.embed.weight.register_hook(seen[0].append)
+    for piece in ids.chunk(PIECES):
+        loss_of(model, piece, ids.numel()).backward()
+    with prepared(twin, tmp_path) as (twin, _):
+        (got,) = torch.autograd.grad(loss_of(twin, ids, ids.numel()), [twin.head.weight])
+        torch.testing.assert_close(got, want)
+        twin.embed.weight.register_hook(seen[1].append)
+        loss_of(twin, ids, ids.numel()).backward()
+        torch.testing.assert_close(sum(seen[1]), sum(seen[0]))
+        torch.testing.assert_close(twin.embed.weight.grad + 0, model.embed.weight.grad)
+        assert torch.equal(twin.blocks[1].up.weight.grad + 0, model.blocks[1].up.weight.grad)
+
+
+def test_small_and_other_batches(tmp_path: Path) -> None:
+    """A last batch of few rows, another length, one row; evaluation takes a batch whole."""
+    batches = [[batch(0, 2)], [batch(1, ROWS)[:, :4]], [batch(2, 1)], [batch(3, ROWS)]]
+    model, twin = make(BUILDS["tower"]), make(BUILDS["tower"])
+    want = accumulated(model, batches)
+    with prepared(twin, tmp_path) as (twin, optimizer):
+        calls = []
+        twin.blocks[0].up.register_forward_pre_hook(lambda _, args: calls.append(len(args[0])))
+        assert_same(want, in_pieces(twin, optimizer, batches))
+        calls.clear()
+        with torch.no_grad():
+            assert torch.equal(model(batch(4, ROWS)), twin(batch(4, ROWS)))
+        assert calls == [ROWS]
+
+
+def test_an_exception_in_a_piece(tmp_path: Path) -> None:
+    model, twin, batches = make(BUILDS["tower"]), make(BUILDS["tower"]), batches_of()
+    want = accumulated(model, batches)
+    with prepared(twin, tmp_path) as (twin, optimizer):
+        in_pieces(twin, optimizer, batches[:1])
+        calls: list[int] = []
+
+        def fail(*_: Any) -> None:
+            calls.append(1)
+            if len(calls) == 2:
+                raise KeyError("second piece")
+
+        hook = twin.blocks[1].up.register_forward_hook(fail)
+        with pytest.raises(KeyError, match="second piece"):
+            loss_of(twin, batches[1][0], 1)
+        hook.remove()
+        in_pieces(twin, optimizer, batches[1:])
+        assert_same(dict(model.state_dict()), dict(twin.state_dict()))
+    assert want
+
+
+def test_router_logits_are_those_of_the_batch(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        return MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=2, output_router_logits=True))
+
+    model, twin, ids = make(build), make(build), batch(0, ROWS)
+    want = model(input_ids=ids, labels=ids)
+    with prepared(twin, tmp_path) as (twin, _):
+        got = twin(input_ids=ids, labels=ids)
+        assert [t.shape for t in got.router_logits] == [t.shape for t in want.router_logits]
+        torch.testing.assert_close(got.aux_loss, want.aux_loss)
+        got.loss.backward()
+
+
+class Mixing(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x - x.mean(0))
+
+
+class SequenceFirst(nn.Module):
+    """Its batch lies in the second dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(12, 2, 24, dropout=0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(functional.pad(x, (0, 12 - WIDTH)))[..., :1] + x
+
+
+class Scalar(Block):
+    """Gives a scalar beside its rows."""
+
+    def forward(self, x: Any) -> Any:
+        x, penalty = x if isinstance(x, tuple) else (x, 0.0)
+        result = super().forward(x)
+        return result, penalty + result.square().mean()
+
+
+class Scored(Tower):
+    def __init__(self) -> None:
+        super().__init__(Scalar)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x: Any = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x[0])
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (tower(Mixing), "the result of one of them depends on another"),
+        (tower(SequenceFirst), "the result of one of them depends on another"),
+        (Scored, "a result of two rows has shape"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(build: Callable[[], nn.Module], said: str, tmp_path: Path) -> None:
+    with prepared(make(build), tmp_path) as (model, _):
+        with pytest.raises(UnsupportedError, match=said):
+            model(batch(0, ROWS))
+
+
+def test_options_that_cannot_be(tmp_path: Path) -> None:
+    model = make(BUILDS["tower"])
+    for wrong in (0, -1, 1.5, True, "2"):
+        with pytest.raises(ConfigError, match="micro_batches_in_unit to be a positive integer or None"):
+            outcore.prepare(model, optimizer_of(model.parameters()), micro_batches_in_unit=wrong)  # type: ignore[arg-type]
