@@ -16,7 +16,7 @@ import simulator  # noqa: E402
 
 TESTS = FOLDER.parent
 GPU = TESTS / "gpu"
-LOOP = [TESTS / "loop" / f"test_{name}.py" for name in ("presence", "recompute", "gradients")]
+LOOP = [TESTS / "loop" / f"test_{name}.py" for name in ("presence", "recompute", "gradients", "select", "activations")]
 ENGINE = "not test_delays_on_each_lane or early"  # of three kinds of plans one
 PARITY = "test_all_lanes_late or test_skipped_frozen_and_shared_parts or by_results_without"
 # A new run, one that stops and goes on, adapters, an evaluation: each by what its user calls.
@@ -24,13 +24,19 @@ PROGRAMS = (
     "test_trainer or test_sft_lora or test_conversations_with_evaluation or TestResume and test_adapters or "
     "test_a_run_goes_on_under_another_plan and bf16 and not pure or test_goes_on_from_a_plain_run"
 )
+# Parameters whose values are elsewhere for a moment, tensors that blocks make, and those that meet gradients; what is
+# saved of every policy, on every tier, with graphs that wait for one another, autocast and exceptions.
+CALLS = (
+    "test_a_state_dict or test_the_default_device or test_scaled_by_hand or test_any_block and Dropping or "
+    "test_whatever_a_loop_does and two_forwards or test_an_argument_that_is_cast_twice or "
+    "test_an_exception_in_the_middle and backward or test_an_interrupt_when or test_nothing_is_left"
+)
 # Each is a process of its own, one beside another; files that take seconds share one.
 RUNS = {
     "engine": ["-m", "gpu", GPU / "test_engine_cuda.py", "-k", ENGINE],
     "parity": ["-k", PARITY, TESTS / "parity"],  # the promise as on CPU lanes, but a device computes and streams wait
     "programs": ["-k", PROGRAMS, TESTS / "cli" / "test_train.py", TESTS / "integrations", TESTS / "saving"],
-    # Parameters whose values are elsewhere for a moment, tensors that blocks make, and those that meet gradients.
-    "loop": ["-k", "test_a_state_dict or test_the_default_device or test_scaled_by_hand", *LOOP],
+    "loop": ["-k", CALLS, *LOOP],
     "memory": ["-m", "gpu", FOLDER / "memory_tests.py"],
     "faults": [
         *("-m", "gpu", FOLDER / "fault_tests.py", FOLDER / "stall_tests.py"),
