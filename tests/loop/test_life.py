@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 import outcore
 from outcore.runtime.values.access import Access
 
-from .rig import KINDS, RESIDENT, Tower, adamw, agrees, assert_same, batch, make, prepared, same, train
+from .rig import DEVICE, KINDS, RESIDENT, Tower, adamw, agrees, assert_same, batch, make, prepared, same, train
 
 KIND = pytest.mark.parametrize("kind", KINDS)
 NAME = "blocks.1.up.weight"
@@ -254,11 +254,14 @@ def test_dropped_unclosed(kind, tmp_path):
 
 
 class Rows(torch.utils.data.Dataset):
+    def __init__(self):
+        self.rows = [batch(i, rows=1)[0].cpu() for i in range(6)]
+
     def __len__(self):
-        return 6
+        return len(self.rows)
 
     def __getitem__(self, i):
-        return batch(i, rows=1)[0]
+        return self.rows[i]
 
 
 @agrees(*KINDS)
@@ -269,7 +272,7 @@ def test_forked_workers(model, optimizer):
         optimizer.step()  # workers fork while updates are under way
         optimizer.zero_grad()
         for ids in DataLoader(Rows(), batch_size=2, num_workers=2, multiprocessing_context="fork"):
-            loss = model.loss(ids)
+            loss = model.loss(ids.to(DEVICE))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -16,8 +16,9 @@ from outcore.memory.arena import Region
 from outcore.runtime.gradients.passes import Gradients
 from outcore.spec.timeline import COMPUTE
 
-from .rig import KINDS, adamw, batch, make, plan_for
+from .rig import DEVICE, KINDS, adamw, batch, make, plan_for
 
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="real streams: tests/gpu/test_streams_cuda.py")
 OLD, NEW = COMPUTE, f"{COMPUTE} 1"
 
 

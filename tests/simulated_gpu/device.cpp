@@ -158,6 +158,7 @@ struct PinnedAllocator final : c10::Allocator {
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* target, const void* source, size_t nbytes) const override { std::memcpy(target, source, nbytes); }
   static void release(void* address) {
+    if (Machine::is_child) return;
     Points points = Machine::get().everything();
     {
       std::lock_guard<std::mutex> lock(mutex);

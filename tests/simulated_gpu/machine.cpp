@@ -1,5 +1,6 @@
 #include "machine.h"
 
+#include <pthread.h>
 #include <sys/mman.h>
 
 #include <stdexcept>
@@ -119,6 +120,7 @@ void* Memory::take(size_t size, int stream) {
 }
 
 void Memory::release(void* address) {
+  if (Machine::is_child) return;
   std::lock_guard<std::mutex> lock(mutex_);
   auto found = live_.find((char*)address);
   if (found == live_.end()) return;
@@ -213,12 +215,15 @@ int64_t Memory::free_bytes() {
 
 // Machine
 
+std::atomic<bool> Machine::is_child{false};
+
 Machine& Machine::get() {
   static Machine* machine = new Machine();
   return *machine;
 }
 
 Machine::Machine() {
+  pthread_atfork(nullptr, nullptr, [] { is_child = true; });
   size_t nbytes = kMaxDevices * kDeviceBytes;
   void* base = mmap(nullptr, 2 * nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (base == MAP_FAILED) throw std::runtime_error("simulated GPU: no address space");
@@ -237,6 +242,7 @@ bool Machine::is_device_address(const void* address) const {
 int Machine::device_of(const void* address) const { return int(((const char*)address - base_) / kDeviceBytes); }
 
 Queue& Machine::stream(int device, int number) {
+  TORCH_CHECK(!is_child, "Cannot re-initialize CUDA in forked subprocess");
   std::lock_guard<std::mutex> lock(mutex_);
   auto& slot = streams_[device][number];
   if (!slot) slot = std::make_unique<Queue>(uint64_t(device) * kMaxStreams + number + 1);

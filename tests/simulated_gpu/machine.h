@@ -181,6 +181,7 @@ class Memory {
 class Machine {
  public:
   static Machine& get();
+  static std::atomic<bool> is_child;  // of a fork, which has no streams: it may let go of memory, and nothing else
 
   char* host_address(const void* device_address) const { return (char*)device_address + kMaxDevices * kDeviceBytes; }
   bool is_device_address(const void* address) const;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -176,6 +177,39 @@ def test_pinned_memory_that_a_copy_still_reads_is_not_given_out_again_and_nobody
     assert time.monotonic() - start < 0.09
     assert (target == 1).all()
     assert not any(other.any() for other in others)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_forked_child_has_no_device():
+    x = torch.ones(3, device="cuda")
+    child = os.fork()
+    if child == 0:
+        try:
+            x.fill_(2)
+        except RuntimeError as error:
+            del x
+            os._exit("Cannot re-initialize CUDA" in str(error))
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert x.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("frozen", ["nothing", "weights", "input"])
+def test_norms_of_batches_in_mixed_precision_and_frozen_in_part(dtype, frozen):
+    torch.manual_seed(0)
+    norm, x = torch.nn.BatchNorm1d(8), torch.randn(2, 8, 7).to(dtype)
+    twin = torch.nn.BatchNorm1d(8).cuda()
+    seen = []
+    for model, given in ((norm, x), (twin, x.cuda())):
+        given.requires_grad_(frozen != "input")
+        model.requires_grad_(frozen != "weights")
+        result = model(given)
+        result.float().square().sum().backward()
+        seen.append([result, *(t.grad for t in (given, *model.parameters()) if t.requires_grad)])
+    for a, b in zip(*seen, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(b.cpu(), a)
 
 
 def test_random_numbers_follow_the_seed_and_the_state():

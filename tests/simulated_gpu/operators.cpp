@@ -106,7 +106,11 @@ void launch(std::string name, double seconds, std::function<void()> work) {
   int64_t number = knobs.num_operations++;
   push([number, seconds, name = std::move(name), work = std::move(work)] {
     if (number == knobs.fail_at) TORCH_CHECK(false, "an injected failure in ", name);
-    timed(seconds, work);
+    try {
+      timed(seconds, work);
+    } catch (const c10::Error& error) {
+      throw std::runtime_error(name + ": " + error.what_without_backtrace());
+    }
   });
 }
 
@@ -187,9 +191,12 @@ double compute_s(const Call& call) {
   return least_s(nbytes, knobs.compute_bytes_per_s);
 }
 
-// Statistics of a half-precision norm are in the input's dtype on the CPU, and in fp32 by the meta kernel.
-bool has_cpu_dtypes(const std::string& name) {
-  return name == "aten::native_layer_norm" || name == "aten::native_group_norm" || name == "aten::native_batch_norm";
+// Statistics of a norm are in the dtype of its weight on the CPU, and in fp32 by the meta kernel.
+std::optional<at::ScalarType> dtype_of_statistics(const Call& call) {
+  bool is_of_layer = call.name == "aten::native_layer_norm";
+  if (!is_of_layer && call.name != "aten::native_group_norm" && call.name != "aten::native_batch_norm") return std::nullopt;
+  at::Tensor weight = call.arguments[is_of_layer ? 2 : 1].toTensor();
+  return (weight.defined() ? weight : call.arguments[0].toTensor()).scalar_type();
 }
 
 std::optional<Stack> meta_results(const Call& call) {
@@ -280,31 +287,37 @@ void mutate(Call& call, Stack* stack) {
   }
 }
 
+// Tensors of results in order, with the undefined ones.
+std::vector<at::Tensor> tensors_of(const Stack& results) {
+  std::vector<at::Tensor> found;
+  for (const IValue& value : results) {
+    if (value.isTensor()) found.push_back(value.toTensor());
+    if (!value.isTensorList()) continue;
+    for (const at::Tensor& each : value.toTensorVector()) found.push_back(each);
+  }
+  return found;
+}
+
 // Results of a shape that the meta kernel knows: allocated now, filled later.
 void compute(Call& call, Stack results, Stack* stack) {
-  bool keeps_dtype = has_cpu_dtypes(call.name);
+  auto dtype = dtype_of_statistics(call);
+  Stack made;
+  for (const IValue& result : results) {
+    bool is_statistic = dtype.has_value() && !made.empty();
+    made.push_back(converted(
+        result, [&](const at::Tensor& geometry) { return empty_like_geometry(is_statistic ? geometry.to(*dtype) : geometry); }));
+  }
   std::vector<at::Tensor> targets;
-  auto make = [&](const at::Tensor& geometry) {
-    at::Tensor like = geometry;
-    if (keeps_dtype && call.arguments[0].isTensor() && call.arguments[2].isTensor()) {
-      auto dtype = call.arguments[2].toTensor().defined() ? call.arguments[2].toTensor().scalar_type()
-                                                         : call.arguments[0].toTensor().scalar_type();
-      like = geometry.to(dtype);
-    }
-    at::Tensor made = empty_like_geometry(like);
-    targets.push_back(device_bytes(made));
-    return made;
-  };
-  for (const IValue& result : results) stack->push_back(converted(result, make));
+  for (const at::Tensor& each : tensors_of(made)) targets.push_back(each.defined() ? device_bytes(each) : each);
+  for (IValue& value : made) stack->push_back(value);
   launch(call.name, compute_s(call), [op = call.op, arguments = launch_arguments(call), targets = std::move(targets)] {
-    Stack made = run_on_cpu(op, arguments);
-    size_t next = 0;
-    for (const IValue& value : made) {
-      for_each_tensor(value, [&](const at::Tensor& source) {
-        c10::impl::ExcludeDispatchKeyGuard guard(kBelowAutograd);
-        at::Tensor target = targets[next++];
-        if (source.numel() > 0) target.copy_(source);  // the CPU leaves statistics out that are not used
-      });
+    std::vector<at::Tensor> sources = tensors_of(run_on_cpu(op, arguments));
+    for (size_t i = 0; i < targets.size(); ++i) {
+      at::Tensor target = targets[i], source = sources[i];
+      // One of the two leaves out what nobody asked for: gradients by their mask, statistics that are not used.
+      if (!target.defined() || !source.defined() || source.numel() == 0) continue;
+      c10::impl::ExcludeDispatchKeyGuard guard(kBelowAutograd);
+      target.copy_(source);
     }
   });
 }
