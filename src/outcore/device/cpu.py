@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import cast, final
 
 import torch
@@ -56,6 +57,9 @@ class CpuDevice(Device):
         """Nothing to undo."""
 
     def hand_over(self, tensor: torch.Tensor, lane: Lane | None) -> None:
+        """A reference is enough on the CPU."""
+
+    def receive(self, tensors: Iterable[torch.Tensor | None]) -> None:
         """A reference is enough on the CPU."""
 
     def rng_state(self) -> object:

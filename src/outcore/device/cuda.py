@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+from collections.abc import Iterable
 from typing import Self, cast, final
 
 import torch
@@ -235,6 +236,13 @@ class CudaDevice(Device):
         stream = torch.cuda.current_stream(self.torch_device) if lane is None else self._cuda.streams.get(lane)
         if stream is not None and tensor.is_cuda:
             tensor.record_stream(stream)
+
+    def receive(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Memory that another stream gave out would go back to it while this one still reads."""
+        stream = torch.cuda.current_stream(self.torch_device)
+        for tensor in tensors:
+            if tensor is not None and tensor.is_cuda:
+                tensor.record_stream(stream)
 
     def rng_state(self) -> object:
         """States of the CPU's default generator and of this device's. Does not wait for the device."""

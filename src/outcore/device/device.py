@@ -291,6 +291,10 @@ class Device(Closing):
         """Let compute free a tensor that ``lane``, or (None) compute on the stream of now, uses until later."""
 
     @abc.abstractmethod
+    def receive(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        """``hand_over`` to compute of what autograd found, whose nodes work on the streams of their forward."""
+
+    @abc.abstractmethod
     def rng_state(self) -> object:
         """State of the random generators that compute draws from: the CPU's and this device's."""
 

@@ -276,7 +276,9 @@ class UnitCall:
                 sources = [*outer, *(p for p, w in zip(params, wanted, strict=True) if w)]
                 pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None]
                 leaves = [*params, *call.foreign]
-                found = iter(without_hooks(leaves, lambda: gradients(pairs, sources, keeps_graph=is_kept)))
+                all_found = without_hooks(leaves, lambda: gradients(pairs, sources, keeps_graph=is_kept))
+            self._device.receive(all_found)
+            found = iter(all_found)
             given = [next(found) for _ in outer]
             made = {i: g for i, w in enumerate(wanted) if w and (g := next(found)) is not None}
             grads_of = self.unit.gradient_form.native(made)
