@@ -137,7 +137,7 @@ def test_the_commands_and_options_are_these():
         "env": ["as_json"],
         "plan": sorted(
             [
-                *("as_json", "batch_size", "clipping", "device_memory", "disk_size", "grad_accum", "hardware"),
+                *("as_json", "batch_size", "clipping", "device_memory", "disk_size", "fit", "grad_accum", "hardware"),
                 *("host_memory", "html", "model", "out", "precision", "seq_len"),
             ]
         ),

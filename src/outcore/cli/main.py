@@ -89,10 +89,17 @@ def probe(
 @app.command(no_args_is_help=True)
 def plan(  # noqa: PLR0913 (one option each)
     *,
-    model: Annotated[str, typer.Option(help="ID on the hub, directory, or config.json; no weights are needed.")],
+    model: Annotated[
+        str | None, typer.Option(help="ID on the hub, directory, or config.json; no weights are needed.")
+    ] = None,
+    fit: Annotated[bool, typer.Option("--fit", help="In place of a model: the largest known ones that fit.")] = False,
     hardware: Annotated[
-        str, typer.Option(help="A hardware.json, or names of parts: rtx-4090, h100+pcie5+server-ddr5+server-nvme.")
-    ],
+        str | None,
+        typer.Option(
+            help="A hardware.json, or names of parts: rtx-4090, h100+pcie5+server-ddr5+server-nvme; by default this "
+            "machine, as outcore probe measures it."
+        ),
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a micro-batch.")] = 1,
     seq_len: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 2048,
     grad_accum: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 1,
@@ -107,10 +114,17 @@ def plan(  # noqa: PLR0913 (one option each)
 ) -> None:
     """Say whether a model fits a machine, how fast it would train there, what binds, and what lost."""
     refuse_missing(*TRAINING)
+    if fit == (model is not None):
+        raise ConfigError(
+            "outcore plan: expected either --model or --fit, but got "
+            f"{'both; leave one out' if fit else 'neither; name a model, or ask for the largest that fit'}"
+        )
+    if fit and (out is not None or html is not None):
+        raise ConfigError("--fit: expected it without --out and --html, which are for one model; leave them out")
     from outcore.cli.plan import Question, answer, to_json, to_text
 
     asked = Question(
-        model=model,
+        model=model or "",
         hardware=hardware,
         batch_size=batch_size,
         seq_len=seq_len,
@@ -121,6 +135,12 @@ def plan(  # noqa: PLR0913 (one option each)
         host_memory=host_memory,
         disk_size=disk_size,
     )
+    if fit:
+        from outcore.cli import fit as fitting
+
+        fitted = fitting.fits(asked, fitting.known_models())
+        print(fitting.to_json(fitted) if as_json else fitting.to_text(fitted))
+        return
     found = answer(asked)
     if out is not None:
         found.found.plan.save(out)

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from outcore.choice import Options, Planner, Timed
-from outcore.cli.train.model.source import build_model, find_model
+from outcore.cli.train.model.source import ModelSource, build_model, find_model
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import format_bytes, parse_bytes
 from outcore.device.device import ACCELERATOR_SHARE
 from outcore.device.opening import usual_device
-from outcore.forecast import Loop, named_hardware, token_batch
+from outcore.forecast import Loop, hardware_for, token_batch
 from outcore.integrations.versions import scores_in_tiles
 from outcore.planning.homes.occupancy import Load, occupancy, peak_of
 from outcore.planning.homes.placement import Least, Room, least
@@ -55,7 +55,8 @@ class Question:
     """What is asked, as the command line has it."""
 
     model: str
-    hardware: str
+    hardware: str | None
+    """None: this machine."""
     batch_size: int
     seq_len: int
     grad_accum: int
@@ -140,6 +141,10 @@ class Answer:
         """(What forward saves, where it rests) -> units."""
         return Counter((unit.policy, unit.activations) for unit in self.run.units[1:])
 
+    def ways(self) -> list[dict[str, str | int]]:
+        """The same as data."""
+        return [{"policy": policy, "rest_on": tier, "units": count} for (policy, tier), count in self.policies.items()]
+
     def peak_bytes(self) -> dict[Tier, int]:
         """Tier -> the most that is in use at once."""
         return {tier: peak_of([load for load in self.loads if load.tier == tier]) for tier in TIERS}
@@ -174,13 +179,27 @@ def answer(question: Question) -> Answer:
         ConfigError: An option that cannot be used.
         PlanInfeasibleError: It does not fit; says what would do.
     """
-    hardware = named_hardware(question.hardware)
+    config = Path(question.model, "config.json")  # of a directory, whose weights may be missing
+    return answer_for(question, find_model(str(config) if config.is_file() else question.model))
+
+
+def answer_for(question: Question, source: ModelSource) -> Answer:
+    """The same for a model that was found. Raises: as ``answer``."""
+    hardware = _hardware(question.hardware)
     precision = _precision(question.precision)
     limits = _limits(question, hardware)
-    config = Path(question.model, "config.json")  # of a directory, whose weights may be missing
-    model = build_model(find_model(str(config) if config.is_file() else question.model), precision)
-    cut = partition(model, state_names=_STATES, precision=precision)
+    cut = partition(build_model(source, precision), state_names=_STATES, precision=precision)
     return _Asking(question, cut, hardware, limits).answer()
+
+
+def _hardware(named: str | None) -> Hardware:
+    found = hardware_for(named, _Machine(usual_device(), False, 0.0), (), may_measure=True)  # noqa: FBT003
+    if found is None:
+        raise ConfigError(
+            "--hardware: expected a machine to plan for, but none is named, and this one is not measured; name a "
+            "file or parts, or run outcore probe"
+        )
+    return found
 
 
 class _Machine(NamedTuple):
@@ -268,6 +287,7 @@ def _limits(question: Question, hardware: Hardware) -> Limits:
             raise ConfigError(f"{flag}: expected more than 0 bytes, but got '{text}'")
         return nbytes
 
+    shared = 1.0 if hardware.device.runs_ahead else 0.5  # without an accelerator both tiers are the same memory
     disk = hardware.disk
     if disk is None and question.disk_size is not None:
         raise ConfigError(
@@ -275,8 +295,10 @@ def _limits(question: Question, hardware: Hardware) -> Limits:
             "name a machine with one"
         )
     return Limits(
-        device_bytes=given(question.device_memory, "--device-memory", _DEVICE_SHARE * hardware.device.memory_bytes),
-        host_bytes=given(question.host_memory, "--host-memory", _HOST_SHARE * hardware.host.memory_bytes),
+        device_bytes=given(
+            question.device_memory, "--device-memory", shared * _DEVICE_SHARE * hardware.device.memory_bytes
+        ),
+        host_bytes=given(question.host_memory, "--host-memory", shared * _HOST_SHARE * hardware.host.memory_bytes),
         disk_bytes=None if disk is None else given(question.disk_size, "--disk-size", _DISK_SHARE * disk.size_bytes),
     )
 
@@ -381,9 +403,7 @@ def to_json(answer: Answer) -> str:
         "activation_bytes": answer.activation_bytes,
         "workspace_bytes": found.plan.workspace_bytes,
         "kept_bytes": found.plan.kept_bytes,
-        "activations": [
-            {"policy": policy, "rest_on": tier, "units": count} for (policy, tier), count in answer.policies.items()
-        ],
+        "activations": answer.ways(),
         "not_followed": answer.guess or None,
         "peak_bytes": answer.peak_bytes(),
         "peaks": [

@@ -1,0 +1,153 @@
+"""``outcore plan --fit``: the largest well-known models that a machine trains, and how fast.
+
+Shapes are those of the ``config.json`` that stands on the hub under each name. Nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from outcore.cli.plan import Answer, Question, answer_for
+from outcore.cli.train.model.source import ModelSource
+from outcore.core.errors import PlanInfeasibleError
+from outcore.core.quantities import format_bytes
+from outcore.planning.homes.reservations import tier_bytes
+from outcore.spec.plan import TIERS, Tier
+
+MOST = 5
+"""Models that are planned for: the largest that fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """A model that many have."""
+
+    name: str
+    parameters: int
+    """Tied ones count once; of experts all count."""
+    config: Mapping[str, Any]
+
+    @property
+    def source(self) -> ModelSource:
+        """As if it had been found."""
+        kind = CONFIG_MAPPING[self.config["model_type"]]
+        config = kind(**{key: value for key, value in self.config.items() if key != "model_type"})
+        return ModelSource(self.name, config, None, Path(self.name))
+
+
+def known_models() -> list[Known]:
+    """The largest first."""
+    text = (files(__package__) / "known_models.json").read_text(encoding="utf-8")
+    return sorted((Known(**row) for row in json.loads(text)), key=lambda known: -known.parameters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fits:
+    """What a machine trains."""
+
+    question: Question
+    machine: str
+    answers: Sequence[tuple[Known, Answer]]
+    """The largest first."""
+    too_large: Sequence[Known]
+    """Larger than these."""
+
+
+def fits(question: Question, known: Sequence[Known]) -> Fits:
+    """Plan for the largest that fit.
+
+    Args:
+        question: Its model is each of these in turn.
+        known: The largest first.
+
+    Raises:
+        ConfigError: An option that cannot be used.
+        PlanInfeasibleError: None fits.
+    """
+    found: list[tuple[Known, Answer]] = []
+    too_large: list[Known] = []
+    error = PlanInfeasibleError("expected models to try, but there are none", {}, {})
+    for each in known:
+        try:
+            found.append((each, answer_for(dataclasses.replace(question, model=each.name), each.source)))
+        except PlanInfeasibleError as caught:
+            error = caught
+            too_large += [] if found else [each]
+        if len(found) == MOST:
+            break
+    if not found:
+        smallest = known[-1].name if known else ""
+        raise PlanInfeasibleError(
+            f"--fit: expected a machine that trains one of {len(known)} known models, but even {smallest} does not "
+            f"fit:\n{error}",
+            error.required_bytes,
+            error.raise_one_to,
+        ) from error
+    machine = found[0][1].hardware.name
+    return Fits(question=question, machine=machine, answers=found, too_large=too_large)
+
+
+def to_text(found: Fits) -> str:
+    """A table."""
+    heads = ("model", "parameters", "step", "tokens/s", "binds", "activations", *TIERS)
+    rows = [heads, *(_row(known, answer) for known, answer in found.answers)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    asked = found.question
+    batch = f"{asked.grad_accum} x " if asked.grad_accum > 1 else ""
+    first = f"{found.machine}: the largest that it trains, as predicted for {batch}{asked.batch_size} x {asked.seq_len}"
+    return "\n".join([f"{first} tokens in {asked.precision}", "", *lines, *_too_large(found)])
+
+
+def _row(known: Known, answer: Answer) -> tuple[str, ...]:
+    link, part = _binding(answer)
+    saved = ", ".join(f"{policy} on {tier}" for (policy, tier), _ in answer.policies.most_common(1))
+    sizes = (format_bytes(nbytes) if nbytes else "-" for nbytes in _taken(answer).values())
+    step, tokens = f"{answer.found.simulation.step_s:.4g} s", f"{answer.tokens_per_s:,.0f}"
+    return known.name, f"{known.parameters / 1e9:.1f}e9", step, tokens, f"{link} {part:.0%}", saved, *sizes
+
+
+def _binding(answer: Answer) -> tuple[str, float]:
+    binding = answer.found.simulation.binding
+    return max(binding.items(), key=lambda pair: pair[1], default=("compute", 1.0))
+
+
+def _taken(answer: Answer) -> dict[Tier, int]:
+    return tier_bytes(answer.spec, answer.found.plan)
+
+
+def _too_large(found: Fits) -> Iterator[str]:
+    if found.too_large:
+        yield ""
+        yield f"too large: {', '.join(known.name for known in found.too_large)}"
+
+
+def to_json(found: Fits) -> str:
+    """The same as data."""
+    asked = {name: value for name, value in dataclasses.asdict(found.question).items() if name != "model"}
+    facts: dict[str, Any] = {
+        **asked,
+        "machine": found.machine,
+        "models": [
+            {
+                "model": known.name,
+                "parameters": known.parameters,
+                "predicted_step_s": answer.found.simulation.step_s,
+                "predicted_tokens_per_s": answer.tokens_per_s,
+                "binding": dict(answer.found.simulation.binding),
+                "activations": answer.ways(),
+                "reserved_bytes": _taken(answer),
+            }
+            for known, answer in found.answers
+        ],
+        "too_large": [known.name for known in found.too_large],
+    }
+    return json.dumps(facts, indent=2)

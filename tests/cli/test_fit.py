@@ -1,0 +1,113 @@
+"""``outcore plan --fit``: the largest known models that fit, by plans of their own; what cannot be asked is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from outcore.cli import fit
+from outcore.cli.plan import Question, answer
+from outcore.cli.train.model.source import build_model
+from outcore.planning.timing.known_hardware import known_hardware
+
+from .conftest import CONFIG, Run
+
+TOO_LARGE, LARGE, MIDDLE, SMALL = 80, 8, 4, 2
+SMALL_BUDGETS = ("--device-memory", "2MiB", "--host-memory", "3MiB", "--disk-size", "1MiB", "--seq-len", 64)
+
+
+def known_of(layers: int) -> fit.Known:
+    return fit.Known(name=f"tiny-{layers}", parameters=layers, config={**CONFIG, "num_hidden_layers": layers})
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of models of billions, some that are planned for in no time."""
+    known = [known_of(layers) for layers in (TOO_LARGE, LARGE, MIDDLE, SMALL)]
+    monkeypatch.setattr(fit, "known_models", lambda: known)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_the_largest_that_fit_each_with_its_plan(command: Run, config_json: Path):
+    done = command("plan", "--fit", "--hardware", "rtx-4090", *SMALL_BUDGETS, "--json")
+    assert done.status == 0, done.err
+    found = json.loads(done.out)
+    assert [row["model"] for row in found["models"]] == ["tiny-8", "tiny-4", "tiny-2"]
+    assert found["too_large"] == ["tiny-80"]
+    asked = Question(
+        model=str(config_json),
+        hardware="rtx-4090",
+        batch_size=1,
+        seq_len=64,
+        grad_accum=1,
+        precision="bf16",
+        clipping=True,
+        device_memory="2MiB",
+        host_memory="3MiB",
+        disk_size="1MiB",
+    )
+    config_json.write_text(json.dumps({**CONFIG, "num_hidden_layers": MIDDLE}))
+    assert found["models"][1]["predicted_step_s"] == answer(asked).found.simulation.step_s
+    for row in found["models"]:
+        assert row["predicted_tokens_per_s"] == pytest.approx(64 / row["predicted_step_s"])
+        assert row["reserved_bytes"]["device"] <= 2 * 2**20
+        assert row["activations"]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_as_a_table_for_a_machine_of_a_file(command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    known_hardware("a100-40gb").save(tmp_path / "hardware.json")
+    monkeypatch.setattr(fit, "MOST", 1)
+    done = command("plan", "--fit", "--hardware", tmp_path / "hardware.json", *SMALL_BUDGETS)
+    assert done.status == 0, done.err
+    first, _, heads, *rows = done.out.splitlines()
+    assert "predicted for 1 x 64 tokens in bf16" in first
+    assert heads.split()[:4] == ["model", "parameters", "step", "tokens/s"]
+    assert rows[0].startswith("tiny-8")
+    assert "too large: tiny-80" in done.out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "expected either --model or --fit, but got neither"),
+        (("--fit", "--model", "config.json"), "expected either --model or --fit, but got both"),
+        (("--fit", "--html", "plan.html"), "--fit: expected it without --out and --html"),
+        (("--fit", "--out", "plan.json"), "--fit: expected it without --out and --html"),
+        (("--fit", "--device-memory", "0"), "--device-memory: expected more than 0 bytes"),
+        (("--fit", "--device-memory", "1KiB"), "expected a machine that trains one of 4 known models, but even tiny-2"),
+        (("--fit", "--precision", "fp8"), "--precision: expected one of fp32, bf16, pure_bf16"),
+    ],
+)
+@pytest.mark.usefixtures("tiny")
+def test_bad_input_is_one_message(command: Run, options: tuple[str, ...], message: str):
+    done = command("plan", "--hardware", "h100", *options)
+    assert (done.status, done.out) == (2, "")
+    assert message in done.err
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.usefixtures("tiny")
+def test_without_a_machine_there_is_nothing_to_plan_for(command: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OUTCORE_HARDWARE", "none")
+    done = command("plan", "--fit")
+    assert (done.status, done.out) == (2, "")
+    assert "--hardware: expected a machine to plan for, but none is named" in done.err
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["Qwen/Qwen3-0.6B", "meta-llama/Llama-3.1-8B", "mistralai/Mixtral-8x7B-v0.1", "openai/gpt-oss-20b"],
+)
+def test_shapes_have_the_parameters_that_are_written_down(name: str):
+    known = {each.name: each for each in fit.known_models()}
+    model = build_model(known[name].source, "bf16")
+    assert sum(p.numel() for p in model.parameters()) == known[name].parameters
+
+
+def test_the_largest_come_first():
+    counts = [known.parameters for known in fit.known_models()]
+    assert counts == sorted(counts, reverse=True)
+    assert len({known.name for known in fit.known_models()}) == len(counts)
