@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 
 from outcore.core.errors import ConfigError
-from outcore.planning.paper.schedule import consecutive, schedule, update_order, usual_visits
-from outcore.planning.paper.weight_cache import nothing_held
+from outcore.planning.paper.schedule import consecutive, schedule, usual_visits
+from outcore.planning.paper.weight_cache import nothing_held, update_order
 from outcore.spec.lanes import Lane
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan

@@ -21,8 +21,8 @@ from outcore.device.lanes import Handle
 from outcore.device.recorder import Recorder
 from outcore.order.activations import ActivationOrder
 from outcore.order.weights import WeightOrder, WeightSlots
-from outcore.planning.paper.schedule import update_order, usual_visits
-from outcore.planning.paper.weight_cache import NEVER, Held, Move, Moves, slots_for, weight_moves
+from outcore.planning.paper.schedule import usual_visits
+from outcore.planning.paper.weight_cache import NEVER, Held, Move, Moves, slots_for, update_order, weight_moves
 from outcore.runtime.unit.recovery import Recovery
 from outcore.runtime.unit.unit import Beneath, Unit
 from outcore.spec.model import ModelSpec

@@ -195,7 +195,8 @@ class Plan(Described):
             raise ConfigError(f"plan: expected tier_bytes as an object, but got {self.tier_bytes!r}")
         names = [u.name for u in self.units]
         if len(set(names)) != len(names):
-            raise ConfigError(f"plan: a unit is named twice: {sorted({n for n in names if names.count(n) > 1})}")
+            twice = min(name for name in names if names.count(name) > 1)
+            raise ConfigError(f"plan: expected every unit once, but '{twice}' is named twice; remove one of them")
 
     @property
     def rests_on_device(self) -> bool:

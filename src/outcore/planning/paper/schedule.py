@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from outcore.order.activations import SavedCall
@@ -21,7 +21,15 @@ from outcore.order.ledger import Ledger, Span
 from outcore.order.slots import SlotPool
 from outcore.order.step import StepOrder
 from outcore.planning.paper.port import Entry, Paper
-from outcore.planning.paper.weight_cache import Held, Move, Moves, changed_units, nothing_held, weight_moves
+from outcore.planning.paper.weight_cache import (
+    Held,
+    Move,
+    Moves,
+    changed_units,
+    nothing_held,
+    update_order,
+    weight_moves,
+)
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
 from outcore.spec.schedule import ROOT, Phase, Schedule, Visit
@@ -38,13 +46,6 @@ def usual_visits(model: ModelSpec, micro_batches: int = 1) -> tuple[Visit, ...]:
     forward = (*(Visit(Phase.FORWARD, i) for i in units), Visit(Phase.FORWARD, ROOT))
     backward = (Visit(Phase.BACKWARD, ROOT), *(Visit(Phase.BACKWARD, i) for i in reversed(units)))
     return (forward + backward) * micro_batches
-
-
-def update_order(visits: Iterable[Visit], num_units: int) -> list[int]:
-    """In which order ``step()`` updates units: first used, first updated. The root comes first if it is not visited."""
-    used = dict.fromkeys(visit.unit for visit in visits)
-    first = [] if ROOT in used else [ROOT]
-    return [*first, *used, *(i for i in range(1, num_units) if i not in used)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 from outcore.core.errors import ConfigError
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, Tier
-from outcore.spec.schedule import Phase, Visit
+from outcore.spec.schedule import ROOT, Phase, Visit
 
 NEVER = 2**62
 STEPS_AHEAD = 3  # this one, the next one, whose first loads may be made in this one, and what that one is followed by
@@ -266,3 +266,10 @@ def _after(
         if move.tier == tier:
             slots[move.slot] = move.unit
     return tuple(None if unit in changed else unit for unit in slots)
+
+
+def update_order(visits: Iterable[Visit], num_units: int) -> list[int]:
+    """In which order ``step()`` updates units: first used, first updated. The root comes first if it is not visited."""
+    used = dict.fromkeys(visit.unit for visit in visits)
+    first = [] if ROOT in used else [ROOT]
+    return [*first, *used, *(i for i in range(1, num_units) if i not in used)]

@@ -126,7 +126,8 @@ class _HandingOut(TorchDispatchMode):
         if before is not func:
             raise UnsupportedError(
                 f"{self._where}: recompute does {func} where forward did {before}; the block depends on something "
-                "besides its arguments, random numbers and buffers, or give this unit the policy keep in the plan"
+                "besides its arguments, random numbers and buffers: move that into a buffer, or give this unit the "
+                "policy keep in the plan"
             )
         if result is None:
             return func(*args, **(kwargs or {}))

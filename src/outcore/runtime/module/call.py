@@ -343,7 +343,7 @@ class UnitCall:
             raise UnsupportedError(
                 f"{self._where}: recompute gave results of shapes {[tuple(t.shape) for t in made]}, but forward gave "
                 f"{[tuple(shape) for shape in call.shapes]}; the block depends on something besides its arguments, "
-                "random numbers and buffers"
+                "random numbers and buffers: move that into a buffer, or give this unit the policy keep in the plan"
             )
         if call.summary is not None:
             edited = [self.unit.spec.params[i].name for i in call.edited]
