@@ -31,6 +31,7 @@ TINY = {
     "overhead.py": "--turns 1 --steps 1 --layers 2 --device cpu",
     "predict.py": "--cases 1 --blocks 2 --numel 4096 --milliseconds 1 --steps 1 --layers 1 --hidden 64 --lengths 8"
     " --quick",
+    "pieces.py": "--pieces 2 --blocks 7 --numel 4096 --milliseconds 1 --steps 1",
     "step.py": "--turns 1 --steps 1 --layers 1 --hidden 64 --vocabulary 97 --batch-size 1 --seq-len 16 --disk .",
 }
 
@@ -49,6 +50,9 @@ def test_tiny_run_prints_json_and_leaves_nothing(name: str, tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
     if name == "overlap.py":
         assert_no_step_beats_its_bound(json.loads(done.stdout)["results"])
+    if name == "pieces.py":
+        found = json.loads(done.stdout)["results"]["2"]
+        assert found["in_pieces"]["fetched_bytes"] < found["accumulation"]["fetched_bytes"]
     if name == "large.py":
         assert_every_case_has_its_numbers(json.loads(done.stdout))
         assert "host memory is pinned" in done.stderr

@@ -15,7 +15,10 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import outcore
+from outcore.api import prepare_for_test
 from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.device.faults import Faults
+from outcore.device.race import RaceChecker
 from outcore.planning.homes.pools import Comfort
 from outcore.planning.units import dear
 from outcore.runtime.activations import away
@@ -115,12 +118,16 @@ def in_pieces(model: nn.Module, optimizer: Any, batches: list[list[torch.Tensor]
 
 
 @contextmanager
-def prepared(model: nn.Module, folder: Path, homes: Any = "host", pieces: int = PIECES, **how: Any) -> Iterator[Any]:
+def prepared(
+    model: nn.Module, folder: Path, homes: Any = "host", pieces: int = PIECES, faults: Any = None, **how: Any
+) -> Iterator[Any]:
+    """With the race checker, which raises where two accesses are not ordered. Args: faults: Fields of ``Faults``."""
     optimizer = optimizer_of(model.parameters())
     _, plan = forced(model, optimizer, homes, comfort=COMFORT, pieces=pieces, **how)
     budget = outcore.Budget(disk=folder)
     options = {"plan": plan, "budget": budget, "device": DEVICE, "micro_batches_in_unit": pieces}
-    with outcore.prepare(model, optimizer, accumulation_steps=how.get("steps"), **options) as result:
+    options |= {"accumulation_steps": how.get("steps"), "race_checker": RaceChecker()}
+    with prepare_for_test(model, optimizer, faults=Faults(**(faults or {})), **options) as result:
         yield result
 
 
@@ -182,6 +189,19 @@ def test_activations_leave(policy: str, tier: str, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Away, "leave", lambda mine, target: left.append(mine) or leave(mine, target))
     same(tmp_path, BUILDS["llama"], policy=policy, activations=tier)
     assert len(left) >= STEPS * (3 * PIECES - 2)  # of units and pieces; the last ones stay
+
+
+FAULTS: dict[str, dict[str, Any]] = {
+    "late": {"delays": {"d2h": 2e-3, "h2d": 1e-3, "update": 1e-3, "disk_write": 1e-3}, "poison": True},
+    "permuted": {"permute": 3, "poison": True},
+}
+
+
+@pytest.mark.parametrize("faults", [name for name in FAULTS if name == "late" or DEVICE == "cpu"])
+@pytest.mark.parametrize(("homes", "more"), [("disk", {"early": True, "steps": 1}), ("host", {"activations": "host"})])
+def test_late_and_permuted_lanes(homes: str, more: Any, faults: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(away, "SMALL_BYTES", 64)
+    same(tmp_path, dtype=torch.bfloat16, homes=homes, faults=FAULTS[faults], **more)
 
 
 def test_weights_come_once_however_many_pieces(tmp_path: Path) -> None:
