@@ -143,9 +143,11 @@ def parts_of_backward(model: nn.Module, optimizer: Any) -> Any:
     return found
 
 
-@pytest.mark.parametrize("drive", [micro_batches, two_forwards, retained, shapes, parts_of_backward])
-@each_policy
-@each_tier
+DRIVES = (micro_batches, two_forwards, retained, shapes, parts_of_backward)
+EACH_PAIR = [(d, TIERS[(i + j) % 2], p) for i, d in enumerate(DRIVES) for j, p in enumerate(POLICIES)]
+
+
+@pytest.mark.parametrize(("drive", "tier", "policy"), EACH_PAIR)
 def test_whatever_a_loop_does(drive: Any, tier: str, policy: str, tmp_path: Path, counted: Counted) -> None:
     same(drive, tier, tmp_path, five, policy=policy)
     assert counted.num_left >= 6

@@ -10,7 +10,7 @@ import pytest
 from .driver import run_program
 from .program import Program, make_program
 
-NUM_PROGRAMS = 15
+NUM_PROGRAMS = 8
 
 
 def _is_steady(program: Program) -> bool:

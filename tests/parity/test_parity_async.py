@@ -51,21 +51,20 @@ LATE_S = 0.002
 LANES = (COMPUTE, *(lane.value for lane in Lane))
 STAGING = (Lane.STATES_H2D.value, Lane.DEVICE_UPDATE.value, Lane.STATES_D2H.value)
 LATE = [
-    *((case, lane) for case in CASES[:2] for lane in LANES if lane not in STAGING),
+    *((CASES[i % 2], lane) for i, lane in enumerate(lane for lane in LANES if lane not in STAGING)),
     *((case, lane) for case in CASES if case.share == 1.0 for lane in STAGING),
     *((CASES[-4], lane) for lane in (COMPUTE, "d2h", "h2d", "disk_write", "weights_read")),
 ]
 
-each_case = pytest.mark.parametrize("case", CASES, ids=str)
 
-
-@each_case
+# Each case is disturbed in one way, and attempts that clipping undoes in both: the other way reaches no other branch.
+@pytest.mark.parametrize("case", [*CASES[1::2], CASES[14]], ids=str)
 def test_all_lanes_late(case: Case, tmp_path: Path) -> None:
     late = dict.fromkeys(LANES, LATE_S)
     assert_equal(plain_loop(case.name, case.setting), run_checked(case, tmp_path, delays=late, seed=7, poison=True))
 
 
-@each_case
+@pytest.mark.parametrize("case", CASES[::2], ids=str)
 def test_permuted_completion(case: Case, tmp_path: Path) -> None:
     seed = CASES.index(case)
     assert_equal(plain_loop(case.name, case.setting), run_checked(case, tmp_path, permute=seed, poison=True))
@@ -76,7 +75,7 @@ def test_one_late_lane(case: Case, lane: str, tmp_path: Path) -> None:
     assert_equal(plain_loop(case.name, case.setting), run_checked(case, tmp_path, delays={lane: LATE_S}, poison=True))
 
 
-@pytest.mark.parametrize("case", [*CASES[:3], *CASES[-7:]], ids=str)
+@pytest.mark.parametrize("case", [*CASES[:2], *CASES[-7:-5], CASES[-4], CASES[-1]], ids=str)
 def test_looking_on_changes_nothing(case: Case, tmp_path: Path) -> None:
     # Evaluation between backward and step, gradients changed after the step, states read while updates run.
     assert_equal(plain_loop(case.name, case.setting), run_checked(case, tmp_path, is_nosy=True, poison=True))

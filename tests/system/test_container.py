@@ -41,7 +41,7 @@ CHILD = """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     budget = outcore.Budget(device=quarter // 3, host=2 * quarter // 3, disk=Path(sys.argv[1]))
     model, optimizer = outcore.prepare(model, optimizer, budget=budget)
-    for _ in range(3):
+    for _ in range(2):
         loss = model(torch.randn(8, WIDTH, dtype=torch.bfloat16)).float().square().mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
