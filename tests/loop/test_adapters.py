@@ -26,7 +26,7 @@ from torch import nn
 import outcore
 from outcore.saving.training_state import load_states, load_weights, save_states
 
-from .rig import VOCAB, agrees, batch, make, prepared, same
+from .rig import VOCAB, agrees, assert_same, batch, make, prepared, same
 from .test_transformers import llama, mixtral, step
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # peft's, about targets and generation
@@ -116,7 +116,7 @@ def test_saved_and_resumed(kind, name, tmp_path):
     loaded = PeftModel.from_pretrained(make(KINDS[kind][0]), folder, adapter_name=name).state_dict()
     trained = [key for key in saved if "lora_" in key]
     assert trained
-    torch.testing.assert_close({k: loaded[k] for k in trained}, {k: saved[k] for k in trained}, rtol=0, atol=0)
+    assert_same({k: saved[k] for k in trained}, {k: loaded[k] for k in trained})
 
 
 @pytest.mark.parametrize("kind", ["dora", "experts"])
@@ -128,7 +128,7 @@ def test_merged(kind, tmp_path):
         with outcore.gathered(model, write=True):
             model.merge_adapter()
         plain.merge_adapter()
-        torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
+        assert_same(dict(plain.state_dict()), dict(model.state_dict()))
 
 
 def test_named_adapter_that_is_not_there(tmp_path):
