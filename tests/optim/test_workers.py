@@ -175,7 +175,7 @@ def test_stop_ends_an_update_at_the_next_block(monkeypatch):
         time.sleep(0.05)
 
     monkeypatch.setattr("outcore.optim.blocks._update", slow)
-    num_blocks = 400
+    num_blocks = 60
     pieces = Blocked(OPTIMIZERS["adamw"], (num_blocks * SCRATCH_BYTES // 4,)).pieces(1, [None])
     with UpdateWorkers(1) as workers:
         stopper = threading.Thread(target=lambda: (begun.wait(30), workers.stop()))
