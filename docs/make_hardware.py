@@ -15,6 +15,7 @@ from typing import Any
 from outcore.cli.plan import Answer, Question, answer
 from outcore.core.errors import PlanInfeasibleError
 from outcore.core.quantities import format_bytes
+from outcore.planning.homes.reservations import tier_bytes
 
 PAGE = Path(__file__).resolve().parent / "hardware.md"
 BEGIN, END = "<!-- made by make_hardware.py -->", "<!-- end of what is made -->"
@@ -36,7 +37,7 @@ MODELS = {
     "70B (Llama 3.1)": shape(LLAMA, 8192, 28672, 80, 64),
 }
 MACHINES = {
-    "24 GB": "rtx-4090+pcie4+server-ddr4+desktop-nvme",
+    "24 GB": "rtx-4090+pcie4+server-ddr4+server-nvme",
     "48 GB": "a100-80gb+pcie4+server-ddr4+server-nvme",
     "80 GB": "a100-80gb+pcie4+server-ddr4+server-nvme",
 }
@@ -69,18 +70,22 @@ def ask(folder: Path, model: str, memory: str) -> Answer | PlanInfeasibleError:
 def cells(found: Answer | PlanInfeasibleError) -> tuple[str, ...]:
     """Of a row, behind model and memory."""
     if isinstance(found, PlanInfeasibleError):
-        return "does not fit", "", "", "", ""
-    binding, taken = found.found.simulation.binding, found.found.plan.tier_bytes
+        return "does not fit", "", "", "", "", "", ""
+    binding, plan = found.found.simulation.binding, found.found.plan
+    taken = tier_bytes(found.spec, plan)
     binds = max(binding, key=binding.__getitem__, default="compute").replace("_", " ")
-    device = format_bytes(taken["device"] + found.setting.activation_bytes)
+    device = format_bytes(taken["device"] + plan.kept_bytes)
     rest = tuple(format_bytes(taken[tier]) if taken[tier] else "-" for tier in ("host", "disk"))
-    return f"{found.found.simulation.step_s:.1f} s", f"{found.tokens_per_s:,.0f}", binds, device, *rest
+    ways = found.policies.most_common()
+    counts = [f" ({count})" if len(ways) > 1 else "" for _, count in ways]
+    saved = ", ".join(f"{policy} on {tier}{count}" for ((policy, tier), _), count in zip(ways, counts, strict=True))
+    return f"{found.found.simulation.step_s:.1f} s", f"{found.tokens_per_s:,.0f}", binds, saved, device, *rest
 
 
 def tables() -> str:
     """All rows."""
-    heads = ("model", "device memory", "step", "tokens/s", "binds", "device", "host", "disk")
-    lines = ["| " + " | ".join(heads) + " |", "|---|---|---|---|---|---|---|---|"]
+    heads = ("model", "device memory", "step", "tokens/s", "binds", "activations", "device", "host", "disk")
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     with tempfile.TemporaryDirectory() as folder:
         for model in MODELS:
             for memory in MACHINES:

@@ -122,6 +122,7 @@ def test_the_commands_and_options_are_these():
             "on_nonfinite",
             "plan",
             "precision",
+            "replan",
             "report_to",
             "resume",
             "save_every",

@@ -16,9 +16,11 @@ from outcore.api import close, free_budget, plan_for, plan_in_time, prepare
 from outcore.cli.train.data.load import Data, load_data
 from outcore.cli.train.model.reference import Planned, plan_both
 from outcore.cli.train.model.source import ModelSource, build_model, find_model, load_tokenizer
+from outcore.cli.train.output.predicted import Comparison, PredictedStep
+from outcore.cli.train.output.report import Expected
 from outcore.cli.train.settings.run_settings import Settings
 from outcore.core.errors import ConfigError, DiskError
-from outcore.forecast import Loop, token_batch
+from outcore.forecast import NO_TIMES, Loop, token_batch
 from outcore.integrations.refusals import refuse_pieces
 from outcore.integrations.versions import scores_in_tiles
 from outcore.memory.disk import DiskStore
@@ -112,6 +114,11 @@ class Job:
         planned = [self.model, *([] if self.reference is None else [self.reference])]
         return {tier: sum(p.taken[tier] for p in planned) for tier in TIERS}
 
+    def expected(self) -> Expected:
+        """What the plan comes to."""
+        steps = self.model.predicted
+        return Expected(self.taken, Comparison(None if steps is None else PredictedStep.of(steps)))
+
     def plan_table(self) -> str:
         """Who owns how many bytes on each tier."""
         table = plan_table(self.model.spec, self.model.plan)
@@ -202,6 +209,7 @@ def _plan_model(settings: Settings, source: ModelSource, budget: Budget) -> Plan
     args = _arguments(settings)
     kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
     optimizer = kind([p for p in model.parameters() if p.requires_grad], **options)
+    _refuse_replan(settings, args)
     given = None if settings.plan is None else Plan.load(settings.plan)
     promises = given is not None and given.accumulation_steps is not None
     micro_batches = args.gradient_accumulation_steps
@@ -227,6 +235,19 @@ def _plan_model(settings: Settings, source: ModelSource, budget: Budget) -> Plan
             micro_batches_in_unit=settings.unit_micro_batches,
         )
     )
+
+
+def _refuse_replan(settings: Settings, args: Any) -> None:
+    """Raise where there is nothing to compare steps with."""
+    if not settings.replan:
+        return
+    if settings.plan is not None or settings.hardware == NO_TIMES:
+        given = "--plan" if settings.plan is not None else f"--hardware {NO_TIMES}"
+        raise ConfigError(f"--replan: expected it without {given}, since plans are to follow from times; leave one out")
+    if args.max_length is None:
+        raise ConfigError(
+            "--replan: expected --seq-len N, without which no times are predicted, but rows may have any length; set it"
+        )
 
 
 def _refuse_activations(settings: Settings, args: Any) -> None:

@@ -26,9 +26,10 @@ from outcore.cli.train.output.folder import MODEL, SETTINGS, Checkpoint, OutputF
 from outcore.cli.train.output.record import RunRecord
 from outcore.cli.train.output.report import RunReport
 from outcore.cli.train.output.trace import TraceFile
+from outcore.cli.train.replan import Replanning
 from outcore.cli.train.settings.description import describe
 from outcore.cli.train.settings.run_settings import Settings
-from outcore.core.errors import ConfigError, OutcoreError, PlanInfeasibleError
+from outcore.core.errors import ConfigError, DiskError, MemoryBudgetError, OutcoreError, PlanInfeasibleError
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's names
 # What libraries raise for settings and data that they cannot use. Anything else is a bug, and keeps its traceback.
@@ -66,8 +67,10 @@ def run_train(settings: Settings) -> None:
             if output.incomplete:
                 names = ", ".join(path.name for path in output.incomplete)
                 _say(console, "Incomplete", f"{names}: the run was stopped while writing it, so it is removed")
-            with RunReport(console, output, trace, peak_bytes=job.taken, predicted=job.model.predicted) as report:
-                _train(console, job, data, output, report, record)
+            other = Replanning(job, console)
+            with RunReport(console, output, trace, planned=job.expected(), replan=other.measure) as report:
+                if not _train(console, job, data, output, report, record, other):
+                    _go_on(console, other.jobs(), data, output, report, record)
 
 
 def _give_freed_memory_back() -> None:
@@ -95,16 +98,52 @@ def _dry_run(console: Console, job: Job, output: OutputFolder, record: RunRecord
 
 
 def _train(
-    console: Console, job: Job, data: RunData, output: OutputFolder, report: RunReport, record: RunRecord
-) -> None:
+    console: Console,
+    job: Job,
+    data: RunData,
+    output: OutputFolder,
+    report: RunReport,
+    record: RunRecord,
+    other: Replanning,
+) -> bool:
+    """Whether the run came to its end. If not, it stopped behind a checkpoint for another plan."""
     with _trainer(console, job, data, report, record) as (trainer, length):
         if not _is_over(console, job, trainer, output, length.steps):
             resumed = output.checkpoint
             trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed.path))
-            with output.new_model() as folder:
-                outcore.save_pretrained(trainer.model, folder)
-                job.tokenizer.save_pretrained(folder)
-            _say_end(console, job, trainer, output, report)
+            if other.is_due:
+                return False
+            _end(console, job, trainer, output, report)
+    return True
+
+
+def _go_on(
+    console: Console, jobs: Iterator[Job], data: RunData, output: OutputFolder, report: RunReport, record: RunRecord
+) -> None:
+    """From the newest checkpoint with another plan. Args: jobs: With that plan, and as it was."""
+    job = next(jobs)
+    while True:
+        saved = output.latest()
+        report.expect(job.expected())
+        try:
+            with _trainer(console, job, data, report, record) as (trainer, _):
+                trainer.train(resume_from_checkpoint=None if saved is None else str(saved.path))
+                _end(console, job, trainer, output, report)
+        except (DiskError, MemoryBudgetError, PlanInfeasibleError) as error:
+            old = next(jobs, None)
+            if old is None:
+                raise
+            job = old
+            _say(console, "Plan", f"the run goes on with the plan that it had, since the other one fails: {error}")
+        else:
+            return
+
+
+def _end(console: Console, job: Job, trainer: Any, output: OutputFolder, report: RunReport) -> None:
+    with output.new_model() as folder:
+        outcore.save_pretrained(trainer.model, folder)
+        job.tokenizer.save_pretrained(folder)
+    _say_end(console, job, trainer, output, report)
 
 
 @contextmanager

@@ -6,11 +6,11 @@ import json
 import math
 import resource
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self, TextIO, final
+from typing import Any, NamedTuple, Self, TextIO, final
 
 from rich.console import Console
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -18,16 +18,24 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from outcore.cli.progress import Show, StepReport, progress
 from outcore.cli.train.nonfinite import finite
 from outcore.cli.train.output.folder import METRICS, PLAN, OutputFolder
-from outcore.cli.train.output.predicted import Comparison, PredictedStep
+from outcore.cli.train.output.predicted import Comparison
 from outcore.cli.train.output.trace import StepTracer, TraceFile
 from outcore.core.quantities import format_bytes
-from outcore.planning.timing.simulate import Simulation
 from outcore.runtime.module.timing import timing
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.spec.plan import Tier
 
 # Of what a Trainer logs: renamed, counted over the whole run, or there per lane.
 _ELSEWHERE = ("learning_rate", "num_tokens", "moved_bytes", "exposed_s", "epoch")
+
+
+class Expected(NamedTuple):
+    """What a plan comes to."""
+
+    peak_bytes: Mapping[Tier, int]
+    """What the run takes on each tier; activations come on top."""
+    comparison: Comparison
+    """Of its steps with those that come."""
 
 
 @final
@@ -40,8 +48,8 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
         output: OutputFolder,
         trace: TraceFile | None,
         *,
-        peak_bytes: Mapping[Tier, int],
-        predicted: Simulation | None = None,
+        planned: Expected,
+        replan: Callable[[], bool] = lambda: False,
     ) -> None:
         """Remember where to.
 
@@ -49,22 +57,26 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
             console: A terminal gets a bar, anything else plain lines.
             output: Begun when training begins; gets ``plan.json`` and ``metrics.jsonl``.
             trace: Gets a timeline of a few steps.
-            peak_bytes: What the run takes on each tier; activations come on top.
-            predicted: Steps in time, if that is known.
+            planned: Of the run.
+            replan: Asked when steps take other than predicted: whether to stop behind a checkpoint.
         """
         self._console, self._output, self._trace = console, output, trace
         self._closing = ExitStack()
         self._show: Show
         self._file: TextIO
         self._optimizer: StreamedOptimizer
-        self._peak_bytes = peak_bytes
-        self._comparison = Comparison(None if predicted is None else PredictedStep.of(predicted))
+        self._replan = replan
+        self.expect(planned)
         self._meter: _Meter
         self._reported = (0, 0)  # steps and tokens
         self._tracer: StepTracer | None = None
         self._begun_s = time.perf_counter()
         self._summary: dict[str, str] = {}
         self._trained = (0, 0, 0.0)  # steps, tokens and seconds of this run
+
+    def expect(self, planned: Expected) -> None:
+        """Steps that follow are those of this plan."""
+        self._planned = planned
 
     def __enter__(self) -> Self:
         return self
@@ -127,9 +139,9 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
             now = (state.global_step, int(logs["num_tokens"]))
             steps, tokens = now[0] - self._reported[0], now[1] - self._reported[1]
             self._reported = now
-            lap = self._meter.lap(steps=steps, tokens=tokens) | self._comparison.facts()
+            lap = self._meter.lap(steps=steps, tokens=tokens) | self._planned.comparison.facts()
             self._add_up(logs["loss"], steps, tokens, steps * lap["step_s"])
-            self._write(line | _training(logs) | lap | {"peak_bytes": self._peak_bytes})
+            self._write(line | _training(logs) | lap | {"peak_bytes": self._planned.peak_bytes})
             moved_bytes, exposed_s = sum(self._optimizer.traffic().values()), self._optimizer.exposed_s()
             self._show(
                 StepReport(
@@ -137,17 +149,27 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
                     tokens=tokens,
                     moved_bytes=moved_bytes,
                     exposed_s=exposed_s,
-                    of_predicted=self._comparison.ratio(lap["step_s"]),
+                    of_predicted=self._planned.comparison.ratio(lap["step_s"]),
                 )
             )
-            wrong = self._comparison.add(lap, steps)
+            wrong = self._planned.comparison.add(lap, steps)
             if wrong is not None:
                 self._console.print(f"step {state.global_step}: {wrong}", markup=False, soft_wrap=True)
+                self._stop_for_another_plan(state, control)
         elif any(name.startswith("eval_") for name in logs):
             values = {name: value for name, value in logs.items() if name not in _ELSEWHERE}
             self._write(line | values)
             said = "  ".join(f"{name} {value:.3f}" for name, value in values.items() if name.endswith("loss"))
             self._console.print(f"step {state.global_step}: {said}", soft_wrap=True)
+
+    def _stop_for_another_plan(self, state: TrainerState, control: TrainerControl) -> None:
+        """Behind a checkpoint of this step, if there is another plan."""
+        if state.global_step == state.max_steps:
+            return
+        self._meter.stop()
+        if self._replan():
+            control.should_save = control.should_training_stop = True
+        self._meter.go_on()
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """That was no training."""
@@ -166,11 +188,11 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
     def summary(self) -> dict[str, str]:
         """What the run was: name -> text."""
         took = timedelta(seconds=round(time.perf_counter() - self._begun_s))
-        planned = ", ".join(f"{tier} {format_bytes(n)}" for tier, n in self._peak_bytes.items() if n)
+        planned = ", ".join(f"{tier} {format_bytes(n)}" for tier, n in self._planned.peak_bytes.items() if n)
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return (
             self._summary
-            | self._comparison.closing()
+            | self._planned.comparison.closing()
             | {
                 "time": f"{took}, evaluation and saving included",
                 "peak memory": f"{planned}, without device activations; this process {format_bytes(resident)} resident",

@@ -36,6 +36,8 @@ def describe(settings: Settings) -> dict[str, str]:
         rest["activations"] = f"on {settings.activations} between forward and backward"
     if settings.hardware is not None:
         rest["hardware"] = settings.hardware
+    if settings.replan:
+        rest["replan"] = "where steps take other than predicted"
     if settings.on_nonfinite != RunOptions.on_nonfinite:
         rest["on nonfinite"] = settings.on_nonfinite
     if settings.trace is not None:

@@ -191,6 +191,14 @@ _SHARED: Mapping[str, Any] = {
         "What outcore probe wrote, or names of parts: the machine that times are predicted for. This one by default, "
         "measured once; none: plans are made without times.",
     ),
+    "replan": _option(
+        _WHERE,
+        None,
+        "Where steps are more than 20% off what was predicted for 20 steps: measure the machine again, save a "
+        "checkpoint, and go on from there with a plan that is faster, once. The training is the same.",
+        "--replan",
+        kind=bool,
+    ),
     "device": _option(_WHERE, "NAME", "cpu or cuda; the accelerator if there is one."),
     "out": _option(_OUTPUT, "DIR", "Folder to write to; new or empty, unless --resume."),
     "save_every": _option(_OUTPUT, "N", "Save a checkpoint every N steps and at the end; none by default."),

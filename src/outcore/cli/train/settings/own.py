@@ -56,6 +56,8 @@ class RunOptions:
     trace: File | None = None
     """File for a timeline of a few steps."""
     dry_run: bool = False
+    replan: bool = False
+    """When steps take other than predicted: measure the machine again, and go on with a better plan."""
     # SFTConfig has these two, too; DPOConfig has not.
     eos_token: str | None = None
     """Ends a document or turn, instead of the tokenizer's own."""
