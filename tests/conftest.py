@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ EVERY_OPTIMIZER = ("parity", "loop")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    _leave_pairs(items)
     has_gpu = torch.cuda.is_available()
     for item in items:
         if "gpu" in item.keywords and not has_gpu:
@@ -32,6 +35,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
             item.add_marker(pytest.mark.xdist_group(group))
     yield  # here pytest-randomly shuffles them, and pytest-xdist reads their groups
     items.sort(key=_turn)
+
+
+def _leave_pairs(items: list[pytest.Item]) -> None:
+    """Of tests marked so, those that have a pair of values that none before them has: most new pairs first."""
+    tests: dict[str, list[Any]] = {}
+    for item in items:
+        if "pairs" in item.keywords:
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    dropped: set[pytest.Item] = set()
+    for left in tests.values():
+        pairs = {item: set(itertools.combinations(enumerate(item.callspec._idlist), 2)) for item in left}
+        while any(pairs.values()):
+            most = max(pairs, key=lambda item: len(pairs[item]))
+            seen = pairs.pop(most)
+            pairs = {item: rest - seen for item, rest in pairs.items()}
+        dropped |= pairs.keys()
+    items[:] = [item for item in items if item not in dropped]
 
 
 def pytest_collection_finish() -> None:

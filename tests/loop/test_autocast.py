@@ -39,6 +39,7 @@ def drive_with(context):
     return drive
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("build", [Tower, lambda: Tower(Nested)], ids=["plain", "nested"])
 @pytest.mark.parametrize("cache", [True, False])
 def test_forward_under_autocast(kind, build, cache, tmp_path):

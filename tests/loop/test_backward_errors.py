@@ -58,6 +58,7 @@ def explode(model, seed):
     Bomb.is_armed = False
 
 
+@pytest.mark.pairs
 @KIND
 @pytest.mark.parametrize("where", BUILDS)
 @pytest.mark.parametrize("before", [0, 1])
@@ -89,6 +90,7 @@ def partly(before):
     return drive
 
 
+@pytest.mark.pairs
 @KIND
 @pytest.mark.parametrize("where", BUILDS)
 @pytest.mark.parametrize("before", [0, 1])

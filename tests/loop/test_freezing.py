@@ -17,6 +17,7 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
+@pytest.mark.pairs
 @KIND
 @POLICY
 @pytest.mark.parametrize("make_optimizer", [adamw, sgd])
@@ -54,6 +55,7 @@ def test_some_of_a_block_frozen_for_one_pass(model, optimizer):
     return norm
 
 
+@pytest.mark.pairs
 @KIND
 @POLICY
 @pytest.mark.parametrize("frozen_first", [False, True])

@@ -33,6 +33,7 @@ def scaled_steps(model, optimizer, scale, *, clip, infinite_at=(), unscale=True)
     return seen
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("scale", [2.0**12, 1000.0])
 def test_scaled(kind, tmp_path, scale, clip):

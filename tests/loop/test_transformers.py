@@ -104,6 +104,7 @@ def test_caches_in_training(kind, policy, tmp_path):
     same(drive, kind, tmp_path, build=functools.partial(llama, attention_dropout=0.0), policy=policy)
 
 
+@pytest.mark.pairs
 @ENDS
 @POLICY
 @pytest.mark.parametrize("asked", ["output_router_logits", "output_hidden_states", "output_attentions"])
