@@ -62,8 +62,11 @@ def test_there_are_enough_waits_to_drop(users: dict[str, list[Case]]) -> None:
     assert len(users) >= LEAST_LABELS, sorted(users)
 
 
-IMPLIED = {"states read"}
-"""Of the operations that write states at home each comes after whoever read them in any case: it is on that one's lane
+IMPLIED = {"states read", "activations written"}
+"""Activations come back from host memory after the host waited for the copy that took them there. Those that are read
+from disk have lost their slot to a later call, whose own write comes behind theirs on one lane.
+
+Of the operations that write states at home each comes after whoever read them in any case: it is on that one's lane
 (an update on the host behind an early one), or what it writes was made of what was read (states that pass through the
 device, or a slot). Only a user who writes states has to wait, see the last test."""
 
@@ -115,15 +118,13 @@ DISK = Case("llama", "disk", _setting(clipping="off"))
 SUMS = Case("llama", "disk", _setting(micro_batches=2))
 MIXED_SHARE = Case("llama", "mixed", _setting(), share=1.0, offset=7)
 AWAY = Case("llama", "device", _setting(micro_batches=2), policy="keep", activations="host", is_minimal=True)
-AWAY_ON_DISK = Case("llama", "device", _setting(micro_batches=2), policy="keep", activations="disk")
 ONE_SLOT = Case("llama", "device", _setting(micro_batches=2), policy="keep", activations="disk", is_minimal=True)
 SHOWN = {
     "activation slot free": Shown(ONE_SLOT, "disk_write", poison=True),
-    "activations at hand": Shown(AWAY_ON_DISK, "d2h"),
+    "activations at hand": Shown(ONE_SLOT, "weights_read"),
     "activations came": Shown(AWAY, "h2d"),
     "activations left": Shown(AWAY, "d2h", on_streams=True),
     "activations made": Shown(AWAY, "compute", "evaluates", on_streams=True),
-    "activations written": Shown(AWAY_ON_DISK, "disk_write", poison=True),
     "bucket free": Shown(RESIDENT, "d2h"),
     "clip factor copied": Shown(Case("llama", "host", _setting()), "d2h", on_streams=True),
     "clip factor made": Shown(SHARE, "compute", "evaluates", poison=True, on_streams=True),

@@ -62,6 +62,10 @@ class SavedCall(Generic[H]):
     """The slot on the device that it came back to."""
     came: H | None = None
     """What brought it there."""
+    staged: Taken[H] | None = None
+    """The slot in host memory that it is in, on its way from disk."""
+    at_hand: H | None = None
+    """What brought it there."""
 
     def span(self) -> Span | None:
         """Where it is on the device, if it came back."""
@@ -109,6 +113,7 @@ class ActivationOrder(Generic[H]):
         before = self._calls.pop(home, None)  # the newest comes last
         if before is not None:
             self._give(before, before.came)
+            self._give_staged(before)
         self._calls[home] = self._last = call
         return call
 
@@ -132,6 +137,7 @@ class ActivationOrder(Generic[H]):
             if free is None:
                 break
             self._bring(other, Taken(slot, free))
+        self._read_ahead(call)
         span = call.span()
         if span is not None:
             self._port.compute("use activations of", call.unit, reads=[span], after={"activations came": call.came})
@@ -154,7 +160,7 @@ class ActivationOrder(Generic[H]):
         if leaving is not None and leaving.left is not None:
             leaving.saved.let_go()
         for call in self._calls.values():
-            call.place = call.came = None
+            call.place = call.came = call.staged = call.at_hand = None
 
     def let_go(self) -> None:
         """Forget everything, so that memory can be given back."""
@@ -190,7 +196,7 @@ class ActivationOrder(Generic[H]):
         after, target = home.before_write(), home.span(0, nbytes)
         taken = None
         if home.tier == "disk":
-            taken = self._pools.take("host", "activations", nbytes)
+            taken = self._host_slot(nbytes)
             after, target = {"activation slot free": taken.slot.free_after}, taken.slot.span(nbytes)
         call.left = self._port.submit(
             Lane.D2H,
@@ -211,25 +217,17 @@ class ActivationOrder(Generic[H]):
                 writes=[home.span(0, nbytes)],
                 after={"activations at hand": call.left, **home.before_write()},
             )
-            self._pools.give(taken, home_written, Lane.DISK_WRITE)
+            self._pools.give_kept(taken, home, call.left, home_written)
         home.written_by(home_written)
 
     def _bring(self, call: SavedCall[H], place: Taken[H]) -> None:
         unit, home, nbytes = call.unit, call.home, call.saved.nbytes
-        source, after, taken = home.span(0, nbytes), home.before_read(), None
-        if home.tier == "disk":
-            taken = self._pools.take("host", "activations", nbytes)
-            staged = taken.slot.span(nbytes)
-            read = self._port.submit(
-                Lane.WEIGHTS_READ,
-                "read activations of",
-                unit,
-                reads=[source],
-                writes=[staged],
-                after={"activation slot free": taken.slot.free_after, **after},
-            )
-            home.read_by(read)
-            source, after = staged, {"activations at hand": read}
+        source, after = home.span(0, nbytes), home.before_read()
+        if home.tier == "disk" and call.staged is None:
+            self._stage(call, self._pools.take_kept("activations", home) or self._host_slot(nbytes))
+        staged, call.staged = call.staged, None
+        if staged is not None:
+            source, after = staged.slot.span(nbytes), {"activations at hand": call.at_hand}
         call.place = place
         call.came = self._port.submit(
             Lane.H2D,
@@ -239,7 +237,47 @@ class ActivationOrder(Generic[H]):
             writes=[place.slot.span(nbytes)],
             after={"slot of activations free": place.slot.free_after, **after},
         )
-        if taken is None:
+        if staged is None:
             home.read_by(call.came)
         else:
-            self._pools.give(taken, call.came, Lane.H2D)
+            self._pools.give(staged, call.came, Lane.H2D)
+
+    def _read_ahead(self, call: SavedCall[H]) -> None:
+        """From disk, for the calls whose backward comes next, as far as slots in host memory are idle."""
+        for other in self._before(call):
+            if other.home.tier != "disk" or other.saved.is_held or other.place or other.staged:
+                continue
+            kept = self._pools.take_kept("activations", other.home)
+            taken = kept or self._pools.take_idle("host", "activations", other.saved.nbytes)
+            if taken is None:
+                break
+            self._stage(other, taken)
+
+    def _stage(self, call: SavedCall[H], taken: Taken[H]) -> None:
+        """Read it from disk into a slot, unless it is there still."""
+        home, nbytes = call.home, call.saved.nbytes
+        call.staged, call.at_hand = taken, taken.slot.kept_after
+        if taken.slot.kept is not home:
+            call.at_hand = self._port.submit(
+                Lane.WEIGHTS_READ,
+                "read activations of",
+                call.unit,
+                reads=[home.span(0, nbytes)],
+                writes=[taken.slot.span(nbytes)],
+                after={"activation slot free": taken.slot.free_after, **home.before_read()},
+            )
+            home.read_by(call.at_hand)
+
+    def _host_slot(self, nbytes: int) -> Taken[H]:
+        """One that is idle, or in which something waits that can be read again."""
+        taken = self._pools.take_idle("host", "activations", nbytes)
+        if taken is not None:
+            return taken
+        pool = self._pools.pool("host", "activations", nbytes)
+        self._give_staged(next(c for c in self._calls.values() if c.staged is not None and c.staged.pool is pool))
+        return self._pools.take("host", "activations", nbytes)
+
+    def _give_staged(self, call: SavedCall[H]) -> None:
+        if call.staged is not None and call.at_hand is not None:
+            self._pools.give(call.staged, call.at_hand, Lane.WEIGHTS_READ)
+        call.staged = call.at_hand = None

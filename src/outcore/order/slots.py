@@ -1,9 +1,9 @@
 """Pools of slots.
 
-[Note: what slots keep] A slot through which states or gradients went to disk keeps its copy until somebody else takes
-it. What is there still is not read again: ``step()`` updates the units whose states slots keep first, and gradients
-that came last are taken from the slot in which they landed. Whoever else writes to that home on disk makes the copy
-worthless (``Pools.forget``).
+[Note: what slots keep] A slot through which states, gradients or activations went to disk keeps its copy until somebody
+else takes it. What is there still is not read again: ``step()`` updates the units whose states slots keep first,
+gradients that came last are taken from the slot in which they landed, and so are the activations of the last forwards.
+Whoever else writes to that home on disk makes the copy worthless (``Pools.forget``).
 """
 
 from __future__ import annotations
@@ -112,10 +112,17 @@ class Pools(Generic[H]):
 
     def take(self, tier: Tier, kind: PoolKind, nbytes: int) -> Taken[H]:
         """Take a slot from a pool whose slots are always given back at submission, so that one is always idle."""
+        taken = self.take_idle(tier, kind, nbytes)
+        if taken is None:
+            raise AssertionError(f"no idle {kind} slot on {tier}: one was not given back")
+        return taken
+
+    def take_idle(self, tier: Tier, kind: PoolKind, nbytes: int) -> Taken[H] | None:
+        """Take a slot, if one is idle."""
         pool = self.pool(tier, kind, nbytes)
         slot = pool.take()
         if slot is None:
-            raise AssertionError(f"no idle {kind} slot on {tier}: one was not given back")
+            return None
         if slot.kept is not None:
             slot.kept = slot.kept_after = None
             free = self._port.freed(slot, Lane.UPDATE, {"slot free": slot.free_after})

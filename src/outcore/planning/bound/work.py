@@ -148,8 +148,11 @@ class _Listing:
     def _activations(self) -> None:
         """What forward saved leaves before the next call but one, and comes back for backward.
 
-        The last two calls before backward are still there. See [Note: activations away] in ``order.activations``.
+        The last two calls before backward are still there, and of those that went to disk the last are in slots.
+        See [Note: activations away] in ``order.activations``.
         """
+        kept = sum(p.num_slots for p in self._times.plan.pools if (p.tier, p.kind) == ("host", "activations"))
+        are_equal = len({(plan.activations, plan.saved_bytes) for spec, plan in self._times.pairs if spec.name}) == 1
         times, brought = self._times, [0.0] * len(self._times.visits)
         for forward, backward in times.passes():
             for place, i in enumerate(forward[:-1]):
@@ -166,12 +169,17 @@ class _Listing:
                 if place == len(forward) - 2:
                     continue
                 then, begin = backward[times.visits[i].unit], Moment(i, times.used_s[i])
+                if place > len(forward) - 2 - kept:
+                    write_s = read_s = 0.0
                 self.work.total_s["disk_read"] += read_s
                 self.work.total_s["h2d"] += bring_s
                 left = begin.plus(leave_s)
+                until = (then, read_s + bring_s)
+                if are_equal and place + kept + 2 < len(forward):  # one that leaves later needs the slot
+                    until = (forward[place + kept + 2], leave_s)
                 jobs = [
                     Job("d2h", leave_s, *begin, forward[place + 2], 0.0),
-                    Job("disk_write", write_s, *left, then, read_s + bring_s),
+                    Job("disk_write", write_s, *left, *until),
                     Job("disk_read", read_s, *left.plus(write_s), then, bring_s),
                     Job("h2d", bring_s, *left.plus(write_s + read_s), then, 0.0),
                 ]
