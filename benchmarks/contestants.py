@@ -17,7 +17,7 @@ import torch
 from llama import config_of, materialised, on_meta
 from measuring import spread
 from rates import Marks, Passes, free_cached
-from step import HYPER, Contestant, deepspeed, plain
+from step import HYPER, Contestant, Plain, deepspeed
 from torch.nn.utils import clip_grad_norm_
 
 import outcore
@@ -158,7 +158,7 @@ def run_rival(args: argparse.Namespace, name: str, found: dict[str, Any]) -> Non
     batch = batch_of(args, 1)
     try:
         build: Callable[[], Contestant | str] = {
-            "plain": lambda: plain(materialised(config, args.device), batch),
+            "plain": lambda: Plain(materialised(config, args.device), batch).contestant("plain", "checkpointing"),
             "deepspeed": lambda: deepspeed(materialised(config, "cpu"), batch),
         }[name]
         with contextlib.redirect_stdout(sys.stderr):  # libraries print what they do

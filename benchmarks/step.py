@@ -8,7 +8,13 @@ is counted where it delays something, and then everything is drained. Exposed se
 a lane. DeepSpeed ZeRO-3 with CPU offload joins where it can be imported. With ``--compile`` blocks are compiled, those
 of the plain loop too; codes are made in warm-up steps.
 
+``to_host`` and ``to_disk`` are plans with everything on the device but activations, and ``--rivals`` are other ways to
+save less: the plain loop itself with the model's own checkpointing, ``torch.autograd.graph.save_on_cpu``, or TRL's
+offloading of activations.
+
     python benchmarks/step.py --turns 3 --steps 2 --disk .
+    python benchmarks/step.py --keep --policy keep --seq-len 1024 --plans device to_host to_disk \
+        --rivals checkpointing save_on_cpu trl_offloading --disk .
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,6 +42,7 @@ from outcore.spec.plan import Plan, Policy, Tier, UnitPlan
 
 COMFORT = Comfort(prefetch_depth=2, num_buckets=2, max_slots_host=3)
 STATES = ("exp_avg", "exp_avg_sq")
+AWAY = {"to_host": "host", "to_disk": "disk"}
 HYPER = {"lr": 1e-4, "weight_decay": 0.01}
 
 
@@ -65,32 +73,63 @@ class Contestant:
         return seconds
 
 
-def plain(
-    model: LlamaForCausalLM, batch: dict[str, torch.Tensor], *, keeps: bool = False, compiles: bool = False
-) -> Contestant:
-    """The loop that outcore is held against, with the model's own activation checkpointing unless it ``keeps`` all."""
-    if compiles:
-        for layer in model.model.layers:
-            layer.compile()
-    if not keeps:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    weights = list(model.parameters())
-    masters = [torch.nn.Parameter(w.detach().float()) for w in weights]
-    sums = [torch.zeros_like(m) for m in masters]
-    optimizer = torch.optim.AdamW(masters, fused=True, **HYPER)
+class Plain:
+    """The loop that outcore is held against."""
 
-    def step() -> None:
-        model(**batch).loss.backward()
-        for weight, total, master in zip(weights, sums, masters, strict=True):
+    def __init__(self, model: LlamaForCausalLM, batch: dict[str, torch.Tensor], *, compiles: bool = False) -> None:
+        """Masters and states of a model."""
+        if compiles:
+            for layer in model.model.layers:
+                layer.compile()
+        self._model, self._batch = model, batch
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self._recomputed = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
+        self._weights = list(model.parameters())
+        self._masters = [torch.nn.Parameter(w.detach().float()) for w in self._weights]
+        self._sums = [torch.zeros_like(m) for m in self._masters]
+        self._optimizer = torch.optim.AdamW(self._masters, fused=True, **HYPER)
+
+    def contestant(self, name: str, how: str) -> Contestant:
+        """One way to save what backward needs; all ways share model and states. Args: how: See ``RIVALS``, or keep."""
+        around = RIVALS.get(how, _as_it_is)(self._model)
+
+        def step() -> None:
+            for module in self._recomputed:
+                module.gradient_checkpointing = how == "checkpointing"
+            self._step(around)
+
+        return Contestant(name, step, synchronize, dict)
+
+    def _step(self, around: Callable[[], AbstractContextManager[object]]) -> None:
+        with around():
+            loss = self._model(**self._batch).loss
+        loss.backward()
+        for weight, total, master in zip(self._weights, self._sums, self._masters, strict=True):
             master.grad = total.zero_().add_(weight.grad)
             weight.grad = None
-        clip_grad_norm_(masters, 1.0)
-        optimizer.step()
+        clip_grad_norm_(self._masters, 1.0)
+        self._optimizer.step()
         with torch.no_grad():
-            for weight, master in zip(weights, masters, strict=True):
+            for weight, master in zip(self._weights, self._masters, strict=True):
                 weight.copy_(master)
 
-    return Contestant("plain", step, synchronize, dict)
+
+def _as_it_is(_: LlamaForCausalLM) -> Callable[[], AbstractContextManager[object]]:
+    return nullcontext
+
+
+def _save_on_cpu(_: LlamaForCausalLM) -> Callable[[], AbstractContextManager[object]]:
+    return lambda: torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
+
+
+def _trl_offloading(model: LlamaForCausalLM) -> Callable[[], AbstractContextManager[object]]:
+    from trl.models.activation_offloading import get_act_offloading_ctx_manager
+
+    manager = get_act_offloading_ctx_manager(model)
+    return lambda: manager
+
+
+RIVALS = {"checkpointing": _as_it_is, "save_on_cpu": _save_on_cpu, "trl_offloading": _trl_offloading}
 
 
 def streamed(
@@ -105,12 +144,15 @@ def streamed(
 ) -> Contestant:
     """outcore with everything but the root's weights on one tier; on the disk plan gradients pass through the host.
 
-    ``fits`` is what ``prepare`` plans by itself, which is to keep all activations where there is room.
+    ``fits`` is what ``prepare`` plans by itself, which is to keep all activations where there is room; ``to_host`` and
+    ``to_disk`` what it plans if they are to leave.
     """
     optimizer = torch.optim.AdamW(model.parameters(), **HYPER)
     budget = outcore.Budget(disk=disk)
     options: dict[str, Any] = {"budget": budget, "device": device, "compile": compiles}
-    if name != "fits":
+    if name in AWAY:
+        options |= {"sample": batch, "activations": AWAY[name], "hardware": "none"}
+    elif name != "fits":
         plan = plan_for(partition(model, state_names=STATES).spec, cast("Tier", name), policy)
         options |= {"plan": plan, "accumulation_steps": 1}
     model, optimizer = outcore.prepare(model, optimizer, **options)
@@ -204,6 +246,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="timed steps per turn")
     parser.add_argument("--plans", nargs="*", default=["device", "host", "disk"])
     parser.add_argument("--keep", action="store_true", help="the plain loop keeps its activations")
+    parser.add_argument("--rivals", nargs="*", default=[], choices=RIVALS, help="what else the plain loop may do")
     parser.add_argument("--policy", default="recompute", help="of units in plans for one tier")
     parser.add_argument("--compile", action="store_true", help="all compile their blocks")
     parser.add_argument("--layers", type=int, default=12)
@@ -219,12 +262,21 @@ def main() -> None:
         args.vocabulary, (args.batch_size, args.seq_len), generator=torch.Generator().manual_seed(0)
     ).to(args.device)
     batch = {"input_ids": tokens, "labels": tokens}
-    contestants = [plain(copy.deepcopy(model).to(args.device), batch, keeps=args.keep, compiles=args.compile)]
+    loop = Plain(copy.deepcopy(model).to(args.device), batch, compiles=args.compile)
+    contestants = [loop.contestant("plain", "keep" if args.keep else "checkpointing")]
+    skipped = {}
+    for name in args.rivals:
+        try:
+            contestants.append(loop.contestant(name, name))
+        except Exception as error:
+            skipped[name] = f"not run: {type(error).__name__}: {error}"
     how = {"policy": args.policy, "compiles": args.compile}
     contestants += [streamed(n, copy.deepcopy(model), batch, args.disk, args.device, **how) for n in args.plans]
     rival = deepspeed(copy.deepcopy(model), batch)
-    skipped = {} if isinstance(rival, Contestant) else {"deepspeed_zero3_offload": rival}
-    contestants += [rival] if isinstance(rival, Contestant) else []
+    if isinstance(rival, Contestant):
+        contestants.append(rival)
+    else:
+        skipped["deepspeed_zero3_offload"] = rival
     for _ in range(args.turns):
         for contestant in contestants:
             contestant.turn(args.steps)

@@ -32,7 +32,8 @@ TINY = {
     "predict.py": "--cases 1 --blocks 2 --numel 4096 --milliseconds 1 --steps 1 --layers 1 --hidden 64 --lengths 8"
     " --quick",
     "pieces.py": "--pieces 2 --blocks 7 --numel 4096 --milliseconds 1 --steps 1",
-    "step.py": "--turns 1 --steps 1 --layers 1 --hidden 64 --vocabulary 97 --batch-size 1 --seq-len 16 --disk .",
+    "step.py": "--turns 1 --steps 1 --layers 1 --hidden 64 --vocabulary 97 --batch-size 1 --seq-len 16 --disk ."
+    " --plans device host disk to_host to_disk --rivals checkpointing save_on_cpu trl_offloading",
 }
 
 
