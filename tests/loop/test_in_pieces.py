@@ -290,6 +290,31 @@ def test_router_logits_are_those_of_the_batch(tmp_path: Path) -> None:
         got.loss.backward()
 
 
+class InPlace(Tower):
+    """Changes what a unit gave, and then what another one got."""
+
+    def __init__(self) -> None:
+        super().__init__(Block)
+        self.changes_argument = False
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            result = block(x)
+            if self.changes_argument:
+                x.mul_(0.5)
+            x = result.mul_(1.5)
+        return self.head(x)
+
+
+def test_changes_in_place_outside(tmp_path: Path) -> None:
+    same(tmp_path, InPlace)
+    with prepared(make(InPlace), tmp_path) as (model, _):
+        model.changes_argument = True
+        with pytest.raises((RuntimeError, UnsupportedError), match="modified by an inplace operation|changed in place"):
+            loss_of(model, batch(0, ROWS), 1).backward()
+
+
 class Mixing(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x - x.mean(0))

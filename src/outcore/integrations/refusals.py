@@ -73,14 +73,15 @@ def refuse_pieces(args: TrainingArguments, count: int | None) -> None:
     is_packed = getattr(args, "packing", False) and getattr(args, "packing_strategy", "") in ("bfd", "bfd_split")
     if is_packed or getattr(args, "padding_free", False):
         raise UnsupportedError(
-            "micro_batches_in_unit: expected batches of padded rows, but the training arguments pack them without "
-            "padding, so that all are one row; set padding_free=False, and packing=False or "
+            "micro_batches_in_unit (--unit-micro-batches): expected batches of padded rows, but the training arguments "
+            "pack them without padding, so that all are one row; set padding_free=False, and packing=False or "
             "packing_strategy='wrapped'"
         )
     if isinstance(count, int) and args.per_device_train_batch_size < count:
         raise ConfigError(
-            f"micro_batches_in_unit: expected at least {count} rows in a micro-batch, one for each piece, but "
-            f"per_device_train_batch_size is {args.per_device_train_batch_size}; raise it, or ask for fewer pieces"
+            f"micro_batches_in_unit (--unit-micro-batches): expected at least {count} rows in a micro-batch, one for "
+            f"each piece, but per_device_train_batch_size (--batch-size) is {args.per_device_train_batch_size}; raise "
+            "it, or ask for fewer pieces"
         )
 
 

@@ -22,8 +22,9 @@ def sizes_of(rows: int, count: int) -> list[int]:
 
 
 def rows_of(tensors: Sequence[torch.Tensor]) -> int:
-    """How many rows a call's arguments have: those of the first that has any."""
-    return next((len(t) for t in tensors if t.dim()), 1)
+    """How many rows a call's arguments have: those of the first that has any, and a gradient if one has that."""
+    with_rows = [t for t in tensors if t.dim()]
+    return next((len(t) for t in sorted(with_rows, key=lambda t: not t.requires_grad)), 1)
 
 
 def has_rows(tensor: torch.Tensor, rows: int) -> bool:
@@ -78,7 +79,7 @@ class Whole:
 
 
 def _pieces(tensor: torch.Tensor, sizes: Sequence[int], *, are_own: bool) -> tuple[torch.Tensor, ...]:
-    parts = [part.data for part in tensor.split(sizes)]  # no views, which nobody may change in place
+    parts = [part.detach() for part in tensor.split(sizes)]  # with its version: a change in place is noticed
     if any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
         return tuple(parts)
     first = tensor.storage_offset()
@@ -122,7 +123,7 @@ class _Join(torch.autograd.Function):
     def forward(ctx: Any, memory: Sequence[torch.Tensor], sizes: Sequence[int], *parts: torch.Tensor) -> torch.Tensor:
         ctx.sizes = sizes
         ctx.set_materialize_grads(False)
-        return memory[0]
+        return memory[0].data  # no view, which nobody might change in place
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:

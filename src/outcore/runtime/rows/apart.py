@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,9 +24,9 @@ class Apart:
     of the other: nothing may change for the one that stays.
     """
 
-    def __init__(self, module: nn.Module, device: Device, where: str) -> None:
-        """Args: where: For errors."""
-        self.where = where
+    def __init__(self, module: nn.Module, device: Device, where: str, *, is_compiled: bool) -> None:
+        """Args: where: For errors. is_compiled: By torch, which is to make no code for two rows."""
+        self.where, self._is_compiled = where, is_compiled
         self._around = Surroundings(list(module.modules()), device, where)
         self._known = set[tuple[bool, ...]]()
         """Which arguments were cut where rows were found to be apart."""
@@ -50,7 +51,8 @@ class Apart:
 
         def results(order: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
             two = [t.detach()[order] if f else t for t, f in zip(tensors, flags, strict=True)]
-            with torch.no_grad(), state.restored(), recording_apart(active_recording()):
+            eager = torch.compiler.set_stance("force_eager") if self._is_compiled else nullcontext()
+            with torch.no_grad(), state.restored(), recording_apart(active_recording()), eager:
                 for module in self._around.modules:
                     module.training = False
                 made, _ = take_apart(call(structure, two), self.where)

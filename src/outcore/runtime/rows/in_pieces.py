@@ -159,13 +159,13 @@ def in_pieces(units: Sequence[Unit], count: int, services: Services) -> Iterator
     for unit in units[1:]:
         leaves = unit.plan.saved_bytes > 0  # each storage as a whole
         turn = functools.partial(order.turn, unit.ledger) if leaves else None
-        apart = Apart(unit.module, device, f"unit '{unit.label}'")
+        apart = Apart(unit.module, device, f"unit '{unit.label}'", is_compiled=services.compiling.is_on)
         yield stand_in(unit.module, InPieces(unit.module, apart, count, are_own=leaves, turn=turn))
     lender = Lender(units[0], services.sink)
     inside = {id(unit.module) for unit in units[1:]}
     for name, part in _outside(units[0].module, inside, {id(p) for p in units[0].params}):
         lent = lender.lent_to(list(part.modules()))
-        apart = Apart(part, device, f"module '{name}'")
+        apart = Apart(part, device, f"module '{name}'", is_compiled=False)
         yield stand_in(part, InPieces(part, apart, count, lent=lent))
 
 

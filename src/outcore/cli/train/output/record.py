@@ -125,7 +125,7 @@ class RunRecord:
         values |= own | {"device_memory": budget.device, "host_memory": budget.host, "disk": list(budget.paths)}
         values |= {"model": settings.model, "trace": settings.trace, "command": settings.method.command}
         values |= {"attention": settings.attention, "compile": settings.compile or None}
-        values |= {"unit_micro_batches": settings.unit_micro_batches}
+        values |= {"unit_micro_batches": settings.unit_micro_batches if settings.unit_micro_batches != 1 else None}
         values |= {"eos_token": settings.eos_token, "chat_template_path": settings.chat_template_path}
         values |= {f"lora.{name}": value for name, value in (settings.lora or {"r": None}).items()}
         return cls(settings=_as_json(values), model=_digest(source))

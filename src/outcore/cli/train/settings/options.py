@@ -162,7 +162,7 @@ _SHARED: Mapping[str, Any] = {
         _HOW,
         "N",
         "Run the rows of a micro-batch through each block in N pieces, so that its weights come once for all of them. "
-        "The result is that of N times the accumulation with micro-batches of this size.",
+        "The result is that of accumulation over N micro-batches, each an N-th as large.",
     ),
     "seed": _option(_HOW, "N", "Of new weights, data order and dropout; 42 by default."),
     "device_memory": _option(
