@@ -206,7 +206,7 @@ def test_an_error_at_any_statement_costs_only_the_gradients(setting, error, tmp_
         with Injection() as counting:
             run(counting)
         optimizer.zero_grad()
-        reached = {"call", "device", "passes", "lanes", "structure", "gradient_form", "weights", "port"}
+        reached = {"call", "device", "passes", "lanes", "structure", "views", "weights", "port"}
         assert counting.reached >= reached
         assert counting.count > 3000
         stride = counting.count // POINTS

@@ -23,6 +23,7 @@ from outcore.planning.homes.pools import Comfort
 from outcore.planning.units import dear
 from outcore.runtime.activations import away
 from outcore.runtime.activations.away import Away
+from outcore.runtime.values.access import Access
 
 from .rig import DEVICE, LENGTH, VOCAB, WIDTH, Tower, assert_same, batch, make
 
@@ -291,28 +292,108 @@ def test_router_logits_are_those_of_the_batch(tmp_path: Path) -> None:
 
 
 class InPlace(Tower):
-    """Changes what a unit gave, and then what another one got."""
+    """Changes what units gave."""
 
     def __init__(self) -> None:
         super().__init__(Block)
-        self.changes_argument = False
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
         for block in self.blocks:
-            result = block(x)
-            if self.changes_argument:
-                x.mul_(0.5)
-            x = result.mul_(1.5)
+            x = block(x).mul_(1.5)
         return self.head(x)
 
 
-def test_changes_in_place_outside(tmp_path: Path) -> None:
+def test_results_may_be_changed_in_place(tmp_path: Path) -> None:
     same(tmp_path, InPlace)
-    with prepared(make(InPlace), tmp_path) as (model, _):
-        model.changes_argument = True
-        with pytest.raises((RuntimeError, UnsupportedError), match="modified by an inplace operation|changed in place"):
-            loss_of(model, batch(0, ROWS), 1).backward()
+
+
+def test_the_weights_outside_of_units_changed_before_backward(tmp_path: Path) -> None:
+    with prepared(make(BUILDS["tower"]), tmp_path) as (model, _):
+        loss = loss_of(model, batch(0, ROWS), 1)
+        with torch.no_grad():
+            model.head.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_frozen_between_forward_and_backward(tmp_path: Path) -> None:
+    with prepared(make(BUILDS["tower"]), tmp_path) as (model, _):
+        loss = loss_of(model, batch(0, ROWS), 1)
+        model.head.weight.requires_grad_(requires_grad=False)
+        loss.backward()
+        assert model.head.weight.grad is None
+        assert model.head.bias.grad is not None
+
+
+def test_weights_outside_of_units_are_not_taken_for_edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with prepared(make(BUILDS["tower"], torch.bfloat16), tmp_path) as (model, optimizer):
+        monkeypatch.setattr(Access, "read_state", lambda *_: pytest.fail("a master was read"))
+        in_pieces(model, optimizer, [[batch(0, ROWS)], [batch(1, ROWS)]])
+
+
+def test_no_gradients_of_gradients(tmp_path: Path) -> None:
+    with prepared(make(BUILDS["tower"]), tmp_path) as (model, _):
+        x = torch.randn(ROWS, LENGTH, WIDTH, device=DEVICE, requires_grad=True)
+        (grad,) = torch.autograd.grad(model.head(x).square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.square().sum().backward()
+
+
+class Beside(Tower):
+    """A module outside of units changes what it gets, or a list that it gets."""
+
+    def __init__(self, pre: nn.Module) -> None:
+        super().__init__(Block)
+        self.pre = pre
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x, losses = self.embed(ids), list[Any]()
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.pre(x, losses) + x)
+
+
+class Rectified(nn.Linear):
+    def forward(self, x: torch.Tensor, _: Any) -> torch.Tensor:
+        return super().forward(x.relu_())
+
+
+class Penalised(nn.Linear):
+    def forward(self, x: torch.Tensor, losses: list[Any]) -> torch.Tensor:
+        losses.append(x.mean())
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Rectified, Penalised])
+def test_arguments_that_are_changed_outside_of_units(kind: Any, tmp_path: Path) -> None:
+    with prepared(make(lambda: Beside(kind(WIDTH, WIDTH))), tmp_path) as (model, _):
+        with pytest.raises(UnsupportedError, match="changed one of its arguments"):
+            model(batch(0, ROWS))
+
+
+class Shared(Tower):
+    """The norm of its blocks is used outside of them, too."""
+
+    def __init__(self) -> None:
+        super().__init__(Block)
+        self.norm = self.blocks[0].norm
+        for block in self.blocks:
+            block.norm = self.norm
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def test_a_module_inside_and_outside_of_units(tmp_path: Path) -> None:
+    model, twin, batches = make(Shared), make(Shared), batches_of()[:1]
+    accumulated(model, batches)
+    with prepared(twin, tmp_path) as (twin, optimizer):
+        in_pieces(twin, optimizer, batches)
+        assert_same(dict(model.state_dict()), dict(twin.state_dict()), rounding=1e-4)
 
 
 class Mixing(Block):
@@ -361,8 +442,9 @@ class Scored(Tower):
 )
 def test_what_cannot_be_cut_is_refused(build: Callable[[], nn.Module], said: str, tmp_path: Path) -> None:
     with prepared(make(build), tmp_path) as (model, _):
-        with pytest.raises(UnsupportedError, match=said):
-            model(batch(0, ROWS))
+        for ids in (torch.zeros_like(batch(0, ROWS)), batch(0, ROWS)):  # rows that are all alike tell as much
+            with pytest.raises(UnsupportedError, match=said):
+                model(ids)
 
 
 def test_options_that_cannot_be(tmp_path: Path) -> None:

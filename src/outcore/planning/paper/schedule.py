@@ -181,7 +181,7 @@ class _Steps:
                 _, progress.made = self._gradients.collect(unit, progress.made, self._make_room)
         if saved is not None:
             self._activations.end_backward(saved)
-        for _ in range(1, self._num_pieces if saved is not None else 0):  # of the batch, in the same visit
+        for _ in range(1, self._num_pieces if phase is Phase.BACKWARD else 0):  # of the batch, in the same visit
             if calls and (saved := calls.pop()) is not None:
                 self._activations.begin_backward(saved)
                 self._activations.end_backward(saved)

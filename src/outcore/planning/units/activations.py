@@ -76,7 +76,8 @@ def footprint_of(
         with watch:
             shapes.forward(backward)
     saved = {name: unit.saved for name, unit in units.items()}
-    return Footprint(saved=saved, steps=watch.steps if is_whole else [], pieces=count)
+    found = Footprint(saved=saved, steps=watch.steps if is_whole else [], pieces=count)
+    return found if count == 1 else found.with_sums(cut.spec.units[0].update_bytes)
 
 
 def _loss_in_tiles(model: nn.Module, tokens: int) -> int:

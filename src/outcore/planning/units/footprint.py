@@ -80,6 +80,17 @@ class Footprint:
             )
         return replace(self, steps=steps)
 
+    def with_sums(self, nbytes: int) -> Footprint:
+        """With so much more alive from the first backward on, and shortly before."""
+        more = self.with_loss(nbytes)
+        steps = [
+            replace(step, begin_bytes=step.begin_bytes + nbytes, peak_bytes=step.peak_bytes + nbytes)
+            if step.is_backward
+            else step
+            for step in more.steps
+        ]
+        return replace(more, steps=steps)
+
     @property
     def keep_bytes(self) -> int:
         """What all units save that keep everything."""

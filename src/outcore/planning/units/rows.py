@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from outcore.planning.units.watch import ALIGN_BYTES
 
@@ -95,6 +96,7 @@ class _Cut(torch.autograd.Function):
         return _pieces(tensor, sizes, are_own=are_own)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         some = next((grad for grad in grads if grad is not None), None)
         if some is None:
@@ -114,6 +116,7 @@ class _Put(torch.autograd.Function):
         return part.new_empty(()).expand(part.shape)  # stands for it in the graph
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return grad, None
 
@@ -126,6 +129,7 @@ class _Join(torch.autograd.Function):
         return memory[0].data  # no view, which nobody might change in place
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
         if grad is None:
             return (None,) * (2 + len(ctx.sizes))

@@ -219,8 +219,12 @@ class Gradients:
         dtypes = gradients.unit.gradient_form.update_dtypes
         for i, grad in grads.items():
             known = current.loose.get(i)
-            grad = grad.to(dtypes[i]) if gradients.unit.spec.is_cut else grad
-            current.loose[i] = grad if known is None else known + grad
+            if known is None:
+                current.loose[i] = grad.to(dtypes[i]) if gradients.unit.spec.is_cut else grad
+            elif known.dtype != grad.dtype:  # a sum of micro-batches, in memory of its own
+                known.add_(grad)
+            else:
+                current.loose[i] = known + grad
 
     def _into_bucket(self, gradients: UnitGradients, current: Pass, grads: dict[int, torch.Tensor]) -> None:
         unit = gradients.unit

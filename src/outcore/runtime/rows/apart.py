@@ -20,8 +20,8 @@ class Apart:
     """Of one module.
 
     It refuses layers that mix rows, batches whose rows do not lie in the first dimension, and arguments with as many
-    elements there as there are rows that are none. Two rows run alone, once as they are and once with the one in place
-    of the other: nothing may change for the one that stays.
+    elements there as there are rows that are none. Two rows run alone, as they are and with other values in one of
+    them: nothing may change for the one that stays.
     """
 
     def __init__(self, module: nn.Module, device: Device, where: str, *, is_compiled: bool) -> None:
@@ -49,8 +49,8 @@ class Apart:
             return
         state = ForwardState(self._around, structure.objects)
 
-        def results(order: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-            two = [t.detach()[order] if f else t for t, f in zip(tensors, flags, strict=True)]
+        def results(other: int | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+            two = [_two_rows(t, other) if f else t for t, f in zip(tensors, flags, strict=True)]
             eager = torch.compiler.set_stance("force_eager") if self._is_compiled else nullcontext()
             with torch.no_grad(), state.restored(), recording_apart(active_recording()), eager:
                 for module in self._around.modules:
@@ -59,13 +59,13 @@ class Apart:
             return list(self._halves(made, two))
 
         try:
-            whole, last, first = (results(order) for order in ([0, -1], [-1, -1], [0, 0]))
+            whole, first, last = (results(other) for other in (None, 0, 1))
         except (OutcoreError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise self._refusal(f"two of them alone raise {type(error).__name__}: {error}") from error
-        stays = [(a, b) for (_, a), (_, b) in zip(whole, last, strict=True)]
-        stays += [(a, b) for (a, _), (b, _) in zip(whole, first, strict=True)]
+        stays = [(a, b) for (_, a), (_, b) in zip(whole, first, strict=True)]
+        stays += [(a, b) for (a, _), (b, _) in zip(whole, last, strict=True)]
         if not all(_is_close(a, b) for a, b in stays):
             raise self._refusal("the result of one of them depends on another")
         self._known.add(flags)
@@ -88,6 +88,14 @@ class Apart:
             f"but {what}; rows that are packed without padding, and layers that mix rows, cannot be cut: prepare "
             "without micro_batches_in_unit"
         )
+
+
+def _two_rows(tensor: torch.Tensor, other: int | None) -> torch.Tensor:
+    """The first and the last. Args: other: Which of the two has other values: of its own, since both may be alike."""
+    two = tensor.detach()[[0, -1]]
+    if other is not None:
+        two[other] = 0.25 - 0.5 * two[other] if tensor.requires_grad else two[1 - other]
+    return two
 
 
 def _is_close(a: torch.Tensor, b: torch.Tensor) -> bool:

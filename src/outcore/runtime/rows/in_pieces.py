@@ -22,6 +22,7 @@ from outcore.device.autograd import order_of, set_order
 from outcore.planning.units.alike import stand_in
 from outcore.planning.units.blocks import has_forward
 from outcore.planning.units.rows import Whole, cut_rows, has_rows, rows_of, sizes_of
+from outcore.runtime.activations.saved import version_of
 from outcore.runtime.module.caches import in_training
 from outcore.runtime.module.call import Services
 from outcore.runtime.module.side_outputs import active_recording, hand_over, recording_apart
@@ -97,8 +98,15 @@ class InPieces:
         return result
 
     def _call(self, structure: Structure, tensors: Sequence[torch.Tensor]) -> Any:
-        args, names, values = structure.fill(tensors)
-        return self._forward(*args, **dict(zip(names, values, strict=True)))
+        nest, versions = structure.fill(tensors), [version_of(t) for t in tensors]
+        args, names, values = nest
+        result = self._forward(*args, **dict(zip(names, values, strict=True)))
+        if [version_of(t) for t in tensors] != versions or not structure.still_holds(nest, tensors, self._where):
+            raise UnsupportedError(
+                f"{self._where} changed one of its arguments, of which it got a piece; copy it first, or prepare "
+                "without micro_batches_in_unit"
+            )
+        return result
 
     def _now(self) -> int:
         return order_of(self._anchor.view_as(self._anchor).grad_fn)
@@ -157,12 +165,11 @@ def in_pieces(units: Sequence[Unit], count: int, services: Services) -> Iterator
     """Stand in for the forwards of units, the root first, and of what is outside of them. Yields what undoes that."""
     device, order = services.device, services.activations
     for unit in units[1:]:
-        leaves = unit.plan.saved_bytes > 0  # each storage as a whole
-        turn = functools.partial(order.turn, unit.ledger) if leaves else None
+        turn = functools.partial(order.turn, unit.ledger) if unit.plan.saved_bytes else None
         apart = Apart(unit.module, device, f"unit '{unit.label}'", is_compiled=services.compiling.is_on)
-        yield stand_in(unit.module, InPieces(unit.module, apart, count, are_own=leaves, turn=turn))
+        yield stand_in(unit.module, InPieces(unit.module, apart, count, are_own=True, turn=turn))
     lender = Lender(units[0], services.sink)
-    inside = {id(unit.module) for unit in units[1:]}
+    inside = {id(module) for unit in units[1:] for module in unit.modules}
     for name, part in _outside(units[0].module, inside, {id(p) for p in units[0].params}):
         lent = lender.lent_to(list(part.modules()))
         apart = Apart(part, device, f"module '{name}'", is_compiled=False)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from outcore.device.autograd import is_executed
 from outcore.runtime.module.call import GradientSink
@@ -52,8 +53,10 @@ class Lender:
 
     def take(self, index: int, grad: torch.Tensor) -> torch.Tensor | None:
         """A gradient of one piece. Returns what autograd itself is to accumulate."""
-        is_ours = self._sink.takes_gradients and is_executed(self._anchor_node)
-        if not is_ours or self._trainable[index]._backward_hooks:
+        param = self._trainable[index]
+        if not param.requires_grad:  # frozen since forward
+            return None
+        if not (self._sink.takes_gradients and is_executed(self._anchor_node)) or param._backward_hooks:
             return grad
         self._sink.deposit(self._unit, self._unit.gradient_form.native({index: grad}))
         return None
@@ -64,8 +67,9 @@ class _Lent(torch.autograd.Function):
     def forward(ctx: Any, lender: Lender, index: int, _: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
         ctx.lender, ctx.index = lender, index
         ctx.set_materialize_grads(False)
-        return param.data  # no view of the parameter
+        return param.detach()  # with its version: an edit before backward is noticed
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
         return None, None, None, None if grad is None else ctx.lender.take(ctx.index, grad)
