@@ -26,7 +26,7 @@ from outcore.planning.search.search import Job, search, simulated
 from outcore.planning.search.setting import job_for
 from outcore.planning.timing.known_hardware import known_hardware
 from outcore.planning.timing.rates import Rates
-from outcore.planning.timing.simulate import Simulation, simulate
+from outcore.planning.timing.simulate import Simulation, simulate, steps_until_settled
 from outcore.planning.units.footprint import Footprint, as_run
 from outcore.probe.kept import Machine
 from outcore.spec.budget import Limits
@@ -97,7 +97,8 @@ class Forecast:
         saved = {} if self.footprint is None else self.footprint.saved
         visits = usual_visits(self.model, self.loop.micro_batches)
         run = as_run(plan, saved, plan.kept_bytes // self.model.micro_batches_in_unit)
-        return simulate(self.model, run, self.rates, visits, Circumstances(clips=self.loop.clips))
+        circumstances, warm_up = Circumstances(clips=self.loop.clips), steps_until_settled(run)
+        return simulate(self.model, run, self.rates, visits, circumstances, warm_up=warm_up)
 
     def better_than(self, usual: Plan, job: Job) -> tuple[Plan, Candidate | None]:
         """A plan that is predicted to be faster, and what it is in few words, or the usual one. See [Note: worth it].
@@ -124,14 +125,14 @@ def token_batch(rows: int, length: int) -> dict[str, torch.Tensor]:
 
 
 def hardware_for(
-    named: NamedHardware | None, device: DeviceFacts, paths: Sequence[str], *, may_measure: bool
+    named: NamedHardware | None, device: DeviceFacts, paths: Sequence[str] | None, *, may_measure: bool
 ) -> Hardware | None:
     """The machine that was named, or this one: as it was measured before, or else measured quickly, which is said.
 
     Args:
         named: What the user says; None: what ``OUTCORE_HARDWARE`` in the environment says.
         device: That will compute.
-        paths: Folders of the disk tier.
+        paths: Folders of the disk tier; None: of whichever drives were measured last, or of none.
         may_measure: Now, where it was not before.
 
     Returns:
@@ -151,7 +152,14 @@ def hardware_for(
                 "measure it with outcore probe --disk-dir, or leave the disk out of the budget"
             )
         return found
-    machine = Machine(device.torch_device, tuple(map(Path, paths)))
+    machine = Machine(device.torch_device, tuple(map(Path, paths or ())))
+    with_a_disk = machine.kept_with_a_disk() if paths is None else None
+    if with_a_disk is not None:
+        return with_a_disk.hardware
+    return _at_hand(machine, may_measure=may_measure)
+
+
+def _at_hand(machine: Machine, *, may_measure: bool) -> Hardware | None:
     if not may_measure:
         kept = machine.kept()
         return None if kept is None else kept.hardware

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from outcore import forecast
 from outcore.cli import fit
 from outcore.cli.plan import Question, answer
 from outcore.cli.train.model.source import build_model
 from outcore.planning.timing.known_hardware import known_hardware
+from outcore.spec.hardware import Hardware
 
 from .conftest import CONFIG, Run
 
@@ -87,6 +89,20 @@ def test_bad_input_is_one_message(command: Run, options: tuple[str, ...], messag
     assert (done.status, done.out) == (2, "")
     assert message in done.err
     assert "Traceback" not in done.err
+
+
+@pytest.mark.usefixtures("tiny")
+def test_the_machine_is_asked_for_once(command: Run, monkeypatch: pytest.MonkeyPatch):
+    asked: list[str] = []
+
+    def known(name: str) -> Hardware:
+        asked.append(name)
+        return known_hardware(name)
+
+    monkeypatch.setattr(forecast, "known_hardware", known)
+    monkeypatch.setattr(fit, "MOST", 1)
+    assert command("plan", "--fit", "--hardware", "rtx-4090", *SMALL_BUDGETS).status == 0
+    assert asked == ["rtx-4090"]
 
 
 @pytest.mark.usefixtures("tiny")

@@ -19,6 +19,8 @@ from outcore.forecast import Loop, token_batch
 from outcore.integrations.versions import scores_in_tiles
 from outcore.planning.timing.known_hardware import known_hardware
 from outcore.planning.units import watch
+from outcore.probe import kept
+from outcore.probe.kept import Machine
 from outcore.spec.budget import Budget
 from outcore.spec.plan import Plan
 
@@ -148,7 +150,70 @@ def test_a_model_that_cannot_be_followed_is_told_by_its_parameters(
     monkeypatch.setattr("outcore.cli.plan.counted_work", refuse)
     done = command("plan", "--model", config_json, "--hardware", "rtx-4090", *SMALL)
     assert done.status == 0, done.err
-    assert "not followed, so that a share is left to them: it needs values" in done.out
+    assert "not followed, so that a share is left to them, and homes follow the rule: it needs values" in done.out
+
+
+def test_a_run_of_a_model_that_cannot_be_followed_would_have_the_same_plan(
+    config_json: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    def refuse(*_: object, **__: object) -> None:
+        raise ConfigError("it needs values")
+
+    monkeypatch.setattr("outcore.cli.plan.counted_work", refuse)
+    machine = known_hardware("rtx-4090+no-disk")
+    slow = dataclasses.replace(machine.host, update_parameters_per_s=1e3)  # else the device would update
+    dataclasses.replace(machine, host=slow).save(tmp_path / "hardware.json")
+    found = answer(asked(config_json, tmp_path / "hardware.json", device_memory="700KiB"))
+    assert {unit.update for unit in found.found.plan.units} == {"host"}
+    assert found.changes == ()
+
+
+def asked(config_json: Path, hardware: Path | None, **more: object) -> Question:
+    usual = Question(
+        model=str(config_json),
+        hardware=None if hardware is None else str(hardware),
+        batch_size=2,
+        seq_len=64,
+        grad_accum=1,
+        precision="bf16",
+        clipping=True,
+        device_memory="2MiB",
+        host_memory="4MiB",
+        disk_size=None,
+    )
+    return dataclasses.replace(usual, **more)
+
+
+class TestThisMachine:
+    """Measured without an accelerator: both tiers have half of its memory."""
+
+    @pytest.fixture(autouse=True)
+    def _measured(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        machine = known_hardware("rtx-4090")
+        device = dataclasses.replace(machine.device, runs_ahead=0.0, memory_bytes=1e9)
+        host = dataclasses.replace(machine.host, memory_bytes=1e9)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        monkeypatch.delenv("OUTCORE_HARDWARE")
+        whole = dataclasses.replace(machine, device=device, host=host)
+        monkeypatch.setattr(
+            kept, "measure", lambda _, disks, __: whole if disks else dataclasses.replace(whole, disk=None)
+        )
+
+    def test_of_what_it_has_most_is_taken_once(self, config_json: Path, tmp_path: Path):
+        Machine(None, (tmp_path,)).measure("whole")
+        found = answer(asked(config_json, None, device_memory=None, host_memory=None))
+        assert (found.limits.device_bytes, found.limits.host_bytes) == (int(0.9e9), int(0.8e9))
+
+    def test_the_disk_that_was_measured_may_have_a_size(self, command: Run, config_json: Path, tmp_path: Path):
+        options = ("--model", config_json, *SMALL, "--disk-size", "1GB", "--json")
+        done = command("plan", *options)
+        assert done.status == 2
+        assert "measure this one with outcore probe --disk-dir" in done.err
+        assert "note: this machine was measured for its plans" in done.err
+        Machine(None, (tmp_path,)).measure("whole")
+        done = command("plan", *options)
+        assert done.status == 0, done.err
+        assert json.loads(done.out)["limits"]["disk_bytes"] == 10**9
 
 
 def test_a_directory_needs_no_weights(command: Run, config_json: Path, tmp_path: Path):

@@ -71,6 +71,7 @@ def test_the_training_is_the_same(train, plain, tmp_path):
     assert "the run goes on with another plan" in done.out
     assert plan_of(tmp_path / "other") != plan_of(tmp_path / "plain")
     assert Hardware.load(tmp_path / "other" / "hardware.json") == slow_updates()
+    assert not list((tmp_path / "cache").rglob("*.json")), "what is measured beside a run is no measure for others"
     assert [path.name for path in (tmp_path / "other").glob("checkpoint-*")] == [f"checkpoint-{OFF_AT}"]
     lines = read_jsonl(tmp_path / "other" / "metrics.jsonl")
     assert lines[OFF_AT - 1]["predicted_step_s"] != lines[OFF_AT]["predicted_step_s"]

@@ -11,10 +11,14 @@ import torch
 
 import outcore
 from outcore.api import plan_for, plan_in_time
+from outcore.choice import Options, Planner, Timed, limits_of
 from outcore.core.errors import ConfigError, DiskError
 from outcore.device.cpu import CpuDevice
+from outcore.device.faults import NO_FAULTS
+from outcore.planning.search.search import simulated
 from outcore.planning.timing.known_hardware import known_hardware
 from outcore.planning.units import watch
+from outcore.planning.units.partition import partition
 from outcore.probe import kept
 from outcore.runtime.activations import away
 from outcore.spec.hardware import Hardware
@@ -69,6 +73,19 @@ class TestTheFastest:
     def test_what_is_hardly_faster_is_not_worth_it(self, monkeypatch):
         monkeypatch.setattr("outcore.forecast.WORTH", 1.0)
         assert planned(hardware=slow_updates()) == planned(hardware="none")
+
+    def test_a_plan_takes_as_long_for_a_run_as_for_the_search(self, tmp_path):
+        model, disk = make(), tmp_path
+        budget = outcore.Budget(device=60_000, host=40_000, disk=disk)
+        cut = partition(model, state_names=("exp_avg", "exp_avg_sq"))
+        device = CpuDevice(NO_FAULTS, None)
+        slow = dataclasses.replace(MACHINE, disk=dataclasses.replace(MACHINE.disk, write_bytes_per_s=1e5))
+        options = Options(sample=SAMPLE, budget=budget, hardware=slow)
+        limits, timed = limits_of(budget, device), Timed(cut, options, device)
+        plan, forecast = Planner(cut, options, device, limits, timed).placed().bare, timed.forecast()
+        device.close()
+        assert any(unit.states == "disk" for unit in plan.units)
+        assert forecast.simulate(plan).step_s == simulated(forecast.job(limits), plan).step_s
 
     def test_a_plan_that_is_given_wins(self):
         plan = planned(hardware="none")

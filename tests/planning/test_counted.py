@@ -76,6 +76,16 @@ def test_a_mask_that_hides_nothing_leaves_attention_causal():
     assert 2 * causal == masked == 4 * 64 * BATCH * LENGTH * LENGTH
 
 
+def test_attention_that_sees_both_ways_counts_whole():
+    sizes = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
+    sizes["attention_probs_dropout_prob"] = 0.0  # else there is no one kernel for it
+    with torch.device("meta"):
+        model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
+    ids = torch.zeros(BATCH, LENGTH, dtype=torch.long, device="cpu")
+    found = counted(model, input_ids=ids, attention_mask=torch.ones_like(ids))
+    assert found["bert.encoder.layer.0"].attention_flops == 4 * 64 * BATCH * LENGTH * LENGTH
+
+
 @pytest.mark.parametrize("frozen", [(), ("blocks.0.0.weight",), ("table.weight", "conv.weight", "conv.bias")])
 def test_forward_and_backward_are_what_torch_counts(frozen: tuple[str, ...]):
     model, ids = Net(), torch.zeros(3, 7, dtype=torch.long, device="cpu")

@@ -15,7 +15,7 @@ from outcore.planning.homes.pools import Comfort, pools_for
 from outcore.planning.paper.schedule import usual_visits
 from outcore.planning.timing import simulate as simulation
 from outcore.planning.timing.rates import LINK_OF, LINKS, Rates, Shared
-from outcore.planning.timing.simulate import Task, play, simulate
+from outcore.planning.timing.simulate import Task, play, simulate, steps_until_settled
 from outcore.spec.budget import Limits
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, UnitPlan
@@ -58,6 +58,12 @@ def rates_of(model: ModelSpec, **seconds: float) -> Rates:
 @pytest.fixture
 def model() -> ModelSpec:
     return layered(8, root=0, layer=MIB, precision="fp32")
+
+
+@pytest.mark.parametrize("homes", [{"states": "disk"}, {"activations": "disk", "saved_bytes": 4096}])
+def test_writes_to_disk_may_lag_behind_for_more_steps(model, homes):
+    assert steps_until_settled(plan_of(model)) == 1
+    assert steps_until_settled(plan_of(model, **homes)) == 4
 
 
 def step_s(model: ModelSpec, plan: Plan, rates: Rates) -> float:

@@ -8,8 +8,10 @@ import os
 import re
 import threading
 import time
+from contextlib import closing
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +19,9 @@ import torch
 from outcore.cli.probe import probe
 from outcore.core.errors import DiskError, OutcoreError
 from outcore.device.opening import open_device
+from outcore.forecast import hardware_for
 from outcore.memory import disk_file
+from outcore.memory.limits import host_bytes
 from outcore.planning.timing.known_hardware import known_hardware
 from outcore.probe import kept
 from outcore.probe.kept import Machine
@@ -103,6 +107,12 @@ class TestMeasuring:
         assert found.device.runs_ahead == (DEVICE != "cpu")
         assert found.host.visit_s > 0
 
+    def test_memory_is_what_there_is_not_what_is_free(self, found):
+        with closing(open_device(DEVICE)) as device:
+            shared = 2 if device.has_host_memory else 1  # both tiers
+            assert found.host.memory_bytes == host_bytes() / shared
+            assert found.device.memory_bytes == device.total_bytes() / shared
+
     def test_every_figure_says_where_it_is_from(self, found):
         for part in (found.device, found.bus, found.host, found.disk):
             names = {field.name for field in dataclasses.fields(part)} - {"sources", "runs_ahead", "endurance_bytes"}
@@ -134,6 +144,28 @@ class TestKept:
             first = machine.at_hand()
         assert Machine(DEVICE).at_hand() == first
         assert Machine(DEVICE, (tmp_path,)).kept() is None, "a disk is another machine"
+
+    def test_of_whichever_drives_were_measured_last(self, tmp_path, monkeypatch):
+        machine, here = Machine(DEVICE), SimpleNamespace(torch_device=torch.device(DEVICE))
+        monkeypatch.delenv("OUTCORE_HARDWARE")
+        with pytest.warns(UserWarning, match="measured for its plans"):
+            assert hardware_for(None, here, None, may_measure=True) == machine.at_hand()
+        assert machine.kept_with_a_disk() is None
+        monkeypatch.setattr(kept, "measure", lambda *_: known_hardware("h100"))
+        found = Machine(DEVICE, (tmp_path,)).measure("whole")
+        assert machine.kept_with_a_disk() == found
+        monkeypatch.setattr(kept, "measure", None)
+        assert hardware_for(None, here, None, may_measure=True) == found.hardware
+
+    def test_what_is_measured_beside_a_run_is_not_kept(self):
+        machine = Machine(DEVICE)
+        machine.measure("quick", is_kept=False)
+        assert machine.kept() is None
+
+    def test_one_device_is_one_machine(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+        assert Machine("cuda").path == Machine("cuda:0").path != Machine("cuda:1").path
 
     def test_stale_is_said(self, monkeypatch):
         machine = Machine(DEVICE)

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from outcore.cli.plan import Answer, Question, answer_for
+from outcore.cli.plan import Answer, Question, answer_for, machine_for
 from outcore.cli.train.model.source import ModelSource
 from outcore.core.errors import PlanInfeasibleError
 from outcore.core.quantities import format_bytes
@@ -66,7 +66,7 @@ def fits(question: Question, known: Sequence[Known]) -> Fits:
 
     Args:
         question: Its model is each of these in turn.
-        known: The largest first.
+        known: At least one; the largest first.
 
     Raises:
         ConfigError: An option that cannot be used.
@@ -74,25 +74,27 @@ def fits(question: Question, known: Sequence[Known]) -> Fits:
     """
     found: list[tuple[Known, Answer]] = []
     too_large: list[Known] = []
-    error = PlanInfeasibleError("expected models to try, but there are none", {}, {})
+    machine = machine_for(question)
     for each in known:
         try:
-            found.append((each, answer_for(dataclasses.replace(question, model=each.name), each.source)))
-        except PlanInfeasibleError as caught:
-            error = caught
+            found.append((each, answer_for(dataclasses.replace(question, model=each.name), each.source, machine)))
+        except PlanInfeasibleError as error:
             too_large += [] if found else [each]
+            if len(too_large) == len(known):
+                raise _none_fits(known, error) from error
         if len(found) == MOST:
             break
-    if not found:
-        smallest = known[-1].name if known else ""
-        raise PlanInfeasibleError(
-            f"--fit: expected a machine that trains one of {len(known)} known models, but even {smallest} does not "
-            f"fit:\n{error}",
-            error.required_bytes,
-            error.raise_one_to,
-        ) from error
-    machine = found[0][1].hardware.name
-    return Fits(question=question, machine=machine, answers=found, too_large=too_large)
+    return Fits(question=question, machine=machine.name, answers=found, too_large=too_large)
+
+
+def _none_fits(known: Sequence[Known], error: PlanInfeasibleError) -> PlanInfeasibleError:
+    """Args: error: Of the smallest."""
+    return PlanInfeasibleError(
+        f"--fit: expected a machine that trains one of {len(known)} known models, but even {known[-1].name} does not "
+        f"fit:\n{error}",
+        error.required_bytes,
+        error.raise_one_to,
+    )
 
 
 def to_text(found: Fits) -> str:
@@ -109,10 +111,18 @@ def to_text(found: Fits) -> str:
 
 def _row(known: Known, answer: Answer) -> tuple[str, ...]:
     link, part = _binding(answer)
-    saved = ", ".join(f"{policy} on {tier}" for (policy, tier), _ in answer.policies.most_common(1))
+    [((policy, tier), _)] = answer.policies.most_common(1)
     sizes = (format_bytes(nbytes) if nbytes else "-" for nbytes in _taken(answer).values())
     step, tokens = f"{answer.found.simulation.step_s:.4g} s", f"{answer.tokens_per_s:,.0f}"
-    return known.name, f"{known.parameters / 1e9:.1f}e9", step, tokens, f"{link} {part:.0%}", saved, *sizes
+    return (
+        known.name,
+        f"{known.parameters / 1e9:.1f}e9",
+        step,
+        tokens,
+        f"{link} {part:.0%}",
+        f"{policy} on {tier}",
+        *sizes,
+    )
 
 
 def _binding(answer: Answer) -> tuple[str, float]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from inspect import Parameter, Signature
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -20,6 +20,9 @@ from outcore.cli.train.methods import FINE_TUNING, PREFERENCES, Method
 from outcore.cli.train.settings import options
 from outcore.core.errors import ConfigError, OutcoreError, PlanInfeasibleError
 from outcore.core.extra import TRAINING, refuse_missing
+
+if TYPE_CHECKING:
+    from outcore.cli.plan import Question as Asked
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -121,7 +124,8 @@ def plan(  # noqa: PLR0913 (one option each)
         )
     if fit and (out is not None or html is not None):
         raise ConfigError("--fit: expected it without --out and --html, which are for one model; leave them out")
-    from outcore.cli.plan import Question, answer, to_json, to_text
+    from outcore.cli.plan import Question
+    from outcore.cli.train.output.notices import notices
 
     asked = Question(
         model=model or "",
@@ -135,12 +139,20 @@ def plan(  # noqa: PLR0913 (one option each)
         host_memory=host_memory,
         disk_size=disk_size,
     )
-    if fit:
-        from outcore.cli import fit as fitting
+    with notices():
+        _fit(asked, as_json=as_json) if fit else _plan(asked, out, html, as_json=as_json)
 
-        fitted = fitting.fits(asked, fitting.known_models())
-        print(fitting.to_json(fitted) if as_json else fitting.to_text(fitted))
-        return
+
+def _fit(asked: Asked, *, as_json: bool) -> None:
+    from outcore.cli import fit as fitting
+
+    fitted = fitting.fits(asked, fitting.known_models())
+    print(fitting.to_json(fitted) if as_json else fitting.to_text(fitted))
+
+
+def _plan(asked: Asked, out: Path | None, html: Path | None, *, as_json: bool) -> None:
+    from outcore.cli.plan import answer, to_json, to_text
+
     found = answer(asked)
     if out is not None:
         found.found.plan.save(out)

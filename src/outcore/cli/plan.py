@@ -22,7 +22,7 @@ from outcore.core.errors import ConfigError
 from outcore.core.quantities import format_bytes, parse_bytes
 from outcore.device.device import ACCELERATOR_SHARE
 from outcore.device.opening import usual_device
-from outcore.forecast import Loop, hardware_for, token_batch
+from outcore.forecast import NO_TIMES, Loop, hardware_for, token_batch
 from outcore.integrations.versions import scores_in_tiles
 from outcore.planning.homes.occupancy import Load, occupancy, peak_of
 from outcore.planning.homes.placement import Least, Room, least
@@ -31,10 +31,11 @@ from outcore.planning.homes.sending import Sending
 from outcore.planning.homes.table import plan_table
 from outcore.planning.paper.schedule import Circumstances, usual_visits
 from outcore.planning.search.changes import Change, best_changes
-from outcore.planning.search.search import Found, explain, steps_until_settled
+from outcore.planning.search.search import Found, explain
 from outcore.planning.search.setting import Setting
 from outcore.planning.timing.counted import counted_work
 from outcore.planning.timing.profile import Profile, unit_work
+from outcore.planning.timing.simulate import steps_until_settled
 from outcore.planning.units.activations import footprint_of
 from outcore.planning.units.footprint import as_run
 from outcore.planning.units.partition import Partition, partition
@@ -103,8 +104,8 @@ class Answer:
 
     @cached_property
     def changes(self) -> tuple[Change, ...]:
-        """What would help most."""
-        return best_changes(self.setting, self.found)
+        """What would help most, where others can be searched as this one was."""
+        return () if self.guess else best_changes(self.setting, self.found)
 
     @cached_property
     def loads(self) -> tuple[Load, ...]:
@@ -180,20 +181,22 @@ def answer(question: Question) -> Answer:
         PlanInfeasibleError: It does not fit; says what would do.
     """
     config = Path(question.model, "config.json")  # of a directory, whose weights may be missing
-    return answer_for(question, find_model(str(config) if config.is_file() else question.model))
+    source = find_model(str(config) if config.is_file() else question.model)
+    return answer_for(question, source, machine_for(question))
 
 
-def answer_for(question: Question, source: ModelSource) -> Answer:
+def answer_for(question: Question, source: ModelSource, hardware: Hardware) -> Answer:
     """The same for a model that was found. Raises: as ``answer``."""
-    hardware = _hardware(question.hardware)
     precision = _precision(question.precision)
     limits = _limits(question, hardware)
     cut = partition(build_model(source, precision), state_names=_STATES, precision=precision)
     return _Asking(question, cut, hardware, limits).answer()
 
 
-def _hardware(named: str | None) -> Hardware:
-    found = hardware_for(named, _Machine(usual_device(), False, 0.0), (), may_measure=True)  # noqa: FBT003
+def machine_for(question: Question) -> Hardware:
+    """The machine that was named, or this one with the drives that were measured last. Raises: ConfigError: None."""
+    here = _Machine(usual_device(), has_host_memory=False, activation_share=0.0)
+    found = hardware_for(question.hardware, here, None, may_measure=True)
     if found is None:
         raise ConfigError(
             "--hardware: expected a machine to plan for, but none is named, and this one is not measured; name a "
@@ -231,7 +234,8 @@ class _Asking:
         """Choose as a run would."""
         asked, sample = self._question, self._sample(self._question.batch_size)
         profile = self._profile_of(asked.batch_size)
-        options = Options(sample=sample, precision=self._cut.spec.precision, hardware=self._hardware, loop=self._loop)
+        hardware = NO_TIMES if self._guess else self._hardware  # without times a run follows the rule
+        options = Options(sample=sample, precision=self._cut.spec.precision, hardware=hardware, loop=self._loop)
         timed = Timed(self._cut, options, self._machine, profile=profile)
         placed = Planner(self._cut, options, self._machine, self._limits, timed).placed()
         sending = placed.sending
@@ -287,18 +291,15 @@ def _limits(question: Question, hardware: Hardware) -> Limits:
             raise ConfigError(f"{flag}: expected more than 0 bytes, but got '{text}'")
         return nbytes
 
-    shared = 1.0 if hardware.device.runs_ahead else 0.5  # without an accelerator both tiers are the same memory
     disk = hardware.disk
     if disk is None and question.disk_size is not None:
         raise ConfigError(
             f"--disk-size: expected a machine with a disk, but '{hardware.name}' has none; leave the option out, or "
-            "name a machine with one"
+            "name a machine with one, or measure this one with outcore probe --disk-dir"
         )
     return Limits(
-        device_bytes=given(
-            question.device_memory, "--device-memory", shared * _DEVICE_SHARE * hardware.device.memory_bytes
-        ),
-        host_bytes=given(question.host_memory, "--host-memory", shared * _HOST_SHARE * hardware.host.memory_bytes),
+        device_bytes=given(question.device_memory, "--device-memory", _DEVICE_SHARE * hardware.device.memory_bytes),
+        host_bytes=given(question.host_memory, "--host-memory", _HOST_SHARE * hardware.host.memory_bytes),
         disk_bytes=None if disk is None else given(question.disk_size, "--disk-size", _DISK_SHARE * disk.size_bytes),
     )
 
@@ -343,7 +344,7 @@ def _activations(answer: Answer) -> Iterator[tuple[str, str]]:
     for (policy, tier), count in answer.policies.items():
         yield "activations", f"of {count} units {_POLICIES[policy]} ({policy}), resting on {tier}"
     if answer.guess:
-        yield "", f"not followed, so that a share is left to them: {answer.guess}"
+        yield "", f"not followed, so that a share is left to them, and homes follow the rule: {answer.guess}"
 
 
 def _memory(answer: Answer) -> Iterator[tuple[str, str]]:

@@ -12,7 +12,7 @@ from outcore.device.faults import Faults
 from outcore.device.lanes import Handle, HostExecution, pause
 from outcore.device.race import RaceChecker
 from outcore.memory.host import HostMemory
-from outcore.memory.limits import host_free_bytes
+from outcore.memory.limits import host_bytes, host_free_bytes
 from outcore.spec.lanes import Lane
 
 
@@ -73,6 +73,10 @@ class CpuDevice(Device):
     def memory_bytes(self) -> int:
         """Free host memory, which serves as both tiers; who shares it out between them must not count it twice."""
         return host_free_bytes()
+
+    def total_bytes(self) -> int:
+        """Host memory, which serves as both tiers."""
+        return host_bytes()
 
     def meter(self) -> None:
         """Activations share host memory with everything else, which the device tier's share leaves out."""

@@ -260,6 +260,10 @@ class CudaDevice(Device):
         idle_bytes = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return int(free_bytes + idle_bytes)
 
+    def total_bytes(self) -> int:
+        """What the driver has in all."""
+        return int(torch.cuda.mem_get_info(self.torch_device)[1])
+
     def meter(self) -> AllocatorMeter:
         """What torch's allocator gives out."""
         return AllocatorMeter(self.torch_device)

@@ -307,6 +307,10 @@ class Device(Closing):
         """Device memory that is free now."""
 
     @abc.abstractmethod
+    def total_bytes(self) -> int:
+        """Device memory that there is, whoever has it now."""
+
+    @abc.abstractmethod
     def meter(self) -> Meter | None:
         """Measures what is taken beside what is taken now; None where that is other memory than the device tier's."""
 

@@ -66,7 +66,8 @@ def device_name(torch_device: torch.device | str | None = None) -> str:
     if wanted.type == "cpu":
         threads = torch.get_num_threads()
         return f"cpu ({processor_name()}, {threads} {'thread' if threads == 1 else 'threads'})"
-    return f"{wanted} ({torch.cuda.get_device_name(wanted)})"
+    index = torch.cuda.current_device() if wanted.index is None else wanted.index  # one device has one name
+    return f"{wanted.type}:{index} ({torch.cuda.get_device_name(index)})"
 
 
 def _why_no_gpu() -> str:

@@ -53,6 +53,11 @@ def host_limit_bytes(root: Path = _ROOT) -> int | None:
     return None if least is None or least >= host_total_bytes(root) else least
 
 
+def host_bytes() -> int:
+    """Of the machine, or of the container around this process."""
+    return host_limit_bytes() or host_total_bytes()
+
+
 def disk_free_bytes(path: Path) -> int:
     """Space that this user may take on the filesystem of a path, which may still have to be made."""
     absolute = path.absolute()

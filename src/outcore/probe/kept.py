@@ -1,8 +1,9 @@
 """Measurements are kept, one per machine, and go stale when what they depend on changes.
 
 [Note: which machine] A machine is told by its processor, its memory, the cores that this process may keep busy, the
-device and the file systems of the disk tier; not by its name, since containers have a new one each time. The versions
-of torch and of the measurement say whether what was kept still holds.
+device and the file systems of the disk tier; not by its name, since containers have a new one each time. A run has the
+measurement of its own file systems. A question without any has that of whichever were measured last. The versions of
+torch and of the measurement say whether what was kept still holds.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,12 +24,13 @@ import torch
 
 from outcore.core.errors import ConfigError
 from outcore.device.opening import device_name, open_device
+from outcore.memory.limits import host_bytes
 from outcore.memory.topology import processor_name, read_topology
-from outcore.probe.measure import QUICK, WHOLE, Effort, host_bytes, measure
+from outcore.probe.measure import QUICK, WHOLE, Effort, measure
 from outcore.spec.hardware import Hardware
 from outcore.spec.text_file import Described
 
-PROBE_VERSION = "1"
+PROBE_VERSION = "2"
 """Of how it is measured: older measurements are stale."""
 _EFFORTS: Mapping[str, Effort] = {"whole": WHOLE, "quick": QUICK}
 
@@ -73,32 +75,26 @@ class Machine:
     def path(self) -> Path:
         """Where its measurement is kept. See [Note: which machine]."""
         facts = [device_name(self.torch_device), processor_name(), str(read_topology().num_cores), str(host_bytes())]
-        facts += sorted({str(_existing(folder).stat().st_dev) for folder in self.disks})
-        digest = hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()
-        return cache_folder() / f"hardware-{digest}.json"
+        drives = sorted({str(_existing(folder).stat().st_dev) for folder in self.disks})
+        return cache_folder() / (
+            "-".join(["hardware", _digest(facts), *([_digest(drives)] if drives else [])]) + ".json"
+        )
 
     def kept(self) -> Measured | None:
         """What was kept, if it still holds. Says why if not."""
-        path = self.path
-        if not path.is_file():
-            return None
-        try:
-            found = Measured.load(path)
-        except ConfigError as error:
-            _say(f"the measurement of this machine is of no use: {error}")
-            return None
-        before, now = found.versions, _versions()
-        changed = [f"{name} was {before.get(name)}" for name, version in now.items() if before.get(name) != version]
-        if changed:
-            _say(f"the measurement of this machine of {found.at} is stale: {', '.join(changed)}; it is measured again")
-            return None
-        return found
+        return _kept_in(self.path)
 
-    def measure(self, effort: str) -> Measured:
-        """Measure it and keep that.
+    def kept_with_a_disk(self) -> Measured | None:
+        """The latest that was kept of this machine with any drives."""
+        found = map(_kept_in, self.path.parent.glob(f"{Machine(self.torch_device).path.stem}-*.json"))
+        return max((each for each in found if each is not None), key=lambda each: each.at, default=None)
+
+    def measure(self, effort: str, *, is_kept: bool = True) -> Measured:
+        """Measure it.
 
         Args:
             effort: ``whole`` or ``quick``.
+            is_kept: For others that ask; not what was measured beside a run.
 
         Raises:
             DiskError: A folder cannot serve the disk tier.
@@ -108,11 +104,15 @@ class Machine:
         hardware = measure(opened, self.disks, _EFFORTS[effort])
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         found = Measured(hardware=hardware, effort=effort, at=now, versions=_versions())
+        if is_kept:
+            self._keep(found)
+        return found
+
+    def _keep(self, found: Measured) -> None:
         path = self.path
         with suppress(ConfigError, OSError):  # a home that cannot be written to: it is measured again next time
             path.parent.mkdir(parents=True, exist_ok=True)
             found.save(path)
-        return found
 
     def at_hand(self) -> Hardware:
         """What was kept, or else a quick measurement, which is said.
@@ -135,6 +135,26 @@ def cache_folder() -> Path:
     """Where measurements are kept: below ``XDG_CACHE_HOME``, by default ``~/.cache``."""
     named = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(named) if os.path.isabs(named) else Path.home() / ".cache") / "outcore"
+
+
+def _kept_in(path: Path) -> Measured | None:
+    if not path.is_file():
+        return None
+    try:
+        found = Measured.load(path)
+    except ConfigError as error:
+        _say(f"the measurement of this machine is of no use: {error}")
+        return None
+    before, now = found.versions, _versions()
+    changed = [f"{name} was {before.get(name)}" for name, version in now.items() if before.get(name) != version]
+    if changed:
+        _say(f"the measurement of this machine of {found.at} is stale: {', '.join(changed)}; it is measured again")
+        return None
+    return found
+
+
+def _digest(facts: Sequence[str]) -> str:
+    return hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()
 
 
 def _versions() -> dict[str, str]:

@@ -21,7 +21,7 @@ from outcore.device.device import Device
 from outcore.device.opening import device_name
 from outcore.memory.disk import DiskStore
 from outcore.memory.host import HostMemory
-from outcore.memory.limits import disk_free_bytes, host_free_bytes, host_limit_bytes, host_total_bytes
+from outcore.memory.limits import disk_free_bytes, host_bytes, host_free_bytes
 from outcore.probe import work
 from outcore.probe.loads import Load, speeds, usual_speed
 from outcore.probe.samples import Line, line, parts
@@ -126,7 +126,7 @@ class _Probe:
         device, through_bytes = self._device, self._effort.sizes[-1]
         update = work.device_updates(device, device.allocate(self._buffer_bytes))
         return DevicePart(
-            memory_bytes=host_bytes() / 2 if device.has_host_memory else device.memory_bytes(),
+            memory_bytes=device.total_bytes() / (2 if device.has_host_memory else 1),
             fp32_flops=self._rate(work.products(device, _FLOAT32)),
             bf16_flops=self._rate(work.products(device, _BFLOAT16)),
             attention_flops=self._rate(work.attention(device, _BFLOAT16)),
@@ -135,7 +135,7 @@ class _Probe:
             kernel_s=1 / self._rate(work.kernels(device, _KERNELS)),
             runs_ahead=float(not device.computes_on_host),
             sources=_measured(DevicePart, "runs_ahead")
-            | {"memory_bytes": "half of host memory" if device.has_host_memory else "what was free"},
+            | {"memory_bytes": "half of host memory" if device.has_host_memory else "of the device"},
         )
 
     def links(self, store: DiskStore | None) -> _Links:
@@ -234,8 +234,3 @@ def _disk(links: _Links, disks: Sequence[Path], store: DiskStore) -> DiskPart:
 def _measured(part: type, *but: str, how: str = "measured") -> dict[str, str]:
     names = (field.name for field in dataclasses.fields(part))
     return {name: how for name in names if name not in (*but, "sources")}
-
-
-def host_bytes() -> int:
-    """Of the machine, or of the container around this process."""
-    return host_limit_bytes() or host_total_bytes()

@@ -42,7 +42,7 @@ class Replanning:
         self._is_tried, settings = True, self._job.settings
         try:
             machine, path = Machine(settings.device, tuple(map(Path, settings.budget.paths))), settings.out / HARDWARE
-            machine.measure("quick").hardware.save(path)
+            machine.measure("quick", is_kept=False).hardware.save(path)
         except OutcoreError as error:
             self._say(f"the run goes on with its plan, since the machine could not be measured again: {error}")
             return False

@@ -2,9 +2,9 @@
 
 [Note: how it is found] Fillings come first: the nearest kinds of homes for as many units as fit, farther ones for the
 rest. Those with the lowest bounds are simulated, and the best of them is changed step by step while it gets faster. A
-change whose bound is above the best time so far cannot be better, and is not simulated. Today's rule and uniform plans
-are simulated in any case: what is found is never slower than these. All counts are fixed, so the same inputs give the
-same plan.
+change whose bound is above the best time so far cannot be better, and is not simulated. The rule's plan and uniform
+ones are simulated in any case: what is found is never slower than these. All counts are fixed, so the same inputs give
+the same plan.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from outcore.planning.search.candidates import (
     Kind,
 )
 from outcore.planning.timing.rates import Rates
-from outcore.planning.timing.simulate import Simulation, simulate
+from outcore.planning.timing.simulate import Simulation, simulate, steps_until_settled
 from outcore.planning.units.footprint import Saved, as_run
 from outcore.spec.budget import Limits
 from outcore.spec.model import ModelSpec
@@ -71,7 +71,7 @@ class Found:
 
     plan: Plan
     candidate: Candidate
-    """The plan in few words; where today's rule won, what is most like it."""
+    """The plan in few words; where the rule's plan won, what is most like it."""
     simulation: Simulation
     bound: Bound
     runners_up: tuple[RunnerUp, ...]
@@ -112,8 +112,8 @@ def search(job: Job) -> Found:
 def simulated(job: Job, plan: Plan) -> Simulation:
     """Steps of a plan. Args: job: What it was made for. plan: Without the activations that leave."""
     visits, circumstances = usual_visits(job.model, job.micro_batches), Circumstances(clips=job.clipping)
-    warm_up = steps_until_settled(plan)
-    return simulate(job.model, _as_run(job, plan), job.rates, visits, circumstances, warm_up=warm_up)
+    run = _as_run(job, plan)
+    return simulate(job.model, run, job.rates, visits, circumstances, warm_up=steps_until_settled(run))
 
 
 def _as_run(job: Job, plan: Plan) -> Plan:
@@ -133,12 +133,6 @@ def explain(job: Job, plan: Plan, candidate: Candidate | None = None) -> Found:
     """
     search = _Search(job)
     return search.explain(plan, candidate or search.like(plan))
-
-
-def steps_until_settled(plan: Plan) -> int:
-    """How many steps come before those that count: writes to disk may lag behind for some."""
-    uses_disk = any("disk" in (unit.weights, unit.gradients, unit.states) for unit in plan.units)
-    return 4 if uses_disk else 1
 
 
 class Estimate(NamedTuple):
@@ -292,8 +286,8 @@ class _Search:
 
     def _settled(self, plan: Plan) -> Simulation:
         """After as many steps as it takes."""
-        run, warm_up = _as_run(self._job, plan), steps_until_settled(plan)
-        key = _key(run)
+        run = _as_run(self._job, plan)
+        key, warm_up = _key(run), steps_until_settled(run)
         if key not in self._final:
             self._final[key] = self._simulate(run, warm_up) if warm_up > 1 else self._simulation(plan)
         return self._final[key]
@@ -427,8 +421,10 @@ class _Search:
                 others = itertools.chain(others, [(name, self._plan(candidate))])
         for name, other in others:
             simulation = self._final.get(_key(_as_run(self._job, other))) or self._simulation(other)
+            simulation = self._settled(other) if simulation.step_s < step_s else simulation
             binds = max(simulation.binding, key=simulation.binding.__getitem__, default="compute")
             slower = simulation.step_s / step_s - 1 if step_s else 0.0
-            reason = f"{slower:.1%} slower: {binds} binds" if slower > _GAIN else "equally fast"
+            same = "equally fast" if slower > -_GAIN else f"predicted {-slower:.1%} faster"
+            reason = f"{slower:.1%} slower: {binds} binds" if slower > _GAIN else same
             if _key(other) != _key(plan):
                 yield RunnerUp(name, simulation.step_s, reason)

@@ -44,7 +44,7 @@ def counted_work(cut: Partition, sample: Mapping[str, Any], device: torch.device
 
     Time: a forward in Python, 1 to 3 s for a large model. Memory: none.
     """
-    counter = _Counter(makes_causal=hasattr(cut.modules[0], "config") and _hides_nothing(sample))
+    counter = _Counter(cut.modules[0], may_be_causal=hasattr(cut.modules[0], "config") and _hides_nothing(sample))
     with on_shapes(cut, sample, device) as shapes, ExitStack() as undo:
         for unit, module in zip(cut.spec.units[1:], cut.modules[1:], strict=True):
             undo.callback(stand_in(module, _Unit(unit.name, module, counter).call))
@@ -64,17 +64,18 @@ class _Unit:
 
     def __init__(self, name: str, module: nn.Module, counter: _Counter) -> None:
         self._name, self._module, self._counter, self._forward = name, module, counter, module.forward
+        self._is_causal = _has_causal(module)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """In place of the module's forward."""
         known, (leaves, form) = self._counter.known, arguments_of(args, kwargs)
-        kind = kind_of(self._module, leaves, form)
+        kind = self._is_causal, kind_of(self._module, leaves, form)
         if kind in known:
             work, result = known[kind]
             self._counter.add(self._name, work)
             return pytree.tree_map_only(Shape, _again, result)
         values, named = pytree.tree_unflatten(leaves, form)
-        with self._counter.inside() as work:
+        with self._counter.inside(is_causal=self._is_causal) as work:
             result = self._forward(*values, **named)
         self._counter.add(self._name, work)
         if all(isinstance(part, torch.Tensor | bool | int | float | str | None) for part in pytree.tree_leaves(result)):
@@ -89,10 +90,10 @@ def _again(shape: Shape) -> torch.Tensor:
 class _Counter(TorchDispatchMode):
     """Adds up kernels by the unit that runs."""
 
-    def __init__(self, *, makes_causal: bool) -> None:
-        """Args: makes_causal: Masks are the model's own, which a run leaves to the kernel. Shapes do not tell."""
+    def __init__(self, model: nn.Module, *, may_be_causal: bool) -> None:
+        """Args: may_be_causal: Masks are the model's own, which a run leaves to the kernel. Shapes do not tell."""
         super().__init__()
-        self._makes_causal = makes_causal
+        self._may_be_causal, self._is_causal = may_be_causal, _has_causal(model)
         self.work: defaultdict[str, _Sums] = defaultdict(lambda: defaultdict(float))
         """By unit."""
         self.known: dict[Hashable, tuple[_Sums, Any]] = {}
@@ -100,13 +101,15 @@ class _Counter(TorchDispatchMode):
         self._running = [self.work[""]]
 
     @contextmanager
-    def inside(self) -> Iterator[_Sums]:
-        """Count what runs inside of one call."""
+    def inside(self, *, is_causal: bool) -> Iterator[_Sums]:
+        """Count what runs inside of one call. Args: is_causal: What attends in it is."""
         self._running.append(defaultdict(float))
+        outside, self._is_causal = self._is_causal, is_causal
         try:
             yield self._running[-1]
         finally:
             self._running.pop()
+            self._is_causal = outside
 
     def add(self, name: str, work: _Sums) -> None:
         """A call of a unit. Args: work: What it did."""
@@ -124,7 +127,8 @@ class _Counter(TorchDispatchMode):
         if func.is_view or name in _VIEWS or not (given and made):
             return result
         if _ATTENTION in name:
-            is_causal = _is_causal(args, kwargs) or (self._makes_causal and len(given) > _OPERANDS)
+            by_mask = self._may_be_causal and self._is_causal and len(given) > _OPERANDS
+            is_causal = by_mask or _is_causal(args, kwargs)
             work["attention_flops"] += sdpa_flop_count(*(t.shape for t in given[:_OPERANDS])) / (1 + is_causal)
         elif may_be_dear(func):
             flops = flops_of(func, args, kwargs, result)
@@ -135,6 +139,11 @@ class _Counter(TorchDispatchMode):
             work["moved_bytes"] += sum(t.nbytes for t in (2 * made if name in _LOOKED_UP else [*made, *given]))
         work["kernels"] += 1
         return result
+
+
+def _has_causal(module: nn.Module) -> bool:
+    """Whether something in it attends to what came before alone: Transformers' attention says so."""
+    return any(getattr(part, "is_causal", False) is True for part in module.modules())
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -80,6 +80,12 @@ def simulate(
     return Simulation(step_s, timeline, steps.played.binding(steps.laid.ends[-1], steps.start_s))
 
 
+def steps_until_settled(plan: Plan) -> int:
+    """How many steps come before those that count. Args: plan: As it runs; writes to disk may lag behind for some."""
+    uses_disk = any("disk" in (unit.weights, unit.gradients, unit.states, unit.activations) for unit in plan.units)
+    return 4 if uses_disk else 1
+
+
 class Laid(NamedTuple):
     """Steps as tasks."""
 
