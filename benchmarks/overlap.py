@@ -67,10 +67,13 @@ class Setting:
     saved: float = 0.0
     """How long ``d2h`` takes for what a forward saves, if it leaves, and the disk for the same."""
     activations: Tier = "device"
+    keeps: bool = False
+    """What a forward saves stays on the device, instead of a recompute."""
 
 
 SETTINGS = {
     "compute": Setting(),
+    "kept": Setting(keeps=True),
     "h2d": Setting(h2d=4.0),
     "d2h": Setting(d2h=4.0),
     "update": Setting(update=5.0),
@@ -204,7 +207,7 @@ def plan_for(
     """Weights and gradients of all blocks on the host, the root on the device."""
     units = [UnitPlan(name="", weights="device", gradients="device", states="device", policy="keep")]
     leaves: dict[str, Any] = {"policy": "keep", "activations": setting.activations, "saved_bytes": saved_bytes}
-    more = leaves if saved_bytes else {}
+    more = leaves if saved_bytes else {"policy": "keep"} if setting.keeps else {}
     for unit in model.units[1:]:
         units.append(UnitPlan(name=unit.name, weights="host", gradients="host", states=setting.states, **more))
     comfort = Comfort(prefetch_depth=args.depth, num_buckets=args.buckets, max_slots_host=3)

@@ -16,7 +16,10 @@ import simulator  # noqa: E402
 
 TESTS = FOLDER.parent
 GPU = TESTS / "gpu"
-LOOP = [TESTS / "loop" / f"test_{name}.py" for name in ("presence", "recompute", "gradients", "select", "activations")]
+LOOP = [
+    TESTS / "loop" / f"test_{name}.py"
+    for name in ("presence", "recompute", "gradients", "select", "activations", "in_pieces")
+]
 ENGINE = "not test_delays_on_each_lane or early"  # of three kinds of plans one
 PARITY = "test_all_lanes_late or test_skipped_frozen_and_shared_parts or by_results_without"
 # A new run, one that stops and goes on, adapters, an evaluation: each by what its user calls.
@@ -29,7 +32,8 @@ PROGRAMS = (
 CALLS = (
     "test_a_state_dict or test_the_default_device or test_scaled_by_hand or test_any_block and Dropping or "
     "test_whatever_a_loop_does and two_forwards or test_an_argument_that_is_cast_twice or "
-    "test_an_exception_in_the_middle and backward or test_an_interrupt_when or test_nothing_is_left"
+    "test_an_exception_in_the_middle and backward or test_an_interrupt_when or test_nothing_is_left or "
+    "test_is_accumulation and mixed or test_late_and_permuted_lanes"
 )
 # Each is a process of its own, one beside another; files that take seconds share one.
 RUNS = {
