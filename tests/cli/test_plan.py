@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -262,3 +263,15 @@ def test_damaged_hardware_and_unknown_models(command: Run, config_json: Path, tm
     assert "bus: h2d_bytes_per_s: expected a number" in done.err
     done = command("plan", "--model", tmp_path / "nothing", "--hardware", "h100")
     assert (done.status, done.out) == (2, "")
+
+
+def test_what_is_said_while_planning_is_a_notice(command, monkeypatch):
+    def warn(_: object) -> None:
+        warnings.warn("this machine was measured", stacklevel=1)
+        raise ConfigError("that is all")
+
+    monkeypatch.setattr("outcore.cli.plan.answer", warn)
+    done = command("plan", "--model", "any")
+    assert done.status == 2
+    assert "this machine was measured" in done.err
+    assert "UserWarning" not in done.err

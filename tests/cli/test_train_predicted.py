@@ -25,7 +25,7 @@ class TestComparison:
         [
             (lap(1.1, 0.4), "steps take 1.5 s, 1.50 of what was predicted, for 20 steps: compute takes 1.1 s a step "),
             (lap(0.6, 0.1), "steps take 0.7 s, 0.70 of what was predicted, for 20 steps: it waits for lane h2d 0.1 s "),
-            (lap(0.6, 0.4, 0.5), "it waits for lane update 0.5 s a step instead of 0 s; outcore probe measures"),
+            (lap(0.6, 0.4, 0.5), "it waits for lane update 0.5 s a step instead of 0 s"),
         ],
     )
     def test_far_off_for_long_it_says_once_what_was_wrong(self, wrong, said):

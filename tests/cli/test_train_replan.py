@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from outcore.choice import Timed
 from outcore.cli.train import job
+from outcore.cli.train.nonfinite import FiniteSteps
 from outcore.cli.train.output import predicted
+from outcore.cli.train.output.folder import Checkpoint, OutputFolder
+from outcore.cli.train.output.report import RunReport
+from outcore.cli.train.trainer import SftTrainer
 from outcore.core.errors import DiskError, MemoryBudgetError
 from outcore.planning.timing.known_hardware import known_hardware
 from outcore.probe import kept
@@ -19,7 +26,7 @@ from outcore.spec.hardware import Hardware
 from .conftest import Outcome, Run, read_jsonl
 
 MACHINE = known_hardware("rtx-4090")
-STEPS, OFF_AT = 6, 4
+STEPS, OFF_AT = 7, 5
 
 
 def slow_updates(*_: object) -> Hardware:
@@ -62,6 +69,7 @@ def trained(path: Path) -> tuple[bytes, list[tuple[float, float]]]:
 def plain(train: Any, tmp_path: Path) -> tuple[bytes, list[tuple[float, float]]]:
     done = train("plain")
     assert done.status == 0, done.err
+    assert "; outcore probe measures the machine again" in done.out
     return trained(tmp_path / "plain")
 
 
@@ -69,6 +77,7 @@ def test_the_training_is_the_same(train, plain, tmp_path):
     done = train("other", "--replan")
     assert done.status == 0, done.err
     assert "the run goes on with another plan" in done.out
+    assert "outcore probe" not in done.out
     assert plan_of(tmp_path / "other") != plan_of(tmp_path / "plain")
     assert Hardware.load(tmp_path / "other" / "hardware.json") == slow_updates()
     assert not list((tmp_path / "cache").rglob("*.json")), "what is measured beside a run is no measure for others"
@@ -85,7 +94,7 @@ def test_nothing_is_lost_where_it_fails(train, plain, tmp_path, monkeypatch):
     monkeypatch.setattr(kept, "measure", full)
     done = train("other", "--replan")
     assert done.status == 0, done.err
-    assert "the run goes on with its plan, since the machine could not be measured again: the drive is full" in done.out
+    assert "the run goes on with its plan, since no other could be made: the drive is full" in done.out
     assert trained(tmp_path / "other") == plain
     monkeypatch.setattr(kept, "measure", slow_updates)
     build, tried = job.Job.trainer, []
@@ -110,6 +119,107 @@ def test_where_the_same_plan_is_the_best_it_stays(train, tmp_path, monkeypatch):
     assert done.status == 0, done.err
     assert "the plan stays the best one that is known" in done.out
     assert [line["step"] for line in read_jsonl(tmp_path / "other" / "metrics.jsonl")] == list(range(1, STEPS + 1))
+    assert not list((tmp_path / "other").glob("checkpoint-*"))  # it did not stop for nothing
+
+
+def test_a_run_that_was_killed_goes_on_with_another_plan(train, plain, tmp_path, monkeypatch):
+    monkeypatch.setattr(predicted, "_FOR", 1)
+    args = ("--save-every", 2)
+    assert train("other", *args).status == 0
+    for step in (4, 6, STEPS):
+        shutil.rmtree(tmp_path / "other" / f"checkpoint-{step}", ignore_errors=True)
+    shutil.rmtree(tmp_path / "other" / "model")
+    (tmp_path / "other" / "checkpoint-3").mkdir()  # half-done
+    (tmp_path / "other" / ".outcore-data-old").mkdir()
+    done = train("other", *args, "--resume", "--replan")
+    assert done.status == 0, done.err
+    assert "the run goes on with another plan" in done.out
+    assert not (tmp_path / "other" / ".outcore-data-old").exists()
+    assert trained(tmp_path / "other")[0] == plain[0]
+
+
+def test_the_run_goes_on_where_there_is_no_memory_to_measure_in(train, monkeypatch):
+    def fail(*_: object) -> Hardware:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(kept, "measure", fail)
+    done = train("other", "--replan")
+    assert done.status == 0, done.err
+    assert "the run goes on with its plan, since no other could be made: no room" in done.out
+
+
+@pytest.mark.parametrize("fails_at", [OFF_AT + 1, OFF_AT + 2])
+def test_only_a_plan_that_makes_no_step_is_given_up(train, plain, tmp_path, monkeypatch, fails_at):
+    """Later errors are the run's own."""
+    step, built = SftTrainer.training_step, []
+
+    def fail(self: Any, *args: Any, **kwargs: Any) -> Any:
+        built.append(self) if self not in built else None
+        if len(built) == 2 and self.state.global_step + 1 == fails_at:
+            raise torch.OutOfMemoryError("no room")
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(SftTrainer, "training_step", fail)
+    if fails_at == OFF_AT + 1:
+        done = train("other", "--replan")
+        assert done.status == 0, done.err
+        assert "the run goes on with the plan that it had, since the other one fails: no room" in done.out
+        assert trained(tmp_path / "other") == plain
+    else:
+        with pytest.raises(torch.OutOfMemoryError, match="no room"):
+            train("other", "--replan")
+
+
+def test_another_checkpoint_is_not_gone_on_from(train, monkeypatch):
+    monkeypatch.setattr(OutputFolder, "latest", lambda folder: Checkpoint(path=folder.path, step=1))
+    done = train("other", "--replan")
+    assert done.status == 1
+    assert f"expected a checkpoint of step {OFF_AT} to go on from" in done.err
+
+
+def test_evaluations_are_those_of_the_plain_run(train, text, tmp_path):
+    """Stopping is no end of an epoch; it waits where one ends."""
+    found = []
+    short = tmp_path / "short.txt"
+    short.write_text(" ".join(f"{n} bottles of beer" for n in range(20)))
+    for out, more in (("plain", ()), ("other", ("--replan",))):
+        done = train(out, "--data", text, "--eval-data", short, "--set", "save_strategy=epoch", *more)
+        assert done.status == 0, done.err
+        lines = read_jsonl(tmp_path / out / "metrics.jsonl")
+        found.append([(line["step"], line["eval_loss"]) for line in lines if "eval_loss" in line])
+    assert "the run goes on with another plan" in done.out
+    assert found[0] == found[1] != []
+
+
+def test_the_summary_is_of_the_whole_run(train, monkeypatch):
+    begun = []
+    begin = RunReport.on_train_begin
+
+    def on_train_begin(self: RunReport, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        begun.append(self._begun_s)
+
+    monkeypatch.setattr(RunReport, "on_train_begin", on_train_begin)
+    leave_out = FiniteSteps.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        leave_out(self, *args, **kwargs)
+        self.num_skipped = 1
+
+    monkeypatch.setattr(FiniteSteps, "__init__", init)
+    done = train("other", "--replan")
+    assert done.status == 0, done.err
+    assert len(begun) == 2
+    assert begun[0] == begun[1]
+    assert f"{STEPS}, 2 of them without an update" in done.out
+
+
+def test_there_is_room_for_the_checkpoint(train, monkeypatch):
+    asked: list[int] = []
+    monkeypatch.setattr(OutputFolder, "refuse_full", lambda _, nbytes: asked.append(nbytes))
+    assert train("plain", "--dry-run").status == 0
+    assert train("other", "--replan", "--dry-run").status == 0
+    assert asked[1] > 3 * asked[0]
 
 
 @pytest.mark.parametrize(
@@ -118,10 +228,24 @@ def test_where_the_same_plan_is_the_best_it_stays(train, tmp_path, monkeypatch):
         (("--hardware", "none"), "--replan: expected it without --hardware none"),
         (("--plan", "plan.json"), "--replan: expected it without --plan"),
         (("--set", "max_length=null"), "--replan: expected --seq-len N"),
+        (("--set", "logging_strategy=no"), "--replan: expected logging_strategy=steps"),
+        (("--set", "logging_strategy=epoch"), "--replan: expected logging_strategy=steps"),
+        (
+            ("--eval-data", "{text}", "--set", "save_strategy=best", "--set", "eval_strategy=epoch"),
+            "--replan: expected a run that looks",
+        ),
     ],
 )
-def test_bad_input_is_one_message(train, tmp_path, more, message):
-    done = train("other", "--replan", *more)
+def test_bad_input_is_one_message(train, text, tmp_path, more, message):
+    done = train("other", "--replan", *(text if value == "{text}" else value for value in more))
     assert (done.status, done.err.count("Traceback")) == (2, 0)
     assert message in done.err
+    assert not (tmp_path / "other").exists()
+
+
+def test_times_that_nothing_predicts_are_refused(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(Timed, "predict", lambda *_: None)  # as where the model cannot be followed
+    done = train("other", "--replan")
+    assert (done.status, done.err.count("Traceback")) == (2, 0)
+    assert "--replan: expected a run whose times can be predicted" in done.err
     assert not (tmp_path / "other").exists()

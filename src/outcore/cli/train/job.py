@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, final
 
+import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
@@ -70,6 +72,8 @@ class Job:
     model: Planned
     reference: Planned | None
     """A frozen copy of the model, where the method wants one."""
+    args: Any
+    """The Trainer's. No others may be made while a run goes: making them resets what Accelerate shares."""
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
@@ -82,16 +86,32 @@ class Job:
         _refuse_unusable(settings.budget.paths)
         source = find_model(settings.model, attention=settings.attention)
         tokenizer = load_tokenizer(source, eos_token=settings.eos_token, chat_template=settings.chat_template_path)
+        job = cls._planned(settings, _arguments(settings), source, tokenizer)
+        if settings.replan and job.model.predicted is None:
+            raise ConfigError(
+                "--replan: expected a run whose times can be predicted, but this one's cannot: OUTCORE_HARDWARE is "
+                "none, everything fits on the device, this machine cannot be measured, or the model cannot be "
+                "followed; leave --replan out"
+            )
+        return job
+
+    @classmethod
+    def _planned(cls, settings: Settings, args: Any, source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Self:
         if not (settings.method.has_reference and settings.lora is None):
-            model = _plan_model(settings, source, settings.budget)
-            return cls(settings=settings, source=source, tokenizer=tokenizer, model=model, reference=None)
-        _refuse_random_reference(source)
-        model, reference = plan_both(
-            free_budget(settings.budget, device=_device(settings)),
-            lambda budget: _plan_model(settings, source, budget),
-            lambda budget: _plan_reference(settings, source, budget),
-        )
-        return cls(settings=settings, source=source, tokenizer=tokenizer, model=model, reference=reference)
+            model, reference = _plan_model(settings, args, source, settings.budget), None
+        else:
+            _refuse_random_reference(source)
+            model, reference = plan_both(
+                free_budget(settings.budget, device=args.device),
+                lambda budget: _plan_model(settings, args, source, budget),
+                lambda budget: _plan_reference(settings, args, source, budget),
+            )
+        return cls(settings=settings, source=source, tokenizer=tokenizer, model=model, reference=reference, args=args)
+
+    def again(self, **changes: Any) -> Self:
+        """Plan with other settings while the run goes: no random number is drawn. Raises: as ``of``."""
+        with torch.random.fork_rng(devices=[]):
+            return self._planned(dataclasses.replace(self.settings, **changes), self.args, self.source, self.tokenizer)
 
     def load_data(self, cache: Path) -> RunData:
         """Load and check what the run trains on.
@@ -176,7 +196,7 @@ class Job:
             budget=self._planned_budget(planned),
             precision=self.settings.precision,
             weights=self.source.weights,
-            device=_device(self.settings),
+            device=self.args.device,
             compile=self.settings.compile,
         ).model
 
@@ -185,7 +205,7 @@ class Job:
         all_params = [p for unit in self.model.spec.units for p in unit.params]
         trained = [p for p in all_params if p.requires_grad]
         weights = sum(p.weight_bytes for p in (all_params if self.settings.lora is None else trained))
-        if self.settings.training["save_strategy"] == "no":
+        if self.settings.training["save_strategy"] == "no" and not self.settings.replan:
             return weights
         names = ("master", *self.model.spec.state_names)
         states = [state for unit in self.model.spec.units for state in lay_out_states(unit, names).values()]
@@ -199,14 +219,13 @@ class Job:
         return Budget(device=taken["device"], host=taken["host"], disk=disks, disk_bytes=taken["disk"])
 
 
-def _plan_model(settings: Settings, source: ModelSource, budget: Budget) -> Planned:
+def _plan_model(settings: Settings, args: Any, source: ModelSource, budget: Budget) -> Planned:
     """Plan what is trained."""
     model = build_model(source, settings.precision)
     if settings.lora is not None:
         from peft import get_peft_model
 
         model = get_peft_model(model, _lora(settings.lora))
-    args = _arguments(settings)
     kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
     optimizer = kind([p for p in model.parameters() if p.requires_grad], **options)
     _refuse_replan(settings, args)
@@ -248,6 +267,17 @@ def _refuse_replan(settings: Settings, args: Any) -> None:
         raise ConfigError(
             "--replan: expected --seq-len N, without which no times are predicted, but rows may have any length; set it"
         )
+    if args.logging_strategy != "steps":
+        raise ConfigError(
+            "--replan: expected logging_strategy=steps, since logged steps are compared with their prediction, but got "
+            f"{args.logging_strategy.value}; leave one out"
+        )
+    if args.metric_for_best_model is not None or args.save_strategy == "best":
+        raise ConfigError(
+            "--replan: expected a run that looks for no best checkpoint, since the one to go on from might then not be "
+            "kept, but got save_strategy=best, load_best_model_at_end, metric_for_best_model or a schedule that needs "
+            "one; leave it out"
+        )
 
 
 def _refuse_activations(settings: Settings, args: Any) -> None:
@@ -270,18 +300,13 @@ def _largest_batch(settings: Settings, args: Any) -> Mapping[str, Any]:
     return {**token_batch(rows, args.max_length), "use_cache": False}
 
 
-def _plan_reference(settings: Settings, source: ModelSource, budget: Budget) -> Planned:
-    model, device = build_model(source, settings.precision), _device(settings)
-    return Planned(*plan_for(model, None, budget=budget, precision=settings.precision, device=device))
+def _plan_reference(settings: Settings, args: Any, source: ModelSource, budget: Budget) -> Planned:
+    model = build_model(source, settings.precision)
+    return Planned(*plan_for(model, None, budget=budget, precision=settings.precision, device=args.device))
 
 
 def _arguments(settings: Settings) -> Any:
     return settings.method.config_class()(output_dir=str(settings.out), **settings.training)
-
-
-def _device(settings: Settings) -> Any:
-    """Where the Trainer trains."""
-    return _arguments(settings).device
 
 
 def _lora(fields: Mapping[str, Any]) -> Any:

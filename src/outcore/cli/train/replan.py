@@ -1,68 +1,66 @@
-"""``--replan``: a better plan for a run whose steps take other than predicted.
+"""``--replan``: a better plan for a run whose steps take longer or shorter than predicted.
 
-The machine is measured while the old plan still stands. Only then the run stops behind a checkpoint and goes on from
-it, as ``--resume`` does. So whatever fails, the run goes on as it was.
+The machine is measured, and plans are made for it, while the old plan still stands. Only for a better one the run stops
+behind a checkpoint and goes on from it, as ``--resume`` does. If the new plan cannot begin, the old one goes on there.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import final
 
 from rich.console import Console
 
 from outcore.cli.train.job import Job
+from outcore.cli.train.output.folder import HARDWARE, PLAN, OutputFolder
 from outcore.core.errors import OutcoreError
+from outcore.forecast import WORTH
 from outcore.probe.kept import Machine
 
-HARDWARE = "hardware.json"
+FAILURES = (OutcoreError, RuntimeError, OSError, MemoryError)
+"""Of another plan. PyTorch says with a RuntimeError that there is no memory."""
 
 
 @final
 class Replanning:
-    """At most one other plan for a run."""
+    """Another plan for a run."""
 
-    def __init__(self, job: Job, console: Console) -> None:
+    def __init__(self, job: Job, console: Console, output: OutputFolder) -> None:
         """Args: job: As it was planned."""
-        self._job, self._console = job, console
-        self._is_tried = False
-        self._path: Path | None = None
+        self._job, self._console, self._output = job, console, output
+        self.jobs: tuple[Job, ...] = ()
+        """The run with a better plan, and as it was. Empty: there is none."""
+        self.step = 0
+        """At which the run stopped for it."""
+        self.skipped = 0
+        """Steps until then that made no update."""
 
-    @property
-    def is_due(self) -> bool:
-        """Whether the run stopped for another plan."""
-        return self._path is not None
-
-    def measure(self) -> bool:
-        """Measure the machine again, once. Returns whether to stop for a plan that follows from it."""
-        if self._is_tried or not self._job.settings.replan:
-            return False
-        self._is_tried, settings = True, self._job.settings
+    def is_better(self, step: int) -> bool:
+        """Measure the machine again, and look for a plan that is worth stopping for at a step."""
         try:
-            machine, path = Machine(settings.device, tuple(map(Path, settings.budget.paths))), settings.out / HARDWARE
-            machine.measure("quick", is_kept=False).hardware.save(path)
-        except OutcoreError as error:
-            self._say(f"the run goes on with its plan, since the machine could not be measured again: {error}")
+            old, new = self._planned()
+            self._output.refuse_full(new.written_bytes())
+        except FAILURES as error:
+            self._say(f"the run goes on with its plan, since no other could be made: {error}")
             return False
-        self._path = path
+        before, after = old.model.predicted, new.model.predicted
+        if before is None or after is None or after.step_s >= (1 - WORTH) * before.step_s:
+            self._say("the machine was measured again: the plan stays the best one that is known")
+            return False
+        self._say(
+            f"the machine was measured again: the run goes on with another plan; {after.step_s:.3g} s per step are "
+            f"predicted instead of {before.step_s:.3g} s"
+        )
+        self.step, self.jobs = step, (new, self._job)
         return True
 
-    def jobs(self) -> Iterator[Job]:
-        """The run with another plan, where there is one, and as it was."""
-        try:
-            found = Job.of(dataclasses.replace(self._job.settings, hardware=str(self._path)))
-        except OutcoreError as error:
-            self._say(f"the run goes on with its plan, since another could not be made: {error}")
-        else:
-            after = found.model.predicted
-            times = "" if after is None else f"; {after.step_s:.3g} s per step are predicted"
-            is_same = found.model.plan == self._job.model.plan
-            plan = "the plan stays the best one that is known" if is_same else "the run goes on with another plan"
-            self._say(f"the machine was measured again ({self._path}): {plan}{times}")
-            yield found
-        yield self._job
+    def _planned(self) -> tuple[Job, Job]:
+        """The plan of the run and the best one, both with times of the machine as it is now."""
+        settings, path = self._job.settings, self._output.path / HARDWARE
+        disks = tuple(map(Path, settings.budget.paths))
+        Machine(settings.device, disks).measure("quick", is_kept=False).hardware.save(path)
+        kept = {"plan": self._output.path / PLAN, "activations": None, "replan": False}
+        return self._job.again(hardware=str(path), **kept), self._job.again(hardware=str(path))
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)

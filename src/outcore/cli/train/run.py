@@ -26,10 +26,10 @@ from outcore.cli.train.output.folder import MODEL, SETTINGS, Checkpoint, OutputF
 from outcore.cli.train.output.record import RunRecord
 from outcore.cli.train.output.report import RunReport
 from outcore.cli.train.output.trace import TraceFile
-from outcore.cli.train.replan import Replanning
+from outcore.cli.train.replan import FAILURES, Replanning
 from outcore.cli.train.settings.description import describe
 from outcore.cli.train.settings.run_settings import Settings
-from outcore.core.errors import ConfigError, DiskError, MemoryBudgetError, OutcoreError, PlanInfeasibleError
+from outcore.core.errors import ConfigError, OutcoreError, PlanInfeasibleError
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's names
 # What libraries raise for settings and data that they cannot use. Anything else is a bug, and keeps its traceback.
@@ -67,10 +67,11 @@ def run_train(settings: Settings) -> None:
             if output.incomplete:
                 names = ", ".join(path.name for path in output.incomplete)
                 _say(console, "Incomplete", f"{names}: the run was stopped while writing it, so it is removed")
-            other = Replanning(job, console)
-            with RunReport(console, output, trace, planned=job.expected(), replan=other.measure) as report:
+            other = Replanning(job, console, output)
+            replan = other.is_better if settings.replan else None
+            with RunReport(console, output, trace, planned=job.expected(), replan=replan) as report:
                 if not _train(console, job, data, output, report, record, other):
-                    _go_on(console, other.jobs(), data, output, report, record)
+                    _go_on(console, other, data, output, report, record)
 
 
 def _give_freed_memory_back() -> None:
@@ -111,39 +112,44 @@ def _train(
         if not _is_over(console, job, trainer, output, length.steps):
             resumed = output.checkpoint
             trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed.path))
-            if other.is_due:
+            if other.jobs:
+                other.skipped = trainer.num_skipped
                 return False
             _end(console, job, trainer, output, report)
     return True
 
 
 def _go_on(
-    console: Console, jobs: Iterator[Job], data: RunData, output: OutputFolder, report: RunReport, record: RunRecord
+    console: Console, other: Replanning, data: RunData, output: OutputFolder, report: RunReport, record: RunRecord
 ) -> None:
-    """From the newest checkpoint with another plan. Args: jobs: With that plan, and as it was."""
-    job = next(jobs)
-    while True:
-        saved = output.latest()
+    """From the checkpoint of the step at which the run stopped. As it was, if the other plan makes no step."""
+    saved, jobs = output.latest(), list(other.jobs)
+    if saved is None or saved.step != other.step:
+        raise OutcoreError(f"--replan: expected a checkpoint of step {other.step} to go on from, but it is not there")
+    while jobs:
+        job, step = jobs.pop(0), saved.step
         report.expect(job.expected())
         try:
             with _trainer(console, job, data, report, record) as (trainer, _):
-                trainer.train(resume_from_checkpoint=None if saved is None else str(saved.path))
-                _end(console, job, trainer, output, report)
-        except (DiskError, MemoryBudgetError, PlanInfeasibleError) as error:
-            old = next(jobs, None)
-            if old is None:
+                try:
+                    trainer.train(resume_from_checkpoint=str(saved.path))
+                finally:
+                    step = trainer.state.global_step
+                _end(console, job, trainer, output, report, skipped=other.skipped)
+        except FAILURES as error:
+            if not jobs or step > saved.step or isinstance(error, NonFiniteStepError):
                 raise
-            job = old
             _say(console, "Plan", f"the run goes on with the plan that it had, since the other one fails: {error}")
         else:
             return
 
 
-def _end(console: Console, job: Job, trainer: Any, output: OutputFolder, report: RunReport) -> None:
+def _end(console: Console, job: Job, trainer: Any, output: OutputFolder, report: RunReport, skipped: int = 0) -> None:
+    """Args: skipped: Steps without an update that came before this trainer."""
     with output.new_model() as folder:
         outcore.save_pretrained(trainer.model, folder)
         job.tokenizer.save_pretrained(folder)
-    _say_end(console, job, trainer, output, report)
+    _say_end(console, job, trainer, output, report, skipped + trainer.num_skipped)
 
 
 @contextmanager
@@ -181,8 +187,8 @@ def _is_over(console: Console, job: Job, trainer: Any, output: OutputFolder, ste
     return True
 
 
-def _say_end(console: Console, job: Job, trainer: Any, output: OutputFolder, report: RunReport) -> None:
-    left_out = f", {trainer.num_skipped:,} of them without an update" if trainer.num_skipped else ""
+def _say_end(console: Console, job: Job, trainer: Any, output: OutputFolder, report: RunReport, skipped: int) -> None:
+    left_out = f", {skipped:,} of them without an update" if skipped else ""
     model = output.path / MODEL
     steps = f"{trainer.state.global_step:,}{left_out}"
     _say_items(console, "Done", {"steps": steps, **report.summary(), "model": str(model)})

@@ -22,12 +22,14 @@ from typing import Literal, final
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import format_bytes
 
-PLAN, METRICS, MODEL = "plan.json", "metrics.jsonl", "model"
+PLAN, METRICS, MODEL, HARDWARE = "plan.json", "metrics.jsonl", "model", "hardware.json"
 SETTINGS = "settings.json"
 """In a checkpoint: the run that wrote it."""
 _CACHE = ".outcore-data-"
 _STATE = "trainer_state.json"  # what a Trainer writes last into a checkpoint
-_IS_OURS = re.compile(rf"{re.escape(PLAN)}|{re.escape(METRICS)}|{re.escape(_CACHE)}.*|checkpoint-\d+")
+_IS_OURS = re.compile(
+    rf"{re.escape(PLAN)}|{re.escape(METRICS)}|{re.escape(HARDWARE)}|{re.escape(_CACHE)}.*|checkpoint-\d+"
+)
 _NOT_OF_A_MODEL = ("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "training_args.bin", _STATE, SETTINGS)
 
 
@@ -110,9 +112,9 @@ class OutputFolder:
         free_bytes = shutil.disk_usage(_existing(self.path)).free
         if free_bytes < needed_bytes:
             raise ConfigError(
-                f"--out: expected room for {format_bytes(needed_bytes)} (the model, and with --save-every a "
-                f"checkpoint), but {format_bytes(free_bytes)} are free at '{self.path}'; free some, or name a folder "
-                "on another drive"
+                f"--out: expected room for {format_bytes(needed_bytes)} (the model, and with --save-every or "
+                f"--replan a checkpoint), but {format_bytes(free_bytes)} are free at '{self.path}'; free some, "
+                "or name a folder on another drive"
             )
 
     @contextmanager
@@ -150,6 +152,7 @@ class OutputFolder:
         self.has_begun = True
         for path in (*self.incomplete, *self._stale):
             shutil.rmtree(path)
+        self.incomplete, self._stale = [], []
 
     def latest(self) -> Checkpoint | None:
         """The newest complete checkpoint that is there now."""

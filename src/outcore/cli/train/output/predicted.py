@@ -74,6 +74,11 @@ class Comparison:
         self._is_said = True
         return self._why()
 
+    @property
+    def is_off(self) -> bool:
+        """Whether that was said."""
+        return self._is_said
+
     def closing(self) -> dict[str, str]:
         """One sentence for the end of a run."""
         took_s = self._took_s[_WARM_UP:] or self._took_s
@@ -100,6 +105,5 @@ class Comparison:
         what = f"compute takes {took}" if part == COMPUTE else f"it waits for lane {part} {took}"
         median_s = statistics.median(lap["step_s"] for lap in self._off)
         return (
-            f"steps take {median_s:.3g} s, {self.ratio(median_s):.2f} of what was predicted, for {_FOR} steps: {what}; "
-            "outcore probe measures the machine again"
+            f"steps take {median_s:.3g} s, {self.ratio(median_s):.2f} of what was predicted, for {_FOR} steps: {what}"
         )

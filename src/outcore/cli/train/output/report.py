@@ -49,7 +49,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
         trace: TraceFile | None,
         *,
         planned: Expected,
-        replan: Callable[[], bool] = lambda: False,
+        replan: Callable[[int], bool] | None = None,
     ) -> None:
         """Remember where to.
 
@@ -58,7 +58,8 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
             output: Begun when training begins; gets ``plan.json`` and ``metrics.jsonl``.
             trace: Gets a timeline of a few steps.
             planned: Of the run.
-            replan: Asked when steps take other than predicted: whether to stop behind a checkpoint.
+            replan: Asked once, with a step, when steps take longer or shorter than predicted: whether to stop there
+                behind a checkpoint.
         """
         self._console, self._output, self._trace = console, output, trace
         self._closing = ExitStack()
@@ -88,7 +89,10 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Everything is ready: from now on the run leaves something behind."""
+        self._closing.close()  # of what began with another plan and failed
         self._optimizer = kwargs["optimizer"]
+        if not self._output.has_begun:
+            self._begun_s = time.perf_counter()
         self._output.begin()
         self._optimizer.plan.save(self._output.path / PLAN)
         path = self._output.path / METRICS
@@ -101,7 +105,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
         if self._trace is not None:
             self._tracer = StepTracer(self._trace, recorder, done=state.global_step, steps=state.max_steps)
             self._closing.callback(self._tracer.close)
-        self._reported, self._begun_s = (state.global_step, 0), time.perf_counter()
+        self._reported = (state.global_step, 0)
         self._meter = _Meter(self._optimizer)
 
     def on_step_begin(
@@ -112,7 +116,8 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
             self._tracer.begin_step(state.global_step + 1)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """It may be recorded; evaluation and saving may follow."""
+        """It may be recorded; another plan, evaluation and saving may follow."""
+        self._stop_for_another_plan(state, control)
         self._pause_before(control)
         if self._tracer is not None and self._tracer.is_last(state.global_step):
             self._meter.stop()
@@ -122,7 +127,9 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Evaluation and saving may follow."""
+        """Evaluation and saving may follow, unless the run stops for another plan: that is no end of an epoch."""
+        if control.should_training_stop and state.global_step < state.max_steps:
+            control.should_evaluate = control.should_save = False
         self._pause_before(control)
 
     def on_log(
@@ -154,8 +161,8 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
             )
             wrong = self._planned.comparison.add(lap, steps)
             if wrong is not None:
-                self._console.print(f"step {state.global_step}: {wrong}", markup=False, soft_wrap=True)
-                self._stop_for_another_plan(state, control)
+                hint = "" if self._replan else "; outcore probe measures the machine again"
+                self._console.print(f"step {state.global_step}: {wrong}{hint}", markup=False, soft_wrap=True)
         elif any(name.startswith("eval_") for name in logs):
             values = {name: value for name, value in logs.items() if name not in _ELSEWHERE}
             self._write(line | values)
@@ -163,11 +170,13 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
             self._console.print(f"step {state.global_step}: {said}", soft_wrap=True)
 
     def _stop_for_another_plan(self, state: TrainerState, control: TrainerControl) -> None:
-        """Behind a checkpoint of this step, if there is another plan."""
-        if state.global_step == state.max_steps:
+        """Behind a checkpoint of this step, if there is a better plan. Not where an epoch ends, nor between logs."""
+        is_end = state.global_step == state.max_steps or state.epoch == int(state.epoch)
+        if self._replan is None or is_end or not (self._planned.comparison.is_off and control.should_log):
             return
+        replan, self._replan = self._replan, None
         self._meter.stop()
-        if self._replan():
+        if replan(state.global_step):
             control.should_save = control.should_training_stop = True
         self._meter.go_on()
 

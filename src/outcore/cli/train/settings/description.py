@@ -37,7 +37,7 @@ def describe(settings: Settings) -> dict[str, str]:
     if settings.hardware is not None:
         rest["hardware"] = settings.hardware
     if settings.replan:
-        rest["replan"] = "where steps take other than predicted"
+        rest["replan"] = "where steps take longer or shorter than predicted"
     if settings.on_nonfinite != RunOptions.on_nonfinite:
         rest["on nonfinite"] = settings.on_nonfinite
     if settings.trace is not None:

@@ -194,8 +194,9 @@ _SHARED: Mapping[str, Any] = {
     "replan": _option(
         _WHERE,
         None,
-        "Where steps are more than 20% off what was predicted for 20 steps: measure the machine again, save a "
-        "checkpoint, and go on from there with a plan that is faster, once. The training is the same.",
+        "Where steps are more than 20% off what was predicted for 20 steps: measure the machine again, once. If "
+        "another plan is then predicted to be faster, save a checkpoint, which stays, and go on from there. On the CPU "
+        "the training is the same; on an accelerator, too, unless updates move between CPU and GPU.",
         "--replan",
         kind=bool,
     ),

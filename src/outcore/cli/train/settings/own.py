@@ -57,7 +57,7 @@ class RunOptions:
     """File for a timeline of a few steps."""
     dry_run: bool = False
     replan: bool = False
-    """When steps take other than predicted: measure the machine again, and go on with a better plan."""
+    """When steps take longer or shorter than predicted: measure again, and go on with a better plan if there is one."""
     # SFTConfig has these two, too; DPOConfig has not.
     eos_token: str | None = None
     """Ends a document or turn, instead of the tokenizer's own."""
