@@ -25,6 +25,8 @@ _PRIVATE = (
     "autograd.Variable._execution_engine.queue_callback",
     "autograd.Variable._execution_engine.run_backward",
     "autograd.forward_ad._current_level",
+    "autograd.function.BackwardCFunction._sequence_nr",
+    "autograd.function.BackwardCFunction._set_sequence_nr",
     "Tensor._version",
     "Tensor._backward_hooks",
     "Tensor._post_accumulate_grad_hooks",

@@ -128,7 +128,7 @@ class _Unit:
         leaves, form = pytree.tree_flatten((args, kwargs))
         rows = rows_of([t for t in leaves if isinstance(t, torch.Tensor)])
         sizes = sizes_of(rows, self._count)
-        if len(sizes) == 1:
+        if len(sizes) <= 1:
             return self._run(*args, **kwargs)
         cut = [cut_rows(t, sizes, are_own=True) if _has_rows(t, rows) else [t] * len(sizes) for t in leaves]
         wholes: list[Any] = []

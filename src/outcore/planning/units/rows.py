@@ -18,7 +18,7 @@ from outcore.planning.units.watch import ALIGN_BYTES
 
 def sizes_of(rows: int, count: int) -> list[int]:
     """Rows of each piece, as ``torch.chunk`` cuts: equal ones but for the last. Args: count: Pieces, at most."""
-    size = -(-rows // count)
+    size = max(1, -(-rows // count))
     return [min(size, rows - start) for start in range(0, rows, size)]
 
 

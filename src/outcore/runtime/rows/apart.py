@@ -48,9 +48,10 @@ class Apart:
         if flags in self._known:
             return
         state = ForwardState(self._around, structure.objects)
+        new = _with_new_values([t for t, f in zip(tensors, flags, strict=True) if f])
 
         def results(other: int | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
-            two = [_two_rows(t, other) if f else t for t, f in zip(tensors, flags, strict=True)]
+            two = [_two_rows(t, other, is_new=id(t) in new) if f else t for t, f in zip(tensors, flags, strict=True)]
             eager = torch.compiler.set_stance("force_eager") if self._is_compiled else nullcontext()
             with torch.no_grad(), state.restored(), recording_apart(active_recording()), eager:
                 for module in self._around.modules:
@@ -90,11 +91,23 @@ class Apart:
         )
 
 
-def _two_rows(tensor: torch.Tensor, other: int | None) -> torch.Tensor:
-    """The first and the last. Args: other: Which of the two has other values: of its own, since both may be alike."""
+def _with_new_values(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Which may have any values, by identity: those with a gradient, else the first of numbers. Masks may not."""
+    numbers = [id(t) for t in tensors if t.is_floating_point()]
+    return [id(t) for t in tensors if t.requires_grad] or numbers[:1]
+
+
+def _two_rows(tensor: torch.Tensor, other: int | None, *, is_new: bool) -> torch.Tensor:
+    """The first and the last row.
+
+    Args:
+        tensor: An argument.
+        other: Which of the two gets other values.
+        is_new: Values that neither has, since both may be alike. Else those of its neighbour.
+    """
     two = tensor.detach()[[0, -1]]
     if other is not None:
-        two[other] = 0.25 - 0.5 * two[other] if tensor.requires_grad else two[1 - other]
+        two[other] = 0.25 - 0.5 * two[other] if is_new else two[1 - other]
     return two
 
 

@@ -70,7 +70,7 @@ class InPieces:
         tensors, structure = take_apart((args, tuple(kwargs), tuple(kwargs.values())), self._where)
         rows = rows_of(tensors)
         sizes = sizes_of(rows, self._count)
-        if len(sizes) == 1:
+        if len(sizes) <= 1:  # a batch may be empty
             return self._forward(*args, **kwargs)
         flags = tuple([has_rows(t, rows) for t in tensors])
         self._apart.check(self._call, tensors, structure, flags)
@@ -118,14 +118,14 @@ class _Results:
     def __init__(self, sizes: Sequence[int], where: str) -> None:
         self._sizes, self._where = sizes, where
         self._wholes: list[Whole | torch.Tensor] = []
-        self._form: Structure | None = None
+        _, self._form = take_apart((), where)
         self.made: list[list[torch.Tensor]] = []
         """By piece: what stands for its results in the graph."""
 
     def add(self, result: Any, arguments: Sequence[torch.Tensor]) -> None:
         """Take the results of the next piece."""
         tensors, form = take_apart(result, self._where)
-        if self._form is None:
+        if not self.made:
             self._form, passed = form, {id(t) for t in arguments}
             self._wholes = [self._whole(t, is_argument=id(t) in passed) for t in tensors]
         if len(tensors) != len(self._wholes) or not form.is_like(self._form):
@@ -138,7 +138,7 @@ class _Results:
     def joined(self) -> Any:
         """All of them, each as one."""
         tensors = [whole.joined() if isinstance(whole, Whole) else whole for whole in self._wholes]
-        return None if self._form is None else self._form.fill(tensors)
+        return self._form.fill(tensors)
 
     def _whole(self, tensor: torch.Tensor, *, is_argument: bool) -> Whole | torch.Tensor:
         if is_argument and not has_rows(tensor, self._sizes[0]):
