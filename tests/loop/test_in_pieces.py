@@ -177,6 +177,29 @@ def test_of_other_models(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     same(tmp_path, BUILDS[name], dtype)
 
 
+@pytest.mark.parametrize("homes", ["device", "host"])
+def test_autocast_and_a_scaler(homes: str, tmp_path: Path) -> None:
+    model, twin, batches = make(BUILDS["llama"]), make(BUILDS["llama"]), batches_of()
+
+    def train(model: nn.Module, optimizer: Any, pieces: int) -> None:
+        scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
+        for (ids,) in batches:
+            for piece in ids.chunk(pieces):
+                with torch.autocast(DEVICE, torch.bfloat16):
+                    loss = loss_of(model, piece, ids.numel())
+                scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    train(model, optimizer_of(model.parameters()), PIECES)
+    with prepared(twin, tmp_path, homes) as (twin, optimizer):
+        train(twin, optimizer, 1)
+        assert_same(dict(model.state_dict()), dict(twin.state_dict()))
+
+
 @both_dtypes
 def test_several_batches_make_a_step(dtype: torch.dtype, tmp_path: Path) -> None:
     same(tmp_path, dtype=dtype, micro_batches=2)
