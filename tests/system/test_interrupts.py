@@ -129,6 +129,34 @@ def test_an_exit_at_the_end_has_its_status(monkeypatch, code, status):
     assert statuses == [status]
 
 
+class Written:
+    """Writes a letter when it is closed."""
+
+    def __init__(self, end: int, letter: bytes) -> None:
+        self._end, self._letter = end, letter
+        threads.close_at_exit(self)
+
+    def close(self) -> None:
+        os.write(self._end, self._letter)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_forked_process_closes_what_it_opened_itself():
+    """Else its threads are unwound in the middle of a kernel, which aborts it."""
+    read, write = os.pipe()
+    inherited = Written(write, b"i")
+    child = os.fork()
+    if child == 0:
+        own = Written(write, b"o")
+        threads._end()
+        os._exit(own is None)
+    assert os.waitpid(child, 0)[1] == 0
+    threads._open.discard(inherited)
+    os.close(write)
+    with open(read, "rb") as seen:
+        assert seen.read() == b"o"
+
+
 @pytest.mark.leaves_files
 def test_sigterm(tmp_path):
     with ExitStack() as stack:

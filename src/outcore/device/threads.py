@@ -92,7 +92,6 @@ class _Closable(Protocol):
 
 
 _open: weakref.WeakSet[_Closable] = weakref.WeakSet()
-_pid = os.getpid()
 
 
 def close_at_exit(something: _Closable) -> None:
@@ -103,8 +102,6 @@ def close_at_exit(something: _Closable) -> None:
 @atexit.register
 def _end() -> None:
     """See [Note: threads at the end]."""
-    if os.getpid() != _pid:
-        return  # a forked child has none of the threads
     try:
         with ExitStack() as closing:  # the rest even if one is interrupted
             for something in tuple(_open):
@@ -112,6 +109,15 @@ def _end() -> None:
         join_started(_WAIT_S)
     except (KeyboardInterrupt, SystemExit) as stop:
         _end_at_once(stop)
+
+
+def _forget_the_parents() -> None:
+    """A forked child has none of its threads, and may open something of its own."""
+    _open.clear()
+    _STARTED.clear()
+
+
+os.register_at_fork(after_in_child=_forget_the_parents)
 
 
 def _end_at_once(stop: KeyboardInterrupt | SystemExit) -> NoReturn:
