@@ -137,7 +137,7 @@ def test_what_is_recorded_inside_blocks(kind, policy, asked, tmp_path):
         tmp_path,
         build=build,
         policy=policy,
-        rounding=2e-7 if asked != "output_router_logits" else 0.0,
+        rounding=1e-6 if asked == "output_hidden_states" else 0.0,  # in which order their gradients are added
         optimizer=adamw if asked == "output_router_logits" else lambda m: torch.optim.SGD(m.parameters(), 0.05),
     )
 

@@ -151,12 +151,14 @@ class Side:
                 self.model.tensor_hook = (hook["block"], lambda g: None if g is None else g * 0.5)
             elif hook["kind"] in ("parameter", "parameter_look"):
                 for p in [p for p in block.parameters() if p.requires_grad][:2]:
-                    p.register_hook(
-                        _doubled if hook["kind"] == "parameter" else lambda g: self.calls.append(f"{g.sum():.3e}")
-                    )
+                    p.register_hook(_doubled if hook["kind"] == "parameter" else self._note_gradient)
             elif optimizer:
                 name = "register_step_pre_hook" if hook["kind"] == "optimizer_pre" else "register_step_post_hook"
                 getattr(self.optimizer, name)(lambda o, a, k: self.calls.append("step"))
+
+    def _note_gradient(self, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:  # a plain loop calls hooks where nothing flows, too
+            self.calls.append(f"{gradient.sum():.3e}")
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {n: t.detach().clone() for n, t in self.model.state_dict().items()}
@@ -175,8 +177,8 @@ class Side:
     def after_step(self) -> None: ...
 
 
-def _doubled(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient * 2
+def _doubled(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return None if gradient is None else gradient * 2
 
 
 class Plain(Side):
