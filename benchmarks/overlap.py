@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from measuring import context, spread
@@ -42,12 +43,13 @@ from outcore.planning.homes.pools import Comfort, pools_for
 from outcore.planning.paper.schedule import Circumstances, usual_visits
 from outcore.planning.timing.rates import Rates
 from outcore.planning.timing.simulate import simulate
+from outcore.planning.units import dear
 from outcore.planning.units.partition import partition
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.spec.budget import Limits
 from outcore.spec.layout import states_bytes
 from outcore.spec.model import ModelSpec
-from outcore.spec.plan import Plan, Tier, UnitPlan
+from outcore.spec.plan import Plan, Policy, Tier, UnitPlan
 from outcore.spec.timeline import COMPUTE, Span, Timeline
 
 STATES = ("exp_avg", "exp_avg_sq")
@@ -67,20 +69,22 @@ class Setting:
     saved: float = 0.0
     """How long ``d2h`` takes for what a forward saves, if it leaves, and the disk for the same."""
     activations: Tier = "device"
-    keeps: bool = False
-    """What a forward saves stays on the device, instead of a recompute."""
+    policy: Policy = "recompute"
+    """``select`` saves one product and computes all else again."""
 
 
 SETTINGS = {
     "compute": Setting(),
-    "kept": Setting(keeps=True),
+    "kept": Setting(policy="keep"),
     "h2d": Setting(h2d=4.0),
     "d2h": Setting(d2h=4.0),
     "update": Setting(update=5.0),
     "disk": Setting(disk=5.0, states="disk"),
-    "activations": Setting(saved=1.5, activations="host"),
-    "activations_disk": Setting(saved=1.5, activations="disk"),
-    "activations_hidden": Setting(saved=0.5, activations="host"),
+    "activations": Setting(saved=1.5, activations="host", policy="keep"),
+    "activations_disk": Setting(saved=1.5, activations="disk", policy="keep"),
+    "activations_hidden": Setting(saved=0.5, activations="host", policy="keep"),
+    "selected": Setting(saved=0.5, activations="host", policy="select"),
+    "selected_disk": Setting(saved=2.0, activations="disk", policy="select"),
 }
 WINDOWS = ("forward", "backward", "speculation")
 
@@ -116,24 +120,27 @@ class Sleep(torch.autograd.Function):
 class Block(nn.Module):
     """One parameter, and a forward and backward of known length."""
 
-    def __init__(self, numel: int, unit_s: float, saved: int = 0) -> None:
-        """Args: unit_s: Seconds of forward. saved: Values that forward saves."""
+    def __init__(self, numel: int, unit_s: float, saved: int = 0, selected: int = 0) -> None:
+        """Args: unit_s: Seconds of forward. saved: Values that forward saves. selected: Those of a product."""
         super().__init__()
-        self.weight, self.saved = nn.Parameter(torch.zeros(numel)), saved
+        self.weight, self.saved, self.selected = nn.Parameter(torch.zeros(numel)), saved, selected
         self.forward_s, self.backward_s = FORWARD * unit_s, BACKWARD * unit_s
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.selected:
+            one = x.detach()[:1]
+            x = x + 0 * (one.expand(self.selected, 1) @ one.view(1, 1))[0]
         return Sleep.apply(x, self.weight, self.forward_s, self.backward_s, self.saved)
 
 
 class Row(nn.Module):
     """Blocks behind one another."""
 
-    def __init__(self, num_blocks: int, numel: int, unit_s: float, saved: int = 0) -> None:
+    def __init__(self, num_blocks: int, numel: int, unit_s: float, saved: int = 0, selected: int = 0) -> None:
         """Args: see ``Block``."""
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
-        self.blocks = nn.ModuleList(Block(numel, unit_s, saved) for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(Block(numel, unit_s, saved, selected) for _ in range(num_blocks))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x * self.scale
@@ -149,10 +156,11 @@ class Case:
         """Args: args: Of the command line."""
         self._args, self._clips = args, window != "backward"
         # Weights take as long on the same lane as the setting says.
-        self._saved = round(args.numel * setting.saved / setting.d2h)
+        saved = round(args.numel * setting.saved / setting.d2h)
+        self._saved, self._selected = (0, saved) if setting.policy == "select" else (saved, 0)
         unit_s = args.milliseconds / 1e3
         spec = partition(self._model(), units=[Block], state_names=STATES).spec
-        self.plan = plan_for(spec, setting, args, saved_bytes=4 * self._saved, is_early=window != "forward")
+        self.plan = plan_for(spec, setting, args, saved_bytes=4 * saved, is_early=window != "forward")
         self.throttle, rates = paces(spec, self.plan, setting, unit_s, device=args.device)
         step = (spec, self.plan, rates, usual_visits(spec), Circumstances(clips=self._clips))
         self.bound = bound_of(*step)
@@ -173,12 +181,14 @@ class Case:
         return [end - start for start, end in itertools.pairwise(ends)], timeline
 
     def _model(self) -> Row:
-        return Row(self._args.blocks, self._args.numel, self._args.milliseconds / 1e3, self._saved)
+        unit_s = self._args.milliseconds / 1e3
+        return Row(self._args.blocks, self._args.numel, unit_s, self._saved, self._selected)
 
     @contextlib.contextmanager
     def _prepared(self, *, serial: bool) -> Iterator[tuple[nn.Module, StreamedOptimizer]]:
         model = self._model()
         with (
+            mock.patch.object(dear, "DEAR_FLOP_PER_BYTE", 0),  # so that a tiny product is selected
             tempfile.TemporaryDirectory(dir=self._args.disk) as folder,
             prepare_for_test(
                 model,
@@ -206,10 +216,9 @@ def plan_for(
 ) -> Plan:
     """Weights and gradients of all blocks on the host, the root on the device."""
     units = [UnitPlan(name="", weights="device", gradients="device", states="device", policy="keep")]
-    leaves: dict[str, Any] = {"policy": "keep", "activations": setting.activations, "saved_bytes": saved_bytes}
-    more = leaves if saved_bytes else {"policy": "keep"} if setting.keeps else {}
-    for unit in model.units[1:]:
-        units.append(UnitPlan(name=unit.name, weights="host", gradients="host", states=setting.states, **more))
+    homes: dict[str, Any] = {"weights": "host", "gradients": "host", "states": setting.states}
+    homes |= {"policy": setting.policy, "activations": setting.activations, "saved_bytes": saved_bytes}
+    units += [UnitPlan(name=unit.name, **homes) for unit in model.units[1:]]
     comfort = Comfort(prefetch_depth=args.depth, num_buckets=args.buckets, max_slots_host=3)
     plan = Plan(
         precision=model.precision,
@@ -244,6 +253,7 @@ def paces(
     rates = Rates(
         forward_s=dict.fromkeys(names, FORWARD * unit_s),
         backward_s=dict.fromkeys(names, BACKWARD * unit_s),
+        selected_forward_s=dict.fromkeys(names, FORWARD * unit_s),
         bytes_per_s={link: rate for link, rate in links.items() if link != "update"},
         parameters_per_s={"update": numel / (setting.update * unit_s)},
         host_runs_ahead=device != "cpu",

@@ -62,7 +62,7 @@ def test_tiny_run_prints_json_and_leaves_nothing(name: str, tmp_path: Path):
 def assert_no_step_beats_its_bound(results: dict[str, dict[str, dict[str, float]]]):
     """However busy the machine is: sleeps only get longer."""
     found = {(window, s): line for window, settings in results.items() for s, line in settings.items()}
-    assert len(found) == 2 * 9
+    assert len(found) == 2 * 11
     for line in found.values():
         assert line["over_bound"] > 0.97
         assert line["serial_over_bound"] > 1.0
