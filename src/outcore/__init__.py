@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         PlanInfeasibleError,
         UnsupportedError,
     )
+    from outcore.saving.checkpoint import load_checkpoint, save_checkpoint
     from outcore.spec.budget import Budget
     from outcore.spec.plan import Plan
 
@@ -35,12 +36,19 @@ __all__ = [
     "UnsupportedError",
     "close",
     "gathered",
+    "load_checkpoint",
     "named_tensors",
     "prepare",
+    "save_checkpoint",
     "save_pretrained",
 ]
 
-_HOMES = {"Budget": "outcore.spec.budget", "Plan": "outcore.spec.plan"}
+_HOMES = {
+    "Budget": "outcore.spec.budget",
+    "Plan": "outcore.spec.plan",
+    "load_checkpoint": "outcore.saving.checkpoint",
+    "save_checkpoint": "outcore.saving.checkpoint",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -102,6 +102,8 @@ def test_the_commands_and_options_are_these():
     """A new one is a decision, not an accident."""
     command = typer.main.get_command(cli.app)
     options = {name: sorted(p.name for p in sub.params) for name, sub in command.commands.items()}
+    group = command.commands["checkpoint"].commands
+    options |= {f"checkpoint {name}": sorted(p.name for p in sub.params) for name, sub in group.items()}
     trains = [
         *(
             "activations",
@@ -134,6 +136,10 @@ def test_the_commands_and_options_are_these():
         ),
     ]
     assert options == {
+        "checkpoint": [],
+        "checkpoint ls": ["directory"],
+        "checkpoint prune": ["directory", "keep"],
+        "checkpoint verify": ["directory"],
         "demo": ["device", "folder", "steps"],
         "env": ["as_json"],
         "plan": sorted(

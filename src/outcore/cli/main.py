@@ -193,6 +193,42 @@ def _add(method: Method, hints: Mapping[str, Any], text: str) -> None:
     app.command(method.command, cls=options.TrainCommand, help=text, no_args_is_help=True)(command)
 
 
+checkpoints = typer.Typer(no_args_is_help=True, help="List, check and remove checkpoints.")
+app.add_typer(checkpoints, name="checkpoint")
+_Directory = Annotated[Path, typer.Argument(help="Folder of checkpoints.")]
+
+
+@checkpoints.command("ls")
+def list_checkpoints(directory: _Directory) -> None:
+    """List checkpoints, the newest first, and whether their files are there."""
+    _show_checkpoints(directory, check=False)
+
+
+@checkpoints.command("verify")
+def verify_checkpoints(directory: _Directory) -> None:
+    """Read all of every checkpoint, and compare with its checksums. Status 1 if one is damaged."""
+    _show_checkpoints(directory, check=True)
+
+
+@checkpoints.command("prune")
+def prune_checkpoints(
+    directory: _Directory, *, keep: Annotated[int, typer.Option(min=1, help="So many whole ones stay.")] = 1
+) -> None:
+    """Remove all but the newest checkpoints that are whole."""
+    from outcore.cli.checkpoint import pruned
+
+    print(pruned(directory, keep=keep))
+
+
+def _show_checkpoints(directory: Path, *, check: bool) -> None:
+    from outcore.cli.checkpoint import listed
+
+    text, are_whole = listed(directory, check=check)
+    print(text)
+    if not are_whole:
+        raise typer.Exit(1)
+
+
 _add(FINE_TUNING, options.TRAIN, options.TRAIN_HELP)
 _add(PREFERENCES, options.DPO, options.DPO_HELP)
 

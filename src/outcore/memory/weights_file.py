@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, Self, final
 
@@ -152,16 +153,30 @@ class WeightsDirectory:
         """
         entry = self._entry(name)
         tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+        for _ in self._read_in_pieces(name, tensor.reshape(-1).view(torch.uint8), entry.nbytes):
+            pass
+        return tensor
+
+    def pieces(self, name: str, nbytes: int) -> Iterator[torch.Tensor]:
+        """A tensor's bytes (1D uint8) from its first to its last, so many at a time; see ``read``."""
+        size = min(nbytes, self._entry(name).nbytes)
+        return self._read_in_pieces(name, torch.empty(size, dtype=torch.uint8, device="cpu"), nbytes)
+
+    def _read_in_pieces(self, name: str, memory: torch.Tensor, nbytes: int) -> Iterator[torch.Tensor]:
+        entry = self._entry(name)
         what = f"weights '{entry.file}', tensor '{name}': expected {entry.nbytes} bytes at byte {entry.offset}"
         try:
             with entry.file.open("rb", buffering=0) as file:
                 file.seek(entry.offset)
-                done = _read_into(file, _bytes_of(tensor))
+                for start in range(0, entry.nbytes, max(1, nbytes)):
+                    piece = memory[: min(nbytes, entry.nbytes - start)]
+                    done = start + _read_into(file, _bytes_of(piece))
+                    if done < start + piece.numel():
+                        ends = f"the file ends after {done} of them; it was truncated, fetch it again"
+                        raise ConfigError(f"{what}, but {ends}")
+                    yield piece
         except OSError as error:
             raise disk_error(what, error) from error
-        if done != entry.nbytes:
-            raise ConfigError(f"{what}, but the file ends after {done} of them; it was truncated, fetch it again")
-        return tensor
 
     def _entry(self, name: str) -> _Entry:
         try:
@@ -366,30 +381,37 @@ def _write_shard(
     path: Path, specs: Sequence[TensorSpec], stream: Iterator[tuple[str, torch.Tensor]], metadata: Mapping[str, str]
 ) -> None:
     # Larger items first: then every tensor is aligned to its items, which readers that map the file rely on.
-    offsets, end = {}, 0
-    for spec in sorted(specs, key=lambda spec: -spec[1].itemsize):
-        offsets[spec[0]] = end
-        end += _nbytes(spec)
-    fields: dict[str, Any] = {"__metadata__": dict(metadata)}
-    for spec in sorted(specs, key=lambda spec: offsets[spec[0]]):
-        name, dtype, shape = spec
-        start = offsets[name]
-        fields[name] = {
-            "dtype": _DTYPE_NAMES[dtype],
-            "shape": list(shape),
-            "data_offsets": [start, start + _nbytes(spec)],
-        }
-    header = json.dumps(fields, separators=(",", ":")).encode()
-    header = header.ljust(align_up(len(header), 8))
+    ordered = sorted(specs, key=lambda spec: -spec[1].itemsize)
+    offsets = dict(zip([spec[0] for spec in ordered], accumulate(map(_nbytes, ordered), initial=0), strict=False))
+    header = safetensors_header(ordered, metadata)
     with path.open("wb", buffering=0) as file:
-        _write_all(file, memoryview(len(header).to_bytes(8, "little") + header))
+        _write_all(file, memoryview(header))
         for spec in specs:
             name, tensor = next(stream, ("", torch.empty(0, device="cpu")))
             if (name, tensor.dtype, tuple(tensor.shape)) != spec:
                 raise AssertionError(f"expected {spec}, but got ({name!r}, {tensor.dtype}, {tuple(tensor.shape)})")
-            file.seek(8 + len(header) + offsets[name])
+            file.seek(len(header) + offsets[name])
             _write_all(file, _bytes_of(tensor.detach().cpu().contiguous()))
         os.fsync(file.fileno())
+
+
+def safetensors_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str], *, align: int = 8) -> bytes:
+    """What a file of tensors begins with. See [Note: safetensors].
+
+    Args:
+        specs: In the order of their bytes, without holes between them.
+        metadata: Strings.
+        align: Of the first tensor's first byte.
+    """
+    fields: dict[str, Any] = {"__metadata__": dict(metadata)}
+    start = 0
+    for name, dtype, shape in specs:
+        stop = start + math.prod(shape) * dtype.itemsize
+        fields[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
+        start = stop
+    header = json.dumps(fields, separators=(",", ":")).encode()
+    header = header.ljust(align_up(8 + len(header), align) - 8)
+    return len(header).to_bytes(8, "little") + header
 
 
 def _write_all(file: BinaryIO, memory: memoryview) -> None:

@@ -125,6 +125,7 @@ class Supply(Generic[H]):
             is_due: See ``Work``.
             is_wanted: See there.
         """
+        read = home.readers  # by a save, from the place that is written now
         home.written_by(done)
         if states.taken is None:
             return
@@ -134,7 +135,7 @@ class Supply(Generic[H]):
             unit,
             reads=[states.span],
             writes=[home.span()],
-            after={"states updated": done},
+            after={"states updated": done, "states read": read},
             work=Work(is_due=is_due, is_wanted=is_wanted),
         )
         self._pools.give_kept(states.taken, home, done, written)

@@ -178,6 +178,10 @@ class UpdateOrder(Generic[H]):
         reads += [span for span in (old_weights, old_states) if span is not None]
         if old_weights is not None:
             after |= unit.weights.before_read()
+        # A save may still read what rests in the second homes: they were the first ones a step ago.
+        after |= {"next weights read": unit.next_weights.readers}
+        if new_states is not None and old is not None and old.taken is None:
+            after |= {"next states read": unit.next_states.readers}
         new_weights = unit.next_weights.span()
         deed = work.out_of_place(grads.span, (new_states, new_weights), (old_states, old_weights))
         updated = self._port.submit(

@@ -198,6 +198,7 @@ class Engine:
         with ExitStack() as rest:  # done whatever interrupts what comes before
             rest.callback(self._forget)
             rest.callback(self.opened.close)
+            rest.callback(self.opened.saves.finish)
             self.attached.undo()
 
     def _forget(self) -> None:

@@ -11,6 +11,7 @@ from outcore.core.errors import LaneError
 from outcore.device.device import Device
 from outcore.device.lanes import Handle
 from outcore.order.step import StepOrder
+from outcore.runtime.saves import Saves
 from outcore.runtime.unit.port import LivePort, Traffic
 from outcore.runtime.unit.tiers import Tiers
 from outcore.runtime.updates.workers import UpdateWorkers
@@ -39,7 +40,10 @@ class Opened:
         with self.closed_on_error():
             self.tiers = Tiers(model, plan, device, paths)
             self._closing.callback(self.tiers.close)
-            self.order: StepOrder[Handle] = StepOrder(model, plan, LivePort(device, self.traffic, self.tiers.store))
+            port = LivePort(device, self.traffic, self.tiers.store)
+            self.order: StepOrder[Handle] = StepOrder(model, plan, port)
+            self.saves = Saves(device, port, self.tiers)
+            self._closing.callback(self.saves.abandon)
             self.tiers.hand_out(self.order)
             on_host = has_updates and any(u.plan.is_updated_on_host and u.spec.trainable for u in self.order.ledgers)
             spare = 0 if device.computes_on_host else 1  # for whoever gives the device its work

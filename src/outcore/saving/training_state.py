@@ -60,7 +60,7 @@ def save_states(
     trained = dict(_trained(optimizer))
     described: dict[str, Any] = {
         "steps": {name: unit.steps[i] for name, (unit, i) in trained.items()},
-        "groups": [{k: _plain(k, v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
+        "groups": [{k: plain_setting(k, v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
     }
     described |= {key: value for key, value in (("step", step), ("weights", weights)) if value is not None}
     specs = [spec for name, (unit, i) in trained.items() for spec in _specs(name, unit, i)]
@@ -95,7 +95,7 @@ def load_states(optimizer: StreamedOptimizer, directory: str | Path) -> None:
             f"has, but {len(groups)} were saved; build it as in the run that saved them"
         )
     for group, settings in zip(optimizer.param_groups, groups, strict=True):
-        group.update({k: _like(group.get(k), v) for k, v in settings.items()})
+        group.update({k: like_setting(group.get(k), v) for k, v in settings.items()})
     for name, (unit, i) in trained.items():
         for state, _, _ in _specs(name, unit, i):
             engine.access.write_state(unit, state.removeprefix(f"{name}."), i, saved.read(state))
@@ -234,10 +234,10 @@ def _shown(spec: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
     return "missing" if spec is None else f"{spec[0]} {spec[1]}"
 
 
-def _plain(name: str, value: Any) -> Any:
+def plain_setting(name: str, value: Any) -> Any:
     """A setting as JSON holds it exactly: Python writes a float with as many digits as it needs."""
     value = value.tolist() if isinstance(value, torch.Tensor) else value
-    value = [_plain(name, v) for v in value] if isinstance(value, list | tuple) else value
+    value = [plain_setting(name, v) for v in value] if isinstance(value, list | tuple) else value
     if not isinstance(value, str | int | float | bool | list | None):
         raise UnsupportedError(
             f"optimizer states: expected numbers, strings and lists in param groups, but '{name}' is a "
@@ -246,7 +246,7 @@ def _plain(name: str, value: Any) -> Any:
     return value
 
 
-def _like(mine: Any, saved: Any) -> Any:
+def like_setting(mine: Any, saved: Any) -> Any:
     """A setting as the group has it: JSON knows no tuples, and no tensors."""
     if isinstance(mine, torch.Tensor):
         return torch.as_tensor(saved, dtype=mine.dtype, device=mine.device)

@@ -20,6 +20,8 @@ class Lane(enum.Enum):
     STATES_H2D = "states_h2d"
     DEVICE_UPDATE = "device_update"
     STATES_D2H = "states_d2h"
+    # To a checkpoint's files: apart from the disk tier, whose writes the next forward may wait for.
+    SAVE = "save"
 
     @property
     def route(self) -> str:
@@ -37,6 +39,7 @@ _ROUTES = {
     Lane.STATES_H2D: "host to device",
     Lane.DEVICE_UPDATE: "on the device",
     Lane.STATES_D2H: "device to host",
+    Lane.SAVE: "to a checkpoint",
 }
 
 COPY_LANES = frozenset({Lane.H2D, Lane.D2H, Lane.WRITE_BACK, Lane.STATES_H2D, Lane.DEVICE_UPDATE, Lane.STATES_D2H})

@@ -54,6 +54,8 @@ Kind = Literal[
     "stage",
     "states of",
     "new weights of",
+    "copy to save",
+    "save",
     "wait",
 ]
 """What the names of operations begin with; those of lanes are named so at run time, too.

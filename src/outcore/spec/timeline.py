@@ -21,7 +21,7 @@ HOST = "host"
 LANES = (
     COMPUTE,
     *("h2d", "write_back", "d2h"),
-    *("update", "states_h2d", "device_update", "states_d2h"),
+    *("update", "states_h2d", "device_update", "states_d2h", "save"),
     *("weights_read", "states_read", "disk_write"),
 )
 """Names of lanes, and the order of their rows."""

@@ -31,6 +31,7 @@ LINK_OF: Mapping[str, Link] = {
     Lane.WEIGHTS_READ.value: "disk_read",
     Lane.STATES_READ.value: "disk_read",
     Lane.DISK_WRITE.value: "disk_write",
+    Lane.SAVE.value: "disk_write",
     Lane.UPDATE.value: "update",
     Lane.DEVICE_UPDATE.value: "device_update",
 }

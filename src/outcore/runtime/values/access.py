@@ -5,7 +5,7 @@ Synchronous: the host waits for whatever writes the bytes; writers also wait for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from outcore.runtime.unit.views import flat, shaped, torch_dtype
 from outcore.runtime.weights import Weights
 from outcore.spec.layout import StateSpec
 from outcore.spec.model import Part
+
+_SAMPLE_BYTES = 4096
 
 
 class Access:
@@ -46,6 +48,44 @@ class Access:
         """One optimizer state, master weights included, as a fresh tensor in host memory."""
         state = unit.ledger.state_specs[name]
         return shaped(unit.spec.params[index], self._read(unit.ledger.states, state.parts[index], state.start))
+
+    def sample(self, unit: Unit, index: int) -> bytes:
+        """Some bytes in the middle of a weight: other weights have others."""
+        home, part = unit.ledger.weights, unit.spec.weight_parts[index]
+        nbytes = min(part.nbytes, _SAMPLE_BYTES)
+        result = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        if nbytes and home.memory is not None:
+            start = part.offset + (part.nbytes - nbytes) // 2
+            self._copy_out(home, home.span(start, start + nbytes).memory, result)
+        return result.numpy().tobytes()
+
+    @torch.no_grad()
+    def replace_weight(self, unit: Unit, index: int, pieces: Iterable[torch.Tensor]) -> None:
+        """Replace a weight by bytes in the order of memory (1D uint8 each); a master of the same dtype follows."""
+        spec, part = unit.spec.params[index], unit.spec.weight_parts[index]
+        self._weights.invalidate(unit)
+        unit.weights_version += 1
+        master = unit.ledger.state_specs.get("master")
+        if master is not None and master.parts[index].dtype != spec.dtype:
+            master = None
+        start = 0
+        for piece in pieces:
+            self._write(unit.ledger.weights, part.offset + start, piece)
+            if master is not None:
+                self._write(unit.ledger.states, master.start + master.parts[index].offset + start, piece)
+            start += piece.numel()
+        if unit.ledger.is_resident:
+            unit.presence.watch.note_change(index)
+
+    @torch.no_grad()
+    def replace_state(self, unit: Unit, name: str, index: int, pieces: Iterable[torch.Tensor]) -> None:
+        """Replace one optimizer state; see ``replace_weight``."""
+        unit.states_version += 1
+        state = unit.ledger.state_specs[name]
+        start = state.start + state.parts[index].offset
+        for piece in pieces:
+            self._write(unit.ledger.states, start, piece)
+            start += piece.numel()
 
     @torch.no_grad()
     def write_weight(self, unit: Unit, index: int, value: torch.Tensor) -> None:

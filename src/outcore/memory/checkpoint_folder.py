@@ -1,0 +1,384 @@
+"""A checkpoint's folder: written aside, made whole by one rename, and checked before anybody believes it.
+
+[Note: one commit] Everything is written into a hidden folder beside the final one and synced; the manifest comes last,
+then one rename, then a sync of the parent. So whoever dies leaves either the whole checkpoint or none. The hidden
+folder is locked (``flock``) while its writer lives; the next writer removes those of the dead. A checkpoint of the same
+name changes places with the new one in one call where the kernel can.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import re
+import secrets
+import shutil
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, final
+
+import torch
+
+from outcore.core.errors import ConfigError, OutcoreError
+from outcore.core.quantities import PAGE_BYTES, format_bytes
+from outcore.memory.disk_file import disk_error
+from outcore.memory.piece_pool import PiecePool, StalledError
+from outcore.spec.checkpoint import BLOCK_BYTES, MANIFEST_NAME, Block, Manifest
+
+_NUM_THREADS = 4
+_STALL_TIMEOUT_S = 600.0
+_ASIDE = re.compile(r"\.(.+)\.[0-9a-f]{8}\.(partial|old)")
+_RENAME_EXCHANGE = 2  # linux/fs.h
+_AT_FDCWD = -100
+
+_UNKNOWN = Block(0, 0)
+
+Fill = Callable[[int, int, torch.Tensor], None]
+"""Put the bytes [start, stop) of a source into host memory (1D uint8). On several threads at once."""
+
+
+class _Piece(NamedTuple):
+    """One block of a section."""
+
+    start: int
+    stop: int
+    fill: Fill
+    sums: list[Block]
+    place: int
+    """In ``sums``."""
+
+
+@final
+class CheckpointFile:
+    """A file that is written front to back, in blocks whose checksums are kept. With direct I/O where possible.
+
+    Between two writes it is closed: models have more units than a process may have files open.
+    """
+
+    def __init__(self, path: Path, nbytes: int, pool: BlockPool) -> None:
+        """Args: nbytes: Its final size."""
+        self.path, self.nbytes = path, nbytes
+        self._pool = pool
+        self._sums: list[Block] = []
+        self._written = 0
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """Of what was written."""
+        return tuple(self._sums)
+
+    def write(self, nbytes: int, fill: Fill) -> None:
+        """Append. Args: nbytes: A multiple of 4 KiB.
+
+        Raises:
+            OSError: The system's.
+        """
+        first = len(self._sums)
+        starts = range(0, nbytes, BLOCK_BYTES)
+        self._sums += [_UNKNOWN] * len(starts)
+        pieces = [_Piece(s, min(s + BLOCK_BYTES, nbytes), fill, self._sums, first + i) for i, s in enumerate(starts)]
+        base = self._written
+        self._written += nbytes
+        fd, is_direct = _open(self.path)
+        try:
+            self._pool.run(partial(_write, fd, base, is_direct), pieces)
+        finally:
+            os.close(fd)
+
+
+def _open(path: Path) -> tuple[int, bool]:
+    """To write; with direct I/O if the filesystem takes it."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o666), True
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        return os.open(path, flags, 0o666), False
+
+
+def _write(fd: int, base: int, is_direct: bool, piece: _Piece, memory: torch.Tensor) -> None:  # noqa: FBT001 (bound)
+    nbytes, view = piece.stop - piece.start, memory.numpy().data
+    piece.fill(piece.start, piece.stop, memory[:nbytes])
+    piece.sums[piece.place] = Block(nbytes, zlib.crc32(view[:nbytes]))
+    done = 0
+    while done < nbytes:
+        moved = os.pwrite(fd, view[done:nbytes], base + piece.start + done)
+        moved -= moved % PAGE_BYTES if is_direct else 0
+        if moved <= 0:
+            raise OSError(errno.EIO, f"the drive takes no bytes at {base + piece.start + done}")
+        done += moved
+
+
+@final
+class BlockPool:
+    """A few threads with a block of host memory each: 16 MiB in all, until ``close``."""
+
+    def __init__(self) -> None:
+        self._pool: PiecePool[Callable[[], None]] = PiecePool(_NUM_THREADS, name="outcore-checkpoint")
+        self._local = threading.local()
+
+    def run(self, work: Callable[[_Piece, torch.Tensor], None], pieces: Iterable[_Piece]) -> None:
+        """Do ``work`` on every piece; return when all are done, or one has failed."""
+        tasks = [partial(self._do, work, piece) for piece in pieces]
+        try:
+            self._pool.run(lambda task: task(), tasks, stall_timeout_s=_STALL_TIMEOUT_S)
+        except StalledError as stall:
+            raise OSError(errno.ETIMEDOUT, f"no progress for {_STALL_TIMEOUT_S:g} s") from stall
+
+    def _do(self, work: Callable[[_Piece, torch.Tensor], None], piece: _Piece) -> None:
+        memory = getattr(self._local, "memory", None)
+        if memory is None:  # a mapping begins at a page
+            memory = self._local.memory = torch.frombuffer(mmap.mmap(-1, BLOCK_BYTES), dtype=torch.uint8)
+        work(piece, memory)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.close(timeout_s=1.0)
+
+
+@final
+class UnfinishedCheckpoint:
+    """A checkpoint that is being written. ``commit`` makes it one; ``abandon`` leaves nothing."""
+
+    def __init__(self, target: Path) -> None:
+        """Make the hidden folder; remove those that dead writers left.
+
+        Args:
+            target: The folder that it will be; its parent is made if missing.
+
+        Raises:
+            DiskError: The parent cannot be written.
+        """
+        self.target = target
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            clear_away(target.parent)
+            self.path = target.parent / f".{target.name}.{secrets.token_hex(4)}.partial"
+            self.path.mkdir()
+            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise self.error(error) from error
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._pool = BlockPool()
+        self._files: list[CheckpointFile] = []
+
+    def error(self, error: OSError) -> OutcoreError:
+        """For the user."""
+        return disk_error(f"checkpoint '{self.target}': expected a folder that can be written", error)
+
+    def create(self, name: str, nbytes: int) -> CheckpointFile:
+        """A file that will have that size."""
+        self._files.append(CheckpointFile(self.path / name, nbytes, self._pool))
+        return self._files[-1]
+
+    def commit(self, describe: Callable[[Mapping[str, tuple[Block, ...]]], Manifest]) -> None:
+        """Make everything durable, and the checkpoint one.
+
+        Args:
+            describe: Given all files in the folder with their checksums, also those that others put there.
+
+        Raises:
+            OSError: The system's; an older checkpoint of the name is untouched.
+        """
+        for file in self._files:
+            sync(file.path)
+        known = {str(file.path.relative_to(self.path)): file.blocks for file in self._files}
+        self._files.clear()
+        for path in _files_in(self.path):
+            name = str(path.relative_to(self.path))
+            if name not in known:
+                known[name] = tuple(_summed(path))
+                sync(path)
+        write_durably(self.path / MANIFEST_NAME, describe(known).to_json())
+        for folder in sorted({*(p.parent for p in _files_in(self.path)), self.path}, reverse=True):
+            sync(folder)
+        _put_in_place(self.path, self.target)
+        self._end()
+
+    def abandon(self) -> None:
+        """Remove everything. Idempotent."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            self._end()
+
+    def _end(self) -> None:
+        os.close(self._lock)
+        self._lock = -1
+        self._pool.close()
+
+
+def clear_away(parent: Path) -> None:
+    """Remove what dead writers left in a folder of checkpoints; an old one whose name is missing gets it back."""
+    for path in sorted(parent.glob(".*")):
+        match = _ASIDE.fullmatch(path.name)
+        if match is None or path.is_symlink() or not path.is_dir():
+            continue
+        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if match[2] == "old" and not (parent / match[1]).exists():
+                path.rename(parent / match[1])
+            else:
+                shutil.rmtree(path)
+        except BlockingIOError:
+            pass  # its writer lives
+        finally:
+            os.close(lock)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint: its name goes first, so that nobody ever takes a part for the whole.
+
+    Raises:
+        DiskError: It cannot be removed.
+    """
+    aside = path.parent / f".{path.name}.{secrets.token_hex(4)}.partial"
+    try:
+        path.rename(aside)
+        sync(path.parent)
+        shutil.rmtree(aside)
+    except OSError as error:
+        raise disk_error(f"checkpoint '{path}': expected that it can be removed", error) from error
+
+
+def read_manifest(path: Path, *, check: bool) -> Manifest:
+    """The manifest of a checkpoint whose files have their sizes.
+
+    Args:
+        path: The checkpoint.
+        check: Read everything, and compare with the checksums.
+
+    Raises:
+        ConfigError: It is damaged, or none.
+    """
+    what = f"checkpoint '{path}': expected it as it was saved"
+    advice = "take another one (outcore checkpoint ls)"
+    try:
+        manifest = Manifest.from_json((path / MANIFEST_NAME).read_bytes())
+        found = {str(p.relative_to(path)): p.stat().st_size for p in _files_in(path)}
+    except FileNotFoundError as error:
+        raise ConfigError(f"{what}, but it has no {MANIFEST_NAME}; {advice}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{what}, but its {MANIFEST_NAME} cannot be used: {error}; {advice}") from error
+    for name, blocks in manifest.files.items():
+        size = sum(block.nbytes for block in blocks)
+        if found.get(name) != size:
+            there = "is missing" if name not in found else f"has {found[name]:,}"
+            raise ConfigError(f"{what}, but '{name}' of {size:,} bytes {there}; {advice}")
+    if check:
+        damaged = find_damage(path, manifest)
+        if damaged is not None:
+            raise ConfigError(f"{what}, but {damaged}; {advice}, and look at the drive's health (smartctl)")
+    return manifest
+
+
+def find_damage(path: Path, manifest: Manifest) -> str | None:
+    """Where the first block lies that is not as it was saved."""
+    found: list[tuple[str, int, Block]] = []
+    pool = BlockPool()
+
+    def look(name: str, fd: int, piece: _Piece, memory: torch.Tensor) -> None:
+        block, view = piece.sums[piece.place], memory.numpy().data
+        done = 0
+        while done < block.nbytes:
+            moved = os.preadv(fd, [view[done : block.nbytes]], piece.start + done)
+            if moved <= 0:
+                break
+            done += moved
+        if done < block.nbytes or zlib.crc32(view[: block.nbytes]) != block.crc32:
+            found.append((name, piece.start, block))
+
+    try:
+        for name, blocks in sorted(manifest.files.items()):
+            with (path / name).open("rb", buffering=0) as file:
+                pool.run(partial(look, name, file.fileno()), _as_pieces(blocks))
+            if found:
+                break
+    except OSError as error:
+        return f"it cannot be read: {error}"
+    finally:
+        pool.close()
+    if not found:
+        return None
+    name, start, block = min(found)
+    return f"of '{name}' {format_bytes(block.nbytes)} at byte {start:,} are not those that were saved"
+
+
+def _as_pieces(blocks: Sequence[Block]) -> Iterator[_Piece]:
+    start, listed = 0, list(blocks)
+    for i, block in enumerate(blocks):
+        yield _Piece(start, start + block.nbytes, _nothing, listed, i)
+        start += block.nbytes
+
+
+def _nothing(_: int, __: int, ___: torch.Tensor) -> None:
+    """A block that is only read."""
+
+
+def _summed(path: Path) -> Iterator[Block]:
+    with path.open("rb", buffering=0) as file:
+        while data := file.read(BLOCK_BYTES):
+            yield Block(len(data), zlib.crc32(data))
+
+
+def _files_in(folder: Path) -> list[Path]:
+    everything = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(path for path in everything if path != folder / MANIFEST_NAME)
+
+
+def write_durably(path: Path, text: bytes) -> None:
+    """A small file. Raises: OSError."""
+    with path.open("xb") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def small_file(path: Path) -> bytes:
+    """A small file of a checkpoint that was checked.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"checkpoint: expected the file '{path}', but it cannot be read: {error}") from error
+
+
+def sync(path: Path) -> None:
+    """Make a file, or the names in a folder, durable. Raises: OSError."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _put_in_place(path: Path, target: Path) -> None:
+    if not target.exists():
+        path.rename(target)
+        sync(target.parent)
+        return
+    old = target.parent / f".{target.name}.{secrets.token_hex(4)}.old"
+    if _exchange(path, target):
+        path.rename(old)
+    else:
+        target.rename(old)
+        path.rename(target)
+    sync(target.parent)
+    shutil.rmtree(old)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Let two folders change names, in one call. False: this system cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    names = os.fsencode(a), os.fsencode(b)
+    return not libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE)

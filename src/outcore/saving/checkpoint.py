@@ -1,0 +1,386 @@
+"""Checkpoints: everything of a run at one step, committed as one folder, written while training goes on.
+
+[Note: checkpoints] ``DIR/step-00001200/`` has a file of tensors for each unit with trained parameters: their weights
+and states as they lie in their homes, each as ``model.<parameter>`` or ``optimizer.<parameter>.<state>``. Buffers and
+small state stand beside them, and ``manifest.json`` ties all together. It does not depend on the plan. Frozen
+parameters are not written: they are what the model is built with, and a sample of each is compared.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import warnings
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.core.quantities import PAGE_BYTES, align_up, format_bytes
+from outcore.memory.checkpoint_folder import (
+    CheckpointFile,
+    UnfinishedCheckpoint,
+    clear_away,
+    read_manifest,
+    remove,
+    small_file,
+    write_durably,
+)
+from outcore.memory.limits import disk_free_bytes
+from outcore.memory.weights_file import WeightsDirectory, safetensors_header, write_safetensors
+from outcore.runtime.engine import Engine
+from outcore.runtime.module_guard import engine_of
+from outcore.runtime.optimizer import StreamedOptimizer
+from outcore.runtime.saves import Save
+from outcore.runtime.unit.unit import Beneath, Unit
+from outcore.runtime.values.edits import take_edits
+from outcore.saving.small_state import decode, encode, random_states, restore_random_states
+from outcore.saving.state_names import places
+from outcore.saving.training_state import like_setting, plain_setting
+from outcore.saving.unit_files import Section, file_name, load_param, records, sections, tensors_in
+from outcore.spec.checkpoint import MANIFEST_NAME, Manifest, PartRecord, TensorRecord
+
+_STEP = re.compile(r"(?:step|checkpoint)-(\d+)")
+_BUFFERS, _STATE = "buffers", "state"
+
+
+def save_checkpoint(
+    model: nn.Module,
+    optimizer: StreamedOptimizer,
+    directory: str | Path,
+    *,
+    step: int,
+    extra: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+    wait: bool = False,
+) -> Save:
+    """Save everything of a run as ``directory/step-<step>``, while training goes on.
+
+    Weights, optimizer states, masters, buffers, settings of param groups and the states of random generators, tied
+    together by checksums. It is there as a whole or not at all, whatever ends the process. Gradients are not saved:
+    call it between ``optimizer.step()`` and the next backward. Frozen parameters are not either; a sample of each is.
+
+    Args:
+        model: Prepared.
+        optimizer: Prepared with it.
+        directory: Of the checkpoints of this run; made if missing.
+        step: Of the run. A checkpoint of the same step is replaced.
+        extra: What else must go on: state dicts of schedulers, scalers and loaders. Numbers, strings, tensors and
+            arrays, in dicts, lists and tuples.
+        keep: Remove older checkpoints, so that so many are there; as soon as this one is durable.
+        wait: Return when it is durable.
+
+    Returns:
+        A handle: ``wait()`` blocks until the checkpoint is durable and raises what went wrong, ``done`` asks. The next
+        ``save_checkpoint`` waits for it too, and the end of the run.
+
+    Raises:
+        ConfigError: An argument that cannot be used.
+        DiskError: There is no room, or nothing can be written. Older checkpoints are untouched.
+
+    Memory: host, 48 MiB from the first save on. Weights that live on the device are written before it returns.
+
+    Order: each unit is copied behind its update. Its next update waits for its own copy only.
+    """
+    save = _begin_save(engine_of(model, "save_checkpoint"), optimizer, Path(directory), step, extra or {}, keep)
+    if wait:
+        save.wait()
+    return save
+
+
+def _begin_save(
+    engine: Engine, optimizer: StreamedOptimizer, directory: Path, step: int, extra: Mapping[str, Any], keep: int | None
+) -> Save:
+    _refuse_other_optimizer(engine, optimizer, "save_checkpoint")
+    _refuse_unfit(engine, step, extra, keep)
+    tensors: dict[str, torch.Tensor] = {}
+    small = {"extra": encode(dict(extra), tensors), "random": encode(random_states(engine.device), tensors, "random")}
+    groups = [{k: plain_setting(k, v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    for unit in engine.units:
+        take_edits(unit, engine.access)
+    described = _description(engine, groups, step)
+    saves = engine.opened.saves
+    saves.make_room()
+    unfinished = UnfinishedCheckpoint(directory / f"step-{step:08d}")
+    save = Save(unfinished.target, unfinished.abandon, unfinished.error)
+    try:
+        saves.begin(save)
+        _write_small(unfinished.path, engine, small, tensors)
+        _submit(engine, unfinished, save)
+    except BaseException as error:
+        save.fail(error)
+        save.wait()
+        raise
+
+    def finish() -> None:
+        unfinished.commit(described)
+        if keep is not None:
+            _remove_older(directory, step, keep)
+
+    saves.last(save, f"commit checkpoint of step {step}", finish)
+    return save
+
+
+def load_checkpoint(
+    model: nn.Module,
+    optimizer: StreamedOptimizer,
+    directory: str | Path,
+    *,
+    step: int | None = None,
+    verify: bool = True,
+) -> dict[str, Any]:
+    """Take over what ``save_checkpoint`` saved, under whatever plan: weights, states, settings, random generators.
+
+    Args:
+        model: Prepared; built as in the run that saved.
+        optimizer: Prepared with it, over the same param groups.
+        directory: Of checkpoints, or one of them.
+        step: Which. None: the newest that is as it was saved; of damaged ones it is warned.
+        verify: Read everything first, and compare with the checksums. False: sizes alone.
+
+    Returns:
+        ``extra`` as it was saved, and ``step``.
+
+    Raises:
+        ConfigError: None is there or whole, or it is of another model, optimizer or precision. Nothing was changed.
+        DiskError: It can no longer be read.
+
+    Memory: host, 16 MiB while it is verified, then 4 MiB.
+    """
+    engine = engine_of(model, "load_checkpoint")
+    _refuse_other_optimizer(engine, optimizer, "load_checkpoint")
+    engine.refuse_if_closed()
+    engine.device.check()
+    engine.opened.saves.finish()
+    path, manifest = find(Path(directory), step=step, check=verify)
+    _refuse_others(engine, path, manifest, len(optimizer.param_groups))
+    small = json.loads(small_file(path / f"{_STATE}.json"))
+    saved_tensors = WeightsDirectory.open(path, _STATE) if WeightsDirectory.is_there(path, _STATE) else None
+    small = decode(small, saved_tensors.read if saved_tensors is not None else _no_tensor)
+    for unit in engine.units:
+        take_edits(unit, engine.access)
+        for i, spec in enumerate(unit.spec.params[: unit.num_trainable]):
+            load_param(engine.access, unit, i, path, manifest)
+            unit.steps[i] = manifest.steps[spec.name]
+    _load_buffers(engine, path, manifest)
+    for group, settings in zip(optimizer.param_groups, manifest.groups, strict=True):
+        group.update({k: like_setting(group.get(k), v) for k, v in settings.items()})
+    restore_random_states(small["random"], engine.device)
+    return {**small["extra"], "step": manifest.step}
+
+
+def found_in(directory: Path) -> list[tuple[int, Path]]:
+    """Checkpoints in a folder, by step, the newest first. Whether they are whole is another question."""
+    if not directory.is_dir():
+        return []
+    steps = [(int(match[1]), path) for path in directory.iterdir() if (match := _STEP.fullmatch(path.name))]
+    return sorted((pair for pair in steps if (pair[1] / MANIFEST_NAME).is_file()), reverse=True)
+
+
+def find(directory: Path, *, step: int | None = None, check: bool = True) -> tuple[Path, Manifest]:
+    """The newest checkpoint that is as it was saved, or that of a step.
+
+    Args:
+        directory: One checkpoint, or a folder of them.
+        step: Which. None: of damaged ones it is said, and the one before is taken.
+        check: Read everything, and compare with its checksums.
+
+    Raises:
+        ConfigError: There is none, or it is damaged.
+    """
+    if (directory / MANIFEST_NAME).is_file() and step is None:
+        return directory, read_manifest(directory, check=check)
+    if directory.is_dir():
+        clear_away(directory)
+    there = [(number, path) for number, path in found_in(directory) if step in (None, number)]
+    for _, path in there:
+        try:
+            return path, read_manifest(path, check=check)
+        except ConfigError as damaged:
+            if step is not None or path == there[-1][1]:
+                raise
+            warnings.warn(f"{damaged}. The one before is taken", stacklevel=4)
+    what = "a checkpoint" if step is None else f"a checkpoint of step {step}"
+    raise ConfigError(
+        f"load_checkpoint: expected {what} in '{directory}', but there is none; name a folder that "
+        "outcore.save_checkpoint() wrote"
+    )
+
+
+def prune(directory: Path, keep: int) -> list[Path]:
+    """Remove all but the newest ``keep`` that are whole, and older ones that are not. Returns: what was removed."""
+    whole = 0
+    removed = []
+    for _, path in found_in(directory):
+        if whole >= keep:
+            remove(path)
+            removed.append(path)
+            continue
+        try:
+            read_manifest(path, check=False)
+        except ConfigError:
+            continue
+        whole += 1
+    return removed
+
+
+def _remove_older(directory: Path, step: int, keep: int) -> None:
+    for _, path in [pair for pair in found_in(directory) if pair[0] <= step][keep:]:
+        remove(path)
+
+
+def _refuse_other_optimizer(engine: Engine, optimizer: object, what: str) -> None:
+    if not isinstance(optimizer, StreamedOptimizer) or optimizer.engine is not engine:
+        raise ConfigError(
+            f"{what}: expected the optimizer that outcore.prepare() returned with this model, but got "
+            f"{'that of another model' if isinstance(optimizer, StreamedOptimizer) else type(optimizer).__name__}"
+        )
+
+
+def _refuse_unfit(engine: Engine, step: int, extra: Mapping[str, Any], keep: int | None) -> None:
+    engine.refuse_if_closed()
+    engine.device.check()
+    for name, value in (("step", step), ("keep", 1 if keep is None else keep)):
+        least = 1 if name == "keep" else 0
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigError(f"save_checkpoint: expected {name} to be an integer from {least} on, but got {value!r}")
+    if not isinstance(extra, Mapping) or "step" in extra:
+        raise ConfigError(
+            "save_checkpoint: expected extra to be a dict without 'step', which is an argument of its own, but got "
+            f"{type(extra).__name__ if not isinstance(extra, Mapping) else 'one with it'}; leave it out"
+        )
+    gathered = next((u for u in engine.units if u.presence.now is Beneath.GATHERED), None)
+    if gathered is not None:
+        raise UnsupportedError(
+            f"save_checkpoint: expected weights at rest, but unit '{gathered.label}' is inside outcore.gathered(); "
+            "leave the block first"
+        )
+
+
+# Writing.
+
+
+def _description(engine: Engine, groups: list[dict[str, Any]], step: int) -> Any:
+    """What becomes the manifest, of the state that training has now."""
+    tensors = {name: record for unit in engine.units for name, record in records(unit)}
+    frozen = {
+        spec.name: zlib.crc32(engine.access.sample(unit, i))
+        for unit in engine.units
+        for i, spec in enumerate(unit.spec.params)
+        if i >= unit.num_trainable
+    }
+    steps = {u.spec.params[i].name: u.steps[i] for u in engine.units for i in range(u.num_trainable)}
+    for name, buffer in _buffers(engine).items():
+        dtype = str(buffer.dtype).removeprefix("torch.")
+        parts = (PartRecord(f"{_BUFFERS}.safetensors", 0, buffer.numel()),)
+        tensors[f"model.{name}"] = TensorRecord(dtype, tuple(buffer.shape), parts)
+
+    def describe(files: Mapping[str, Any]) -> Manifest:
+        return Manifest(step=step, files=files, tensors=tensors, frozen=frozen, steps=steps, groups=tuple(groups))
+
+    return describe
+
+
+def _buffers(engine: Engine) -> dict[str, torch.Tensor]:
+    """Persistent ones, each once under its first name."""
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for place in places(engine.model):
+        if place.is_buffer and place.is_persistent:
+            found.setdefault(id(place.tensor), (place.name, place.tensor))
+    return dict(found.values())
+
+
+def _write_small(folder: Path, engine: Engine, small: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    buffers = {f"model.{name}": tensor.detach().cpu() for name, tensor in _buffers(engine).items()}
+    for stem, values in ((_BUFFERS, buffers), (_STATE, tensors)):
+        if values:
+            specs = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in values.items()]
+            write_safetensors(folder, specs, values.items(), stem=stem, max_shard_bytes=2**62)
+    write_durably(folder / f"{_STATE}.json", json.dumps(small).encode() + b"\n")
+
+
+def _submit(engine: Engine, unfinished: UnfinishedCheckpoint, save: Save) -> None:
+    """Let every unit be written, each behind its update."""
+    files: list[tuple[Unit, list[Section], CheckpointFile, bytes]] = []
+    for unit in engine.units:
+        found = sections(unit)
+        if found:
+            specs = [spec for section in found for spec in tensors_in(section)]
+            header = safetensors_header(specs, {"format": "pt"}, align=PAGE_BYTES)
+            nbytes = len(header) + sum(align_up(s.stop - s.start, PAGE_BYTES) for s in found)
+            files.append((unit, found, unfinished.create(file_name(unit), nbytes), header))
+    need, free = sum(file.nbytes for _, _, file, _ in files), disk_free_bytes(unfinished.path)
+    if need > free:
+        raise OSError(errno.ENOSPC, f"it takes {format_bytes(need)}, and {format_bytes(free)} are free")
+    saves = engine.opened.saves
+    for unit, found, file, header in files:
+        file.write(len(header), _of_bytes(header))
+        for home, start, stop, _ in found:
+            saves.home(unit.ledger, home, (start, stop), save, file)
+
+
+def _of_bytes(data: bytes) -> Any:
+    def fill(start: int, stop: int, to: torch.Tensor) -> None:
+        to.numpy().data[:] = data[start:stop]
+
+    return fill
+
+
+# Reading.
+
+
+def _refuse_others(engine: Engine, path: Path, manifest: Manifest, num_groups: int) -> None:
+    """Nothing was changed yet."""
+    entries = [entry for unit in engine.units for section in sections(unit) for entry in section.entries]
+    wanted = {name: (part.dtype, param.shape) for name, param, part, _ in entries}
+    buffers = _buffers(engine)
+    wanted |= {f"model.{n}": (str(b.dtype).removeprefix("torch."), tuple(b.shape)) for n, b in buffers.items()}
+    there = {name: (record.dtype, record.shape) for name, record in manifest.tensors.items()}
+    differing = sorted(name for name in wanted.keys() | there.keys() if wanted.get(name) != there.get(name))
+    if differing:
+        name = differing[0]
+        raise ConfigError(
+            f"checkpoint '{path}': expected one of this model, optimizer and precision, but {len(differing)} tensors "
+            f"differ: '{name}' is {_shown(wanted.get(name))} here and {_shown(there.get(name))} there; resume with "
+            "the settings of the run that saved it"
+        )
+    if len(manifest.groups) != num_groups:
+        raise ConfigError(
+            f"checkpoint '{path}': expected {num_groups} param groups as the optimizer has, but {len(manifest.groups)} "
+            "were saved; build it as in the run that saved them"
+        )
+    frozen = {s.name: (u, i) for u in engine.units for i, s in enumerate(u.spec.params) if i >= u.num_trainable}
+    if frozen.keys() != manifest.frozen.keys():
+        name = min(frozen.keys() ^ manifest.frozen.keys())
+        raise ConfigError(
+            f"checkpoint '{path}': expected the same parameters to be frozen, but '{name}' is so only "
+            f"{'here' if name in frozen else 'there'}; build the model as in the run that saved it"
+        )
+    for name, (unit, i) in frozen.items():
+        if zlib.crc32(engine.access.sample(unit, i)) != manifest.frozen[name]:
+            raise ConfigError(
+                f"checkpoint '{path}': expected the frozen parameters that it was trained with, but '{name}' has other "
+                "values; build the model from the weights that the run which saved it began with"
+            )
+
+
+def _shown(spec: tuple[str, tuple[int, ...]] | None) -> str:
+    return "missing" if spec is None else f"{spec[0]} {spec[1]}"
+
+
+def _load_buffers(engine: Engine, path: Path, manifest: Manifest) -> None:
+    buffers = _buffers(engine)
+    if buffers:
+        saved = WeightsDirectory.open(path, _BUFFERS)
+        with torch.no_grad():
+            for name, buffer in buffers.items():
+                buffer.copy_(saved.read(f"model.{name}"))
+
+
+def _no_tensor(name: str) -> torch.Tensor:
+    raise ConfigError(f"checkpoint: expected the tensor '{name}' of its small state, but there is none")

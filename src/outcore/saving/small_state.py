@@ -1,0 +1,100 @@
+"""Small state that goes with a checkpoint, as JSON and tensors: schedulers, loaders, scalers, random generators.
+
+[Note: small state] JSON knows neither tuples nor keys that are no strings, and no tensors. They stand as objects with
+one key that begins with ``$``; tensors are in a file of safetensors beside the JSON.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from outcore.core.errors import ConfigError
+from outcore.device.device import Device
+
+_SCALARS = (str, int, float, bool, type(None))
+_OF_TENSOR: Mapping[str, Callable[[torch.Tensor], Any]] = {
+    "$tensor": lambda tensor: tensor,
+    "$array": lambda tensor: tensor.numpy(),
+    "$number": lambda tensor: tensor.numpy()[()],
+}
+_OF_ITEMS: Mapping[str, Callable[[list[Any]], Any]] = {"$tuple": tuple, "$pairs": dict}
+
+
+def encode(value: Any, tensors: dict[str, torch.Tensor], where: str = "extra") -> Any:
+    """As JSON holds it.
+
+    Args:
+        value: Of dicts, lists, tuples, numbers, strings, tensors and arrays.
+        tensors: Filled with copies of its tensors, by name.
+        where: Its name, for errors.
+
+    Raises:
+        ConfigError: Anything else in it.
+    """
+    if type(value) in _SCALARS:
+        return value
+    if isinstance(value, list | tuple):
+        items = [encode(item, tensors, f"{where}[{i}]") for i, item in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
+    if type(value) in (dict, OrderedDict):
+        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            return {key: encode(item, tensors, f"{where}[{key!r}]") for key, item in value.items()}
+        pairs = [(encode(k, tensors, where), encode(v, tensors, f"{where}[{k!r}]")) for k, v in value.items()]
+        return {"$pairs": pairs}
+    kind, tensor = _as_tensor(value, where)
+    name = str(len(tensors))
+    tensors[name] = tensor
+    return {kind: name}
+
+
+def _as_tensor(value: Any, where: str) -> tuple[str, torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return "$tensor", value.detach().to("cpu", copy=True).contiguous()
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
+        return "$array" if isinstance(value, np.ndarray) else "$number", torch.from_numpy(np.array(value))
+    raise ConfigError(
+        f"save_checkpoint: expected numbers, strings, tensors, arrays, lists, tuples and dicts, but {where} is a "
+        f"{type(value).__module__}.{type(value).__qualname__}; give its state_dict(), or leave it out"
+    )
+
+
+def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+    """What ``encode`` was given. Args: tensor: Reads one by its name."""
+    if isinstance(value, list):
+        return [decode(item, tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    key, item = next(iter(value.items())) if len(value) == 1 else ("", "")
+    if key in _OF_TENSOR:
+        return _OF_TENSOR[key](tensor(item))
+    if key in _OF_ITEMS:
+        return _OF_ITEMS[key](decode(item, tensor))
+    return {name: decode(item, tensor) for name, item in value.items()}
+
+
+def random_states(device: Device) -> dict[str, Any]:
+    """Of torch's default generators, Python's and numpy's global ones."""
+    return {
+        "torch": device.rng_state(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=False),  # noqa: NPY002 (what programs draw from)
+    }
+
+
+def restore_random_states(states: Mapping[str, Any], device: Device) -> None:
+    """Undo what was drawn since. A generator of another kind of device stays as it is."""
+    mine, saved = device.rng_state(), states["torch"]
+    if isinstance(mine, tuple):
+        host = saved[0] if isinstance(saved, tuple) else saved
+        own = saved[1] if isinstance(saved, tuple) and saved[1].shape == mine[1].shape else mine[1]
+        device.set_rng_state((host, own))
+    else:
+        device.set_rng_state(saved[0] if isinstance(saved, tuple) else saved)
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])  # noqa: NPY002

@@ -1,0 +1,111 @@
+"""The file of one unit in a checkpoint: which bytes of its homes are in it, and under which names.
+
+[Note: files of units] Weights and states are written as they lie in their homes, from 4 KiB on, so that a home goes to
+the file in large pieces and nobody has to take it apart. What lies between tensors stands there as padding, since files
+of tensors may have no holes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from outcore.core.quantities import PAGE_BYTES, align_up
+from outcore.memory.weights_file import TensorSpec, WeightsDirectory
+from outcore.order.ledger import Home
+from outcore.runtime.unit.unit import Unit
+from outcore.runtime.unit.views import torch_dtype
+from outcore.runtime.values.access import Access, own_states
+from outcore.spec.checkpoint import BLOCK_BYTES, Manifest, PartRecord, TensorRecord
+from outcore.spec.model import ParamSpec, Part
+
+
+class Section(NamedTuple):
+    """The bytes [start, stop) of a home, and the tensors in them."""
+
+    home: Home[Any]
+    start: int
+    stop: int
+    entries: list[tuple[str, ParamSpec, Part, int]]
+    """Name, parameter, part and its first byte in the home."""
+
+
+def sections(unit: Unit) -> list[Section]:
+    """What is saved of a unit, in the order of its file."""
+    spec, ledger = unit.spec, unit.ledger
+    if not unit.num_trainable:
+        return []
+    trained = list(enumerate(spec.params[: unit.num_trainable]))
+    weights = [(f"model.{p.name}", p, spec.weight_parts[i], spec.weight_parts[i].offset) for i, p in trained]
+    sections = [Section(ledger.weights, 0, spec.trainable_bytes, weights)]
+    states = [
+        (f"optimizer.{p.name}.{state.name}", p, state.parts[i], state.start + state.parts[i].offset)
+        for state in ledger.state_specs.values()
+        for i, p in trained
+        if state in own_states(unit, i)
+    ]
+    if states:
+        start = min(offset for *_, offset in states) // PAGE_BYTES * PAGE_BYTES
+        stop = max(offset + part.nbytes for _, _, part, offset in states)
+        sections.append(Section(ledger.states, start, stop, states))
+    return sections
+
+
+def tensors_in(section: Section) -> Iterator[TensorSpec]:
+    """Its tensors and what lies between them: files of tensors may have no holes."""
+    at = section.start
+    for name, param, part, offset in sorted(section.entries, key=lambda entry: entry[-1]):
+        if offset > at:
+            yield f"padding before {name}", torch.uint8, (offset - at,)
+        yield name, torch_dtype(part.dtype), _stored_shape(param)
+        at = offset + part.nbytes
+    rest = section.start + align_up(section.stop - section.start, PAGE_BYTES) - at
+    if rest:
+        yield f"padding after {section.entries[-1][0]}", torch.uint8, (rest,)
+
+
+def _stored_shape(param: ParamSpec) -> tuple[int, ...]:
+    """As it lies in memory."""
+    return param.shape if param.strides is None else tuple(param.shape[i] for i in param.order)
+
+
+def file_name(unit: Unit) -> str:
+    """Of its only shard."""
+    return f"unit-{unit.ledger.index:05d}.safetensors"
+
+
+def records(unit: Unit) -> Iterator[tuple[str, TensorRecord]]:
+    """What the manifest says of its tensors."""
+    for section in sections(unit):
+        for name, param, part, _ in section.entries:
+            order = None if param.strides is None else param.order
+            parts = (PartRecord(file_name(unit), 0, part.numel),)
+            yield name, TensorRecord(part.dtype, param.shape, parts, order)
+
+
+def load_param(access: Access, unit: Unit, index: int, path: Path, manifest: Manifest) -> None:
+    """Replace a parameter and its states by what was saved."""
+    spec = unit.spec.params[index]
+    name = f"model.{spec.name}"
+    access.replace_weight(unit, index, _bytes_in_order(path, manifest, name, spec))
+    for state in own_states(unit, index):
+        name = f"optimizer.{spec.name}.{state.name}"
+        access.replace_state(unit, state.name, index, _bytes_in_order(path, manifest, name, spec))
+
+
+def _bytes_in_order(path: Path, manifest: Manifest, name: str, spec: ParamSpec) -> Iterator[torch.Tensor]:
+    """A tensor's bytes as the parameter lies in memory here."""
+    record = manifest.tensors[name]
+    files = [WeightsDirectory.open(path, part.file.removesuffix(".safetensors")) for part in record.parts]
+    mine = None if spec.strides is None else spec.order
+    if mine == record.order:
+        for file in files:
+            yield from file.pieces(name, BLOCK_BYTES)
+        return
+    flat = torch.cat([file.read(name).reshape(-1) for file in files])
+    order = record.order or tuple(range(len(record.shape)))
+    logical = flat.view([record.shape[i] for i in order]).permute([order.index(i) for i in range(len(order))])
+    yield logical.permute(mine or tuple(range(len(order)))).contiguous().view(-1).view(torch.uint8)

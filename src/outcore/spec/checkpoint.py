@@ -1,0 +1,112 @@
+"""What a checkpoint holds, as data: its files with checksums, its tensors and where their parts lie.
+
+[Note: manifest] ``manifest.json`` ties everything together that was saved at one step. It is written in one way only
+and carries a checksum of itself, so that a reader notices every changed byte. A tensor may be cut into flat parts that
+lie in several files: one for each rank that saved a part of it.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple, Self
+
+MANIFEST_NAME = "manifest.json"
+BLOCK_BYTES = 4 * 2**20
+"""The most bytes that one checksum covers."""
+_FORMAT = "outcore checkpoint 1"
+
+
+class Block(NamedTuple):
+    """Bytes of a file that one checksum covers; blocks follow one another."""
+
+    nbytes: int
+    crc32: int
+
+
+class PartRecord(NamedTuple):
+    """The elements [start, stop) of a tensor, flat in the order of memory, under its name in a file."""
+
+    file: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """One saved tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[PartRecord, ...]
+    order: tuple[int, ...] | None = None
+    """Its dimensions as they lie in memory, outermost first. None: row-major."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """See [Note: manifest]."""
+
+    step: int
+    files: Mapping[str, tuple[Block, ...]]
+    """All files but the manifest."""
+    tensors: Mapping[str, TensorRecord] = field(default_factory=dict)
+    """``model.<parameter or buffer>`` and ``optimizer.<parameter>.<state>``."""
+    frozen: Mapping[str, int] = field(default_factory=dict)
+    """Checksums of frozen parameters, which are not saved: they are what the model is built with."""
+    steps: Mapping[str, int] = field(default_factory=dict)
+    """Updates of each trained parameter."""
+    groups: tuple[Mapping[str, Any], ...] = ()
+    """Settings of param groups."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of all files."""
+        return sum(block.nbytes for blocks in self.files.values() for block in blocks)
+
+    def to_json(self) -> bytes:
+        """The one text that ``from_json`` takes."""
+        fields = {"format": _FORMAT, **asdict(self)}
+        return _signed(fields)
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Self:
+        """Read ``to_json``.
+
+        Raises:
+            ValueError: Anything else.
+        """
+        fields = json.loads(text)
+        if not isinstance(fields, dict) or fields.pop("format", None) != _FORMAT:
+            raise ValueError(f"it does not say that it is an '{_FORMAT}'")
+        fields.pop("crc32", None)
+        if _signed({"format": _FORMAT, **fields}) != text:
+            raise ValueError("its checksum is another one")
+        try:
+            return cls(
+                step=fields["step"],
+                files={name: tuple(Block(*b) for b in blocks) for name, blocks in fields["files"].items()},
+                tensors={name: _tensor(record) for name, record in fields["tensors"].items()},
+                frozen=fields["frozen"],
+                steps=fields["steps"],
+                groups=tuple(fields["groups"]),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"something in it is missing: {error!r}") from error
+
+
+def _signed(fields: Mapping[str, Any]) -> bytes:
+    text = json.dumps(fields, separators=(",", ":"), sort_keys=True)
+    return json.dumps({"crc32": zlib.crc32(text.encode())})[:-1].encode() + b"," + text[1:].encode() + b"\n"
+
+
+def _tensor(record: Mapping[str, Any]) -> TensorRecord:
+    order = record["order"]
+    return TensorRecord(
+        record["dtype"],
+        tuple(record["shape"]),
+        tuple(PartRecord(*part) for part in record["parts"]),
+        None if order is None else tuple(order),
+    )

@@ -1,0 +1,58 @@
+"""``outcore checkpoint``: lists, verifies and prunes; damage is said, with status 1."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from saving import small
+
+import outcore
+from outcore.cli import main as cli
+from outcore.saving.checkpoint import find
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    with small.prepared(small.build("plain", num_blocks=1), folder) as (model, optimizer):
+        for step in range(3):
+            outcore.save_checkpoint(model, optimizer, folder, step=step)
+    return folder
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: str) -> tuple[object, str, str]:
+    monkeypatch.setattr("sys.argv", ["outcore", "checkpoint", *args])
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    said = capsys.readouterr()
+    return stop.value.code or 0, said.out, said.err
+
+
+def test_commands(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    status, out, _ = run(monkeypatch, capsys, "ls", str(folder))
+    assert status == 0
+    assert [line.split()[:2] for line in out.splitlines()[1:]] == [[f"step-{n:08d}", str(n)] for n in (2, 1, 0)]
+    unit = folder / "step-00000002" / "unit-00001.safetensors"
+    data = bytearray(unit.read_bytes())
+    data[-5000] ^= 4
+    unit.write_bytes(data)
+    assert run(monkeypatch, capsys, "ls", str(folder))[0] == 0  # sizes alone
+    status, out, _ = run(monkeypatch, capsys, "verify", str(folder))
+    assert status == 1
+    assert "damaged" in out.splitlines()[1]
+    assert "of 'unit-00001.safetensors'" in out.splitlines()[1]
+    assert [line.split()[-1] for line in out.splitlines()[2:]] == ["saved", "saved"]
+    unit.unlink()
+    status, out, _ = run(monkeypatch, capsys, "prune", str(folder), "--keep", "1")
+    assert (status, out.splitlines()) == (0, [f"removed {folder / 'step-00000000'}"])
+    with pytest.warns(UserWarning, match="The one before is taken"):
+        found, _ = find(folder)
+    assert found.name == "step-00000001"
+
+
+def test_nothing_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    status, out, said = run(monkeypatch, capsys, "verify", str(tmp_path))
+    assert (status, out) == (2, "")
+    assert "expected checkpoints in" in said

@@ -1,0 +1,98 @@
+"""A checkpoint is a run's whole state at one step: written while training goes on, there as a whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import outcore
+from outcore.core.errors import ConfigError
+
+from . import small
+from .test_training_state import state_of
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "pure_bf16": torch.bfloat16}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "pure_bf16"])
+@pytest.mark.parametrize(("there", "here"), [("host", "disk"), ("disk", "device"), ("device", "host")])
+def test_a_run_goes_on_under_another_plan(there: str, here: str, precision: str, tmp_path: Path):
+    def prepared(tier: str, seed: int) -> Any:
+        model = small.build("llama", dtype=DTYPES[precision], seed=seed)
+        return small.prepared(model, tmp_path, tier, precision=precision)
+
+    folder = tmp_path / "checkpoints"
+    with prepared(there, 0) as (model, optimizer):
+        small.train(model, optimizer, range(3))
+        save = outcore.save_checkpoint(model, optimizer, folder, step=3)
+        want = small.train(model, optimizer, range(3, 6)), state_of(model, optimizer)
+        assert save.wait() == folder / "step-00000003"
+    with prepared(here, 1) as (model, optimizer):
+        small.train(model, optimizer, range(2))  # other weights and states, to be replaced
+        assert outcore.load_checkpoint(model, optimizer, folder) == {"step": 3}
+        got = small.train(model, optimizer, range(3, 6)), state_of(model, optimizer)
+    assert want[0] == got[0]
+    small.same(want[1], got[1])
+
+
+@pytest.mark.parametrize("name", ["plain", "tied", "mixtral", "gpt2", "t5"])
+def test_models(name: str, tmp_path: Path):
+    """Frozen and mixed parameters, buffers, tied weights, experts."""
+    with small.prepared(small.build(name), tmp_path, "disk") as (model, optimizer):
+        small.train(model, optimizer, range(2))
+        outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=2, wait=True)
+        want = state_of(model, optimizer)
+        small.train(model, optimizer, range(2, 4))
+        outcore.load_checkpoint(model, optimizer, tmp_path / "c")
+        small.same(want, state_of(model, optimizer))
+
+
+def test_small_state(tmp_path: Path):
+    """Random generators go on; what is given comes back as it was."""
+    extra = {
+        "scheduler": {"base_lrs": [0.1, float("inf")], 3: (1, None), "$odd": True},
+        "tensor": torch.arange(5, dtype=torch.int16),
+        "array": np.eye(2),
+        "number": np.float64(0.25),
+        "nested": {"": [{}, (), []]},
+    }
+    with small.prepared(small.build("plain"), tmp_path) as (model, optimizer):
+        outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=0, extra=extra, wait=True)
+        want = torch.rand(3), random.random(), np.random.rand(3)  # noqa: NPY002
+        got = outcore.load_checkpoint(model, optimizer, tmp_path / "c")
+        after = torch.rand(3), random.random(), np.random.rand(3)  # noqa: NPY002
+    assert torch.equal(want[0], after[0])
+    assert want[1] == after[1]
+    assert np.array_equal(want[2], after[2])
+    assert got.pop("step") == 0
+    assert torch.equal(got.pop("tensor"), extra.pop("tensor"))
+    assert np.array_equal(got.pop("array"), extra.pop("array"))
+    assert got == extra
+    assert type(got["number"]) is np.float64
+
+
+@pytest.mark.parametrize("tier", small.TIERS)
+def test_older_ones_are_removed(tier: str, tmp_path: Path):
+    with small.prepared(small.build("plain"), tmp_path, tier) as (model, optimizer):
+        for step in range(4):
+            small.train(model, optimizer, range(step, step + 1))
+            outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=step, keep=2)
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["step-00000002", "step-00000003"]
+
+
+def test_every_changed_byte_of_the_manifest_is_noticed(tmp_path: Path):
+    with small.prepared(small.build("plain", num_blocks=1), tmp_path) as (model, optimizer):
+        path = outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1, wait=True).wait()
+        manifest = path / "manifest.json"
+        text = manifest.read_bytes()
+        json.loads(text)
+        for i in range(0, len(text), 7):
+            manifest.write_bytes(text[:i] + bytes([text[i] ^ 1 << i % 8]) + text[i + 1 :])
+            with pytest.raises(ConfigError, match="cannot be used"):
+                outcore.load_checkpoint(model, optimizer, tmp_path / "c")
