@@ -82,6 +82,7 @@ def forced(
         pools=pools_for(spec, plans, comfort),
         prefetch_depth=comfort.prefetch_depth if depth is None else depth,
         accumulation_steps=steps,
+        micro_batches_in_unit=pieces,
     )
 
 

@@ -27,6 +27,13 @@ def test_a_plan_of_our_own_is_obeyed():
     check_plan(MODEL, PLAN, LIMITS)
 
 
+@pytest.mark.parametrize(("model", "plan"), [(1, 4), (4, 1)])
+def test_other_pieces_than_it_was_made_for(model, plan):
+    cut = dataclasses.replace(MODEL, micro_batches_in_unit=model)
+    with pytest.raises(ConfigError, match=f"expected {model} for micro_batches_in_unit.*it was made for {plan}; pass"):
+        check_plan(cut, dataclasses.replace(PLAN, micro_batches_in_unit=plan))
+
+
 def test_one_slot_of_each_kind_suffices():
     assert {p.kind for p in PLAN.pools} >= {"weights", "bucket", "states", "landing"}
     least = dataclasses.replace(PLAN, pools=pools_for(MODEL, PLAN.units))

@@ -54,11 +54,11 @@ def test_is_readable():
 
 def test_what_has_a_default_may_be_left_out():
     data = json.loads(PLAN.to_json())
-    for key in ("accumulation_steps", "tier_bytes", "version"):
+    for key in ("accumulation_steps", "micro_batches_in_unit", "tier_bytes", "version"):
         del data[key]
     del data["units"][1]["policy"]
     plan = Plan.from_json(json.dumps(data))
-    assert (plan.accumulation_steps, plan.units[1].policy) == (None, "recompute")
+    assert (plan.accumulation_steps, plan.micro_batches_in_unit, plan.units[1].policy) == (None, 1, "recompute")
 
 
 @pytest.mark.parametrize("key", ["precision", "units", "pools", "prefetch_depth"])
@@ -107,6 +107,7 @@ def test_missing_keys(key):
         ("prefetch_depth", -1, "prefetch_depth: expected a whole number >= 0, but got -1"),
         ("prefetch_depth", None, "prefetch_depth: expected a whole number >= 0, but got None"),
         ("accumulation_steps", 0, "accumulation_steps .*: expected a whole number >= 1, but got 0"),
+        ("micro_batches_in_unit", 0, "micro_batches_in_unit: expected a whole number >= 1, but got 0"),
         ("accumulation_steps", "2", "accumulation_steps .*: expected a whole number >= 1, but got '2'"),
         ("tier_bytes", [1], "expected tier_bytes as an object, but got \\[1\\]"),
     ],

@@ -164,6 +164,8 @@ class Plan(Described):
     """So many visits ahead of its use a fetch can begin, where slots allow; fewer visits may save fetches."""
     accumulation_steps: int | None = None
     """Micro-batches per step if promised, else None: any number."""
+    micro_batches_in_unit: int = 1
+    """Pieces in which units run a batch. It rounds otherwise than the whole, so who obeys the plan asks for it, too."""
     kept_bytes: int = 0
     """Device bytes, beside the plan's own, in which calls of units with policy ``recompute`` may keep their activations
     instead. A call that finds no room there is recomputed."""
@@ -187,6 +189,7 @@ class Plan(Described):
         _whole_number(self.prefetch_depth, 0, "plan: prefetch_depth")
         if self.accumulation_steps is not None:
             _whole_number(self.accumulation_steps, 1, "plan: accumulation_steps (null: any number)")
+        _whole_number(self.micro_batches_in_unit, 1, "plan: micro_batches_in_unit")
         _whole_number(self.kept_bytes, 0, "plan: kept_bytes")
         _whole_number(self.workspace_bytes, 0, "plan: workspace_bytes")
         if not isinstance(self.plain, bool):

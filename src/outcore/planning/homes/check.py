@@ -41,6 +41,7 @@ def check_plan(
             f"precision='{plan.precision}'"
         )
     _check_names(model, plan)
+    _check_pieces(model, plan)
     _check_early(model, plan)
     _check_plain(model, plan)
     _check_pools(model, plan)
@@ -63,6 +64,15 @@ def _check_names(model: ModelSpec, plan: Plan) -> None:
         f"plan: expected the {len(expected)} units of this model in module order, but got {what}; make the plan again "
         "for this model with the same units="
     )
+
+
+def _check_pieces(model: ModelSpec, plan: Plan) -> None:
+    expected, got = model.micro_batches_in_unit, plan.micro_batches_in_unit
+    if expected != got:
+        raise ConfigError(
+            f"plan: expected {expected} for micro_batches_in_unit, as was asked for, but it was made for {got}; pass "
+            f"micro_batches_in_unit={got} (--unit-micro-batches {got} in the command), or make the plan again"
+        )
 
 
 def _check_early(model: ModelSpec, plan: Plan) -> None:

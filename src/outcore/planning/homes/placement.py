@@ -290,6 +290,7 @@ class _Search:
             pools=pools_for(self.model, units, comfort),
             prefetch_depth=comfort.prefetch_depth if fetches else 0,
             accumulation_steps=self.accumulation_steps,
+            micro_batches_in_unit=self.model.micro_batches_in_unit,
         )
         return dataclasses.replace(plan, tier_bytes=dict(tier_bytes(self.model, plan).items()))
 

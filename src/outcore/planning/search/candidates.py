@@ -96,6 +96,7 @@ class Choice:
             pools=tuple(build_pools(self._needs(candidate), candidate.comfort)),
             prefetch_depth=candidate.comfort.prefetch_depth if fetches else 0,
             accumulation_steps=self._accumulation_steps,
+            micro_batches_in_unit=self._model.micro_batches_in_unit,
             tier_bytes=dict(self.tier_bytes(candidate).items()),
         )
 
