@@ -26,6 +26,7 @@ from outcore.planning.timing.counted import counted_work
 from outcore.planning.timing.profile import Profile, UnitWork, rates_for
 from outcore.planning.timing.simulate import Simulation
 from outcore.planning.units.activations import footprint_of
+from outcore.planning.units.casts import Autocast
 from outcore.planning.units.footprint import Footprint
 from outcore.planning.units.partition import Partition
 from outcore.spec.budget import Budget, Limits
@@ -122,14 +123,16 @@ class Timed:
         options, device, spec = self._options, self._device, self._cut.spec
         if options.sample is None:
             return None
-        hardware = hardware_for(options.hardware, device, options.budget.paths, may_measure=may_measure)
+        autocast = Autocast.now(device.torch_device)
+        with autocast.off():  # a machine may be measured
+            hardware = hardware_for(options.hardware, device, options.budget.paths, may_measure=may_measure)
         work = None if hardware is None else self._work()
         if hardware is None or work is None:
             return None
         steps = options.accumulation_steps
         return Forecast(
             model=spec,
-            rates=rates_for(hardware, spec, work),
+            rates=rates_for(hardware, spec, work, in_bf16=autocast.is_on),
             loop=options.loop or Loop(steps or 1, clips=options.clipping, is_promised=steps is not None),
             footprint=self.footprint,
             activation_share=device.activation_share,

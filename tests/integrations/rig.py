@@ -150,7 +150,7 @@ def tiers_of(plan: outcore.Plan) -> set[str]:
 # What is trained.
 
 
-def llama(dtype: torch.dtype = torch.float32, seed: int = 3) -> LlamaForCausalLM:
+def llama(dtype: torch.dtype = torch.float32, seed: int = 3, attention_dropout: float = 0.1) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=259,
@@ -159,7 +159,7 @@ def llama(dtype: torch.dtype = torch.float32, seed: int = 3) -> LlamaForCausalLM
         num_hidden_layers=3,
         num_attention_heads=2,
         num_key_value_heads=1,
-        attention_dropout=0.1,
+        attention_dropout=attention_dropout,
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,

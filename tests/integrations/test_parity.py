@@ -7,6 +7,7 @@ import torch
 from peft import get_peft_model
 
 import outcore
+from outcore.runtime.module_guard import attachment_of
 
 from .rig import (
     WARNINGS,
@@ -45,6 +46,31 @@ def test_everything_on_the_device(tmp_path):
 )
 def test_sft(changes, tmp_path):
     same(sft, tmp_path, **changes)
+
+
+def test_activations_leave_under_autocast(tmp_path):
+    """Room for them is measured under it: none is recomputed, which would be said."""
+    plain = seen(sft(Plain(), tmp_path / "plain", bf16=True), train)
+    with streamed(tmp_path, activations="disk", budget=outcore.Budget(disk=tmp_path)) as side:
+        trainer = sft(side, tmp_path / "streamed", bf16=True)
+        exactly(seen(trainer, train), plain)
+        assert {u.policy for u in attachment_of(trainer.model).engine.opened.plan.units} == {"keep"}
+
+
+@pytest.mark.parametrize("job", [sft, dpo])
+def test_batches_in_pieces(job, tmp_path):
+    """Whatever the plan. Losses are those of whole batches, up to rounding."""
+
+    def run(side, name):
+        parts = {"ref_model": llama(seed=4)} if job is dpo else {}
+        return seen(job(side, tmp_path / name, model=llama(attention_dropout=0.0), parts=parts), train)
+
+    whole, found = run(Plain(), "plain"), []
+    for name, options in {"one": {"budget": outcore.Budget()}, "all": {}}.items():
+        with streamed(tmp_path, micro_batches_in_unit=2, **options) as side:
+            found.append(run(side, name))
+    exactly(*found)
+    assert found[0]["logs"][-1]["train_loss"] == pytest.approx(whole["logs"][-1]["train_loss"], rel=1e-4)
 
 
 def test_sft_lora(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ import outcore
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.planning.homes.pools import Comfort
 
-from .rig import DEVICE, Tower, adamw, assert_same, batch, make, prepared, seen, train
+from .rig import DEVICE, Block, Tower, adamw, assert_same, batch, make, prepared, seen, train
 
 # The warnings are torch's own, in what compiles.
 _IS_SIMULATED = DEVICE == "cuda" and not hasattr(torch._C, "_cuda_CUDAAllocator_AllocatorState")
@@ -67,8 +68,8 @@ Drive = Callable[[nn.Module, Any], Any]
 def compiled(model: nn.Module, folder: Path, options: Any, **plan: Any) -> Iterator[Any]:
     optimizer = adamw(model)
     _, made = forced(model, optimizer, comfort=COMFORT, **plan)
-    budget = outcore.Budget(disk=folder)
-    with outcore.prepare(model, optimizer, plan=made, budget=budget, device=DEVICE, compile=options) as result:
+    more = {"budget": outcore.Budget(disk=folder), "device": DEVICE, "micro_batches_in_unit": plan.get("pieces")}
+    with outcore.prepare(model, optimizer, plan=made, compile=options, **more) as result:
         yield result
 
 
@@ -113,6 +114,32 @@ def micro_batches(model: nn.Module, optimizer: Any) -> Any:
         optimizer.step()
         optimizer.zero_grad()
     return out
+
+
+class Undropped(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout.p = 0.0
+
+
+def test_batches_in_pieces(tmp_path: Path) -> None:
+    """As accumulation over the pieces, one of them smaller, by a plain loop whose blocks are compiled."""
+    build, pieces, rows = functools.partial(Tower, Undropped), 3, 5
+
+    def drive(model: nn.Module, optimizer: Any, count: int) -> Any:
+        for step in range(2):
+            ids = batch(step, rows)
+            for piece in ids.chunk(count):
+                logits = model(piece).flatten(0, 1)
+                (functional.cross_entropy(logits, piece.flatten(), reduction="sum") / ids.numel()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    in_turn = functools.partial(drive, count=pieces)
+    want, _ = plain_with_compiled_blocks(in_turn, build, TRACED)
+    torch._dynamo.reset()
+    with compiled(make(build), tmp_path, TRACED, pieces=pieces, **PLANS["mixed"]) as (model, optimizer):
+        assert_same(want, seen(drive(model, optimizer, 1), model, optimizer))
 
 
 @pytest.mark.parametrize("plan", PLANS)

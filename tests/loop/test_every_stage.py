@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import functools
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
-from plans import share_updates
+from plans import forced
 
 import outcore
 from outcore.api import prepare_for_test
 from outcore.device.race import RaceChecker
 from outcore.memory.disk_file import OsDiskIO
-from outcore.planning.homes.pools import Comfort, pools_for
-from outcore.planning.homes.reservations import can_be_early
-from outcore.planning.units.partition import partition
+from outcore.planning.homes.pools import Comfort
+from outcore.runtime.activations import away
 
-from .rig import adamw, assert_same, batch, make, plan_for, prepared, train
+from .rig import adamw, assert_same, batch, make, prepared, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:the weights of this:UserWarning")
 
 STEPS = 2  # micro-batches of a step
+COMFORT = Comfort(prefetch_depth=1, num_buckets=2, max_slots_host=2)
 SETTINGS = {
     "host": {},
     "disk": {},
     "host early": {"early": True},
     "disk early": {"early": True},
     "host staged": {"share": 1.0},
+    "host in pieces": {"pieces": 2, "policy": "select", "activations": "disk"},
 }
 STAGES = [
     *(("host", name) for name in ("gradients of", "accumulate", "update", "fetch")),
@@ -36,23 +36,25 @@ STAGES = [
     *(("disk", name) for name in ("accumulate", "update", "write weights of", "read weights of", "fetch")),
     *(("host early", name) for name in ("update early", "accumulate")),
     *(("disk early", name) for name in ("update early", "read states of", "write states of", "write weights of")),
+    *(("host in pieces", name) for name in ("activations of", "write activations of", "bring activations of")),
     *(("host staged", name) for name in ("stage", "update", "states of", "new weights of")),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _everything_leaves(monkeypatch):
+    monkeypatch.setattr(away, "SMALL_BYTES", 64)
 
 
 @contextmanager
 def special(setting, folder, prepare=outcore.prepare):
     """A model whose steps have two micro-batches, after one good step."""
     model = make().requires_grad_()  # what is frozen has no second home
-    optimizer = adamw(model)
-    early, share = SETTINGS[setting].get("early", False), SETTINGS[setting].get("share", 0.0)
-    given = plan_for(model, optimizer, setting.split()[0], steps=STEPS, depth=1)
-    spec = partition(model, state_names=("exp_avg", "exp_avg_sq")).spec
-    homes = [replace(u, early=early and can_be_early(s, u)) for s, u in zip(spec.units, given.units, strict=True)]
-    units = share_updates(homes, share)
-    pools = pools_for(spec, units, Comfort(prefetch_depth=1, num_buckets=2, max_slots_host=2))
-    plan = replace(given, units=tuple(units), pools=pools, tier_bytes={})
+    optimizer, more = adamw(model), SETTINGS[setting]
+    early = more.get("early", False)
+    _, plan = forced(model, optimizer, setting.split()[0], comfort=COMFORT, steps=STEPS, **more)
     options = {"plan": plan, "accumulation_steps": STEPS, "clipping": not early}
+    options |= {"micro_batches_in_unit": more.get("pieces")}
     with prepare(model, optimizer, budget=outcore.Budget(disk=str(folder)), **options) as (model, optimizer):
         step(model, optimizer, 0)
         optimizer.engine.device.synchronize()
@@ -156,7 +158,7 @@ def test_an_interrupt_anywhere_in_forward_and_backward_costs_only_the_gradients(
                     for i in range(STEPS):
                         model.loss(batch(7 + i)).backward()
                 except KeyboardInterrupt:
-                    number += 11  # by turns before a call and after it
+                    number += 31 if "pieces" in setting else 11  # by turns before a call and after it
                 else:
                     assert len(calls) <= number
                     number = -1

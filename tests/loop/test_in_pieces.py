@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import random
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +26,9 @@ from outcore.planning.homes.pools import Comfort
 from outcore.planning.units import dear
 from outcore.runtime.activations import away
 from outcore.runtime.activations.away import Away
+from outcore.runtime.module.call import UnitCall
 from outcore.runtime.values.access import Access
+from outcore.spec.plan import POLICIES, TIERS
 
 from . import rig
 from .rig import DEVICE, LENGTH, VOCAB, WIDTH, Tower, assert_same, batch, make
@@ -133,8 +138,8 @@ def prepared(
         yield result
 
 
-def batches_of(micro_batches: int = 1) -> list[list[torch.Tensor]]:
-    return [[batch(10 * i + j, ROWS) for j in range(micro_batches)] for i in range(STEPS)]
+def batches_of(micro_batches: int = 1, rows: int = ROWS) -> list[list[torch.Tensor]]:
+    return [[batch(10 * i + j, rows) for j in range(micro_batches)] for i in range(STEPS)]
 
 
 def same(
@@ -142,11 +147,13 @@ def same(
     build: Callable[[], nn.Module] = BUILDS["tower"],
     dtype: torch.dtype = torch.float32,
     micro_batches: int = 1,
+    rows: int = ROWS,
+    pieces: int = PIECES,
     **how: Any,
 ) -> None:
-    model, twin, batches = make(build, dtype), make(build, dtype), batches_of(micro_batches)
-    want = accumulated(model, batches)
-    with prepared(twin, folder, **how) as (twin, optimizer):
+    model, twin, batches = make(build, dtype), make(build, dtype), batches_of(micro_batches, rows)
+    want = accumulated(model, batches, pieces)
+    with prepared(twin, folder, pieces=pieces, **how) as (twin, optimizer):
         got = in_pieces(twin, optimizer, batches)
         assert_same(want, got)
         assert_same(dict(model.state_dict()), dict(twin.state_dict()))
@@ -214,6 +221,59 @@ def test_activations_leave(policy: str, tier: str, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Away, "leave", lambda mine, target: left.append(mine) or leave(mine, target))
     same(tmp_path, BUILDS["llama"], policy=policy, activations=tier)
     assert len(left) >= STEPS * (3 * PIECES - 2)  # of units and pieces; the last ones stay
+
+
+@pytest.mark.parametrize("homes", ["device", "host"])
+def test_results_of_pieces_are_not_held(homes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were copied to where the result of the batch is."""
+    made, call = list[Any](), UnitCall.__call__
+
+    def spy(mine: Any, *args: Any, **kwargs: Any) -> Any:
+        result = call(mine, *args, **kwargs)
+        if torch.is_grad_enabled():
+            made.append(weakref.ref(result.untyped_storage()))
+        return result
+
+    monkeypatch.setattr(UnitCall, "__call__", spy)
+    with prepared(make(BUILDS["llama"]), tmp_path, homes, policy="keep") as (model, _):
+        loss = loss_of(model, batch(0, ROWS), 1)
+        assert len(made) == 3 * PIECES
+        assert not any(storage() for storage in made)
+        loss.backward()
+
+
+def random_plan(seed: int) -> tuple[int, int, dict[str, Any]]:
+    """Rows, pieces, and a plan."""
+    draw = random.Random(seed)
+    kind = draw.choice(["mixed", "device", "host", "disk"])
+    homes = [draw.choice(MIXED) if kind == "mixed" else (kind,) * 3 for _ in range(5)]
+    policies = [draw.choice(POLICIES) for _ in range(5)]
+    tiers = [draw.choice(TIERS) for _ in range(5)]
+    early = draw.random() < 0.3
+    plan: dict[str, Any] = {
+        "homes": lambda i: homes[i],
+        "policy": lambda i: policies[i],
+        "activations": lambda i: tiers[i],
+        "share": draw.choice([0.0, 0.5, 1.0]) if not early else 0.0,
+        "micro_batches": draw.choice([1, 1, 2]),
+        "dtype": draw.choice([torch.float32, torch.bfloat16]),
+    }
+    plan |= {"steps": plan["micro_batches"], "early": True} if early else {}
+    if draw.random() < 0.5:
+        plan["faults"] = {"delays": {"d2h": 1e-3, "h2d": 5e-4, "disk_write": 1e-3}, "poison": True}
+    return draw.randint(1, 9), draw.randint(2, 5), plan
+
+
+NUM_PLANS = int(os.environ.get("OUTCORE_TEST_PLANS", "6"))
+
+
+@pytest.mark.parametrize("seed", range(NUM_PLANS))
+def test_random_plans(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(away, "SMALL_BYTES", 64)
+    monkeypatch.setattr(dear, "DEAR_FLOP_PER_BYTE", 1)
+    rows, pieces, plan = random_plan(seed)
+    model = BUILDS["normed" if seed % 3 == 0 else "llama"]
+    same(tmp_path, model, rows=rows, pieces=pieces, **plan)
 
 
 FAULTS: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ from outcore.planning.units.footprint import Footprint, Saved, Step
 from outcore.planning.units.partition import Partition, partition
 from outcore.spec.plan import POLICIES, TIERS, UnitPlan
 
-SAVED = Saved(keep=100, select=40, recompute=10, both=110)
+SAVED = Saved(keep=100, select=40, recompute=10, both=110, kept=100, cast=0)
 NAMES = ("a", "b", "c", "d")
 
 

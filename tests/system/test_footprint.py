@@ -6,6 +6,7 @@ import ctypes
 import gc
 import itertools
 import os
+import random
 import threading
 import weakref
 from collections.abc import Callable
@@ -82,6 +83,31 @@ def test_a_hundred_steps_do_not_grow(tmp_path: Path) -> None:
     outcore.close(model)
     assert rss_bytes() < 1.01 * before
     assert threading.active_count() < lanes
+
+
+@pytest.mark.filterwarnings("ignore:a call saves more than the plan:UserWarning")
+def test_two_hundred_steps_of_changing_shapes_do_not_grow(tmp_path: Path) -> None:
+    """With activations on disk, some of them larger than there is room for."""
+    width, rows = 65, 40
+    torch.manual_seed(0)
+    model = Stack(width, depth=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    options = {"sample": {"x": torch.randn(rows, width)}, "activations": "disk", "hardware": "none"}
+    model, optimizer = outcore.prepare(model, optimizer, budget=outcore.Budget(disk=tmp_path), **options)
+    numbers = random.Random(0)
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            model(torch.randn(numbers.randint(1, rows + 8), width)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.warns(UserWarning, match="saves more than the plan has room for"):
+        steps(40)
+    before = rss_bytes()
+    steps(200)
+    assert rss_bytes() < 1.01 * before
+    outcore.close(model)
 
 
 def test_creating_and_closing_leaves_nothing(tmp_path: Path) -> None:

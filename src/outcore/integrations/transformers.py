@@ -198,7 +198,8 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
             self.args.gradient_accumulation_steps,
             makes_logits=self._outcore_sample is not None or not scores_in_tiles(),
         )
-        prepared = prepare_in_loop(self.model, self.optimizer, loop=loop, **options)
+        with self.accelerator.autocast():  # in which activations are measured
+            prepared = prepare_in_loop(self.model, self.optimizer, loop=loop, **options)
         self.optimizer = prepared.optimizer
         _PREPARED.add(self.model)
         self._outcore_logged = (0, 0.0)

@@ -12,6 +12,7 @@ often before its backward, it does otherwise with those calls.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol
@@ -118,9 +119,9 @@ class ActivationOrder(Generic[H]):
         return call
 
     def turn(self, unit: Ledger[H]) -> None:
-        """Backward comes to the unit's calls in the order of forward, as to pieces of one batch."""
-        mine = [home for home, call in self._calls.items() if call.unit is unit]
-        for home in reversed(mine):
+        """Backward comes to the unit's latest calls in the order of forward, as to pieces of one batch."""
+        latest = itertools.takewhile(lambda home: self._calls[home].unit is unit, reversed(self._calls))
+        for home in list(latest):
             self._calls[home] = self._calls.pop(home)
 
     def begin_backward(self, call: SavedCall[H]) -> Span | None:

@@ -234,8 +234,8 @@ def _plan_model(settings: Settings, args: Any, source: ModelSource, budget: Budg
     micro_batches = args.gradient_accumulation_steps
     _refuse_activations(settings, args)
     refuse_pieces(args, settings.unit_micro_batches)
-    return Planned(
-        *plan_in_time(
+    with torch.autocast(args.device.type, torch.bfloat16, enabled=args.bf16):  # as the Trainer's own forward
+        found = plan_in_time(
             model,
             optimizer,
             budget=budget,
@@ -253,7 +253,7 @@ def _plan_model(settings: Settings, args: Any, source: ModelSource, budget: Budg
             compile=settings.compile,
             micro_batches_in_unit=settings.unit_micro_batches,
         )
-    )
+    return Planned(*found)
 
 
 def _refuse_replan(settings: Settings, args: Any) -> None:

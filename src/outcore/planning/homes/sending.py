@@ -11,7 +11,7 @@ from outcore.planning.units.footprint import Footprint
 from outcore.spec.budget import Limits
 from outcore.spec.plan import AwayTier, Plan, Policy, Pool, Tier, UnitPlan
 
-_WORKSPACE_SHARE = 1.03
+WORKSPACE_SHARE = 1.03
 """Of what shapes tell: kernels take workspaces of their own."""
 
 
@@ -25,7 +25,7 @@ def workspace_bytes(footprint: Footprint, names: Iterable[str], sending: Sending
     """
     units = [UnitPlan(name=name, weights="device", gradients="device", states="device") for name in names]
     peak = footprint.peak_bytes(units if sending is None else map(sending.unit, units))
-    return align_up(int(_WORKSPACE_SHARE * peak), PAGE_BYTES)
+    return align_up(int(WORKSPACE_SHARE * peak), PAGE_BYTES)
 
 
 @dataclass(frozen=True)

@@ -100,16 +100,17 @@ def _channels(config: Any) -> int:
     return int(heads * size)
 
 
-def rates_for(hardware: Hardware, spec: ModelSpec, work: Mapping[str, UnitWork]) -> Rates:
+def rates_for(hardware: Hardware, spec: ModelSpec, work: Mapping[str, UnitWork], *, in_bf16: bool = False) -> Rates:
     """The rates of a machine with a model.
 
     Args:
         hardware: The machine.
         spec: The model's units.
         work: What each of them computes.
+        in_bf16: Whatever the weights are in, as under autocast.
     """
     device, bus, host, disk = hardware.device, hardware.bus, hardware.host, hardware.disk
-    flops = device.fp32_flops if spec.precision == "fp32" else device.bf16_flops
+    flops = device.fp32_flops if spec.precision == "fp32" and not in_bf16 else device.bf16_flops
     attention = min(device.attention_flops, flops)
 
     def seconds(each: UnitWork, products: float, attentions: float, rest: float) -> float:

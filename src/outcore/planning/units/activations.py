@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 from outcore.core.errors import ConfigError
 from outcore.planning.units.alike import Shape, arguments_of, kind_of, stand_in
 from outcore.planning.units.blocks import output_embeddings
-from outcore.planning.units.footprint import Footprint, Saved
+from outcore.planning.units.casts import Autocast
+from outcore.planning.units.footprint import NOTHING, Footprint, Saved
 from outcore.planning.units.partition import Partition
 from outcore.planning.units.rows import Whole, cut_rows, has_rows, rows_of, sizes_of
 from outcore.planning.units.shapes import on_shapes
@@ -41,7 +42,8 @@ def footprint_of(
         makes_logits: Of the whole micro-batch. False: the loop works them out in tiles.
 
     Returns:
-        The footprint; without steps where backward cannot be followed on shapes. Under autocast casts come on top.
+        The footprint; without steps where backward cannot be followed on shapes. The forward is that under autocast if
+        this is called under it.
 
     Raises:
         ConfigError: The model cannot be run with these arguments, or not without values.
@@ -52,7 +54,7 @@ def footprint_of(
         tiled = {**{k: v for k, v in sample.items() if k != "labels"}, "logits_to_keep": 1}
         with suppress(ConfigError):  # another model has no such argument
             return footprint_of(cut, tiled, device).with_loss(_loss_in_tiles(cut.modules[0], sample["labels"].numel()))
-    watch, is_whole = Watch(), False
+    watch, is_whole = Watch(device), False
     known: dict[Any, _Known] = {}
     count = cut.spec.micro_batches_in_unit
     units = {unit.name: _Unit(unit.name, module, watch, known, count) for unit, module in _pairs(cut)}
@@ -115,7 +117,7 @@ class _Unit:
     def __init__(self, name: str, module: nn.Module, watch: Watch, known: dict[Any, _Known], count: int) -> None:
         """Args: known: Of the calls of all units. count: Pieces in which it runs a batch."""
         self.name, self.watch, self._module, self._known, self._count = name, watch, module, known, count
-        self.saved = Saved(keep=0, select=0, recompute=0, both=0)
+        self.saved = NOTHING
         """Of the largest calls."""
         self.forward: Callable[..., Any] = module.forward
 
@@ -159,17 +161,14 @@ class _Unit:
 
     def count(self, saved: Saved) -> None:
         """Of one call."""
-        most = self.saved
-        self.saved = Saved(
-            **{k: max(getattr(saved, k), getattr(most, k)) for k in ("keep", "select", "recompute", "both")}
-        )
+        self.saved = self.saved.or_more(saved)
 
 
 class _Known:
     """What the first call of its kind did: others do the same, and need not be followed."""
 
     def __init__(self) -> None:
-        self.saved = Saved(keep=0, select=0, recompute=0, both=0)
+        self.saved = NOTHING
         self.forward = self.backward = Risen({}, {})
         self.made_bytes = 0
         """As ``Step.made_bytes``."""
@@ -188,6 +187,7 @@ class _Run:
         self.leaves = [None if i in given else leaf for i, leaf in enumerate(leaves)]
         self.result: Any = None
         self.made: set[int] = set()
+        self._autocast = Autocast.now(unit.watch.device)
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """On leaves that share the memory of these. Returns them, and results with a gradient."""
@@ -196,7 +196,10 @@ class _Run:
         for i, leaf in zip(self.given, inner, strict=True):
             leaves[i] = leaf
         args, kwargs = pytree.tree_unflatten(leaves, self._form)
-        self.result = self.unit.forward(*args, **kwargs)
+        torch.clear_autocast_cache()
+        with self._autocast.again():
+            self.result = self.unit.forward(*args, **kwargs)
+        torch.clear_autocast_cache()
         results = pytree.tree_leaves(self.result)
         self.made = {i for i, t in enumerate(results) if isinstance(t, torch.Tensor) and t.grad_fn is not None}
         return inner, [t for i, t in enumerate(results) if i in self.made]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from outcore.spec.plan import Plan, Policy, UnitPlan
 
@@ -28,11 +28,22 @@ class Saved:
     """The arguments that need a gradient."""
     both: int
     """All that ``keep`` or ``select`` saves."""
+    kept: int
+    """What ``keep`` holds where nothing leaves: all arguments, and casts of weights, too."""
+    cast: int
+    """The largest cast of a weight. Where ``keep`` leaves, backward makes it again."""
 
     def of(self, policy: Policy) -> int:
         """By name."""
         found: int = getattr(self, policy)
         return found
+
+    def or_more(self, other: Saved) -> Saved:
+        """The larger of each."""
+        return Saved(**{f.name: max(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)})
+
+
+NOTHING = Saved(keep=0, select=0, recompute=0, both=0, kept=0, cast=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +169,7 @@ class _Waiting:
 
     def walked(self, step: Step) -> int:
         """What is alive at most while its backward runs, without other calls."""
-        whole = step.begin_bytes + step.made_bytes - self.saved.recompute
+        whole = step.begin_bytes + step.made_bytes + self.saved.cast - self.saved.recompute
         if self.has_left:
             return whole if self.plan.policy == "keep" else step.peak_bytes - self.saved.recompute
         if not self.leaves or self.plan.policy == "recompute":
@@ -171,4 +182,6 @@ class _Waiting:
     @property
     def beyond(self) -> int:
         """What it has on the device beyond its arguments. Negative where those have left."""
+        if self.plan.policy == "keep" and not self.leaves:
+            return self.saved.kept - self.saved.recompute
         return (0 if self.has_left else self.saved.of(self.plan.policy)) - self.saved.recompute

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from outcore.core.errors import ConfigError
+from outcore.planning.units.casts import Autocast
 from outcore.planning.units.partition import Partition
 from outcore.spec.model import row_major
 
@@ -36,7 +37,8 @@ def on_shapes(cut: Partition, sample: Mapping[str, Any], device: torch.device) -
         device: That will compute.
 
     Yields:
-        Fake tensors, and the forward, which raises ``ConfigError`` if the model cannot be run so.
+        Fake tensors, and the forward, which raises ``ConfigError`` if the model cannot be run so. It runs under
+        autocast if the caller does; what follows it does not.
 
     Time of the forward: its Python, 1 to 3 s for a large model. Memory: none.
     """
@@ -46,7 +48,8 @@ def on_shapes(cut: Partition, sample: Mapping[str, Any], device: torch.device) -
         batch = pytree.tree_map_only(torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device=device), sample)
 
         def forward(then: Callable[[list[Any]], None]) -> None:
-            torch.func.functional_call(_Lent(model, then), {f"model.{name}": t for name, t in own.items()}, (batch,))
+            lent = _Lent(model, then, Autocast.now(device))
+            torch.func.functional_call(lent, {f"model.{name}": t for name, t in own.items()}, (batch,))
 
         yield Shapes(own, batch, forward)
 
@@ -54,9 +57,9 @@ def on_shapes(cut: Partition, sample: Mapping[str, Any], device: torch.device) -
 class _Lent(nn.Module):
     """A model whose parameters are lent for longer than its forward: backward may run it again."""
 
-    def __init__(self, model: nn.Module, then: Callable[[list[Any]], None]) -> None:
+    def __init__(self, model: nn.Module, then: Callable[[list[Any]], None], autocast: Autocast) -> None:
         super().__init__()
-        self.model, self._then = model, then
+        self.model, self._then, self._autocast = model, then, autocast
 
     def forward(self, batch: Mapping[str, Any]) -> None:
         try:
@@ -67,7 +70,9 @@ class _Lent(nn.Module):
                 f"{type(error).__name__}: {error}; give a micro-batch as the loop does, or prepare without sample= and "
                 "activations="
             ) from error
-        self._then(result)
+        torch.clear_autocast_cache()  # as behind a loop's own context
+        with self._autocast.off():
+            self._then(result)
 
 
 def _fakes(cut: Partition, device: torch.device) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outcore.core.quantities import PAGE_BYTES, align_up
+from outcore.planning.units.casts import cast_of
 from outcore.planning.units.dear import is_dear, may_be_dear
 from outcore.planning.units.footprint import Saved, Step
 from outcore.spec.plan import POLICIES, Policy
@@ -24,8 +25,10 @@ ALIGN_BYTES = 512
 class Watch(TorchDispatchMode):
     """What is alive while a step is followed. Allocators give multiples of 512 bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        """Args: device: That will compute."""
         super().__init__()
+        self.device = device
         self.steps: list[Step] = []
         self.staying: set[int] = set()
         """Storages that the loop keeps in any case."""
@@ -178,11 +181,16 @@ class Saving:
         self._staying = {*watch.staying, *(watch.number(t) for t in arguments if not t.requires_grad)}
         self._arguments = self._large([t for t in arguments if t.requires_grad])
         self._keep: dict[int, int] = {}
+        self._casts: dict[int, int] = {}
+        """Of weights: they do not leave, but are made again."""
         self._select: dict[int, int] = {}
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Hook that packs."""
-        self._keep |= self._large([tensor])
+        weight = cast_of(tensor)
+        is_cast = weight is not None and self._watch.number(weight) in self._watch.staying
+        kept = self._casts if is_cast else self._keep
+        kept |= self._large([tensor])
 
     def select(self, result: Any) -> None:
         """Of an operation that is dear."""
@@ -192,12 +200,13 @@ class Saving:
         """Args: made: Results; what shares memory with them is not selected."""
         outside = {self._watch.number(t) for t in made}
         select = {number: nbytes for number, nbytes in self._select.items() if number not in outside}
-        both = _total(select | self._arguments | self._keep)
         return Saved(
             keep=_total(self._keep),
             select=_total(select | self._arguments),
             recompute=_total(self._arguments),
-            both=both,
+            both=_total(select | self._arguments | self._keep),
+            kept=_total(self._arguments | self._keep | self._casts),
+            cast=max(self._casts.values(), default=0),
         )
 
     def lose(self, number: int | None, nbytes: int, peaks: _Peaks) -> None:

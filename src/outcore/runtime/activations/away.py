@@ -9,6 +9,7 @@ arguments that need no gradient. Nothing would be won by sending it. Small stora
 from __future__ import annotations
 
 import itertools
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -22,16 +23,22 @@ from outcore.device.lanes import Handle
 from outcore.memory.arena import Region
 from outcore.order.activations import ActivationOrder, SavedCall
 from outcore.order.ledger import Span
+from outcore.planning.units.casts import cast_of
 from outcore.planning.units.watch import ALIGN_BYTES, SMALL_BYTES
-from outcore.runtime.activations.saved import Kept, Placed, by_place, changed, escaped, storage_of, version_of
+from outcore.runtime.activations.saved import Cast, Kept, Placed, by_place, changed, escaped, storage_of, version_of
 from outcore.runtime.unit.unit import Unit
 from outcore.spec.lanes import Lane
 
 TOO_LARGE = (
     "a call saves more than the plan has room for on host or disk, and is recomputed in backward, which changes no "
-    "result; give outcore.prepare() the largest batch as sample="
+    "result; give outcore.prepare() the largest batch as sample=, and call it under autocast if forward is"
 )
 """The same words for all units, so that Python says it once."""
+TAKEN = (
+    "a unit is called again before the backward of an earlier call, for whose activations alone the plan has room on "
+    "host or disk; the later call is recomputed in backward from arguments that stay on the device, which changes no "
+    "result"
+)
 _calls = itertools.count()
 
 
@@ -86,6 +93,9 @@ class _Packing:
         self.storages: dict[int, _Storage] = {}
         """By address, until they are home."""
         self._views: list[_View] = []
+        self._params: dict[int, int] = {}
+        """Index by identity, where autocast casts them."""
+        self._casts: list[Cast] = []
         self.nbytes = 0
         self.fits = True
         self.memory: torch.Tensor | None = None
@@ -97,11 +107,31 @@ class _Packing:
         buffer = self._unit.device_buffer()
         if buffer is not None:
             self._staying.add(storage_of(buffer.bytes))
-        return torch.autograd.graph.saved_tensors_hooks(self._keep, self.give)
+        if torch.is_autocast_enabled(self._device.type):
+            self._params = {id(p): i for i, p in enumerate(self._unit.params)}
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, self.give)
+        return _Settling(hooks, self) if self._params else hooks
 
     def _keep(self, tensor: torch.Tensor) -> Any:
-        packed = self._pack(tensor) if self.fits else None
+        cast = self._cast(tensor) if self._params else None
+        packed = cast or (self._pack(tensor) if self.fits else None)
         return self.put(tensor) if isinstance(packed, Kept) else packed
+
+    def _cast(self, tensor: torch.Tensor) -> Cast | None:
+        weight = cast_of(tensor)
+        if weight is None or id(weight) not in self._params:
+            return None
+        self._casts.append(Cast(tensor, weight))
+        return self._casts[-1]
+
+    def settle(self) -> None:
+        """The block has run. Casts of a weight that it has changed since are saved; others can be made again."""
+        touched = self._unit.presence.watch.touched
+        for cast in self._casts:
+            tensor, cast.tensor, weight = cast.tensor, None, cast.weight
+            is_changed = weight._version != cast.version or self._params[id(weight)] in touched
+            cast.instead = self.put(tensor) if is_changed and tensor is not None else None
+        self._casts.clear()
 
     def put(self, tensor: torch.Tensor) -> Any:
         """Store a tensor that is no weight. Returns what ``give`` takes; None: nothing fits any more."""
@@ -121,20 +151,25 @@ class _Packing:
     def _take(self, place: int, tensor: torch.Tensor) -> _Storage | None:
         whole = tensor.untyped_storage()
         if self.nbytes + whole.nbytes() > self._unit.plan.saved_bytes:
-            self._drop()
+            self.drop()
             return None
         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(whole)
         storage = self.storages[place] = _Storage(memory, self.nbytes)
         self.nbytes = align_up(self.nbytes + whole.nbytes(), ALIGN_BYTES)
         return storage
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
         """Keep nothing: it does not fit."""
         self.fits = False
         self.storages.clear()
         for view in self._views:
             view.tensor = None
         self._views.clear()
+
+    def begin_again(self) -> None:
+        """As if nothing had been saved yet."""
+        self.drop()
+        self.nbytes, self.fits = 0, True
 
     def give(self, packed: Any) -> torch.Tensor:
         """What was stored, wherever it is."""
@@ -144,6 +179,8 @@ class _Packing:
             return self._unpack(packed)
         if isinstance(packed, Kept):
             return packed.unchanged(self._where)
+        if isinstance(packed, Cast):
+            return packed.again() if packed.instead is None else self.give(packed.instead)
         if packed.is_changed or (packed.tensor is not None and packed.tensor._version != packed.version):
             raise UnsupportedError(changed(packed.size, self._where))
         if packed.tensor is not None:
@@ -157,6 +194,20 @@ class _Packing:
         for view in self._views:
             view.let_go()
         self.storages.clear()
+
+
+class _Settling:
+    """Hooks, and what is done when the block has run under them."""
+
+    def __init__(self, hooks: Any, packing: _Packing) -> None:
+        self._hooks, self._packing = hooks, packing
+
+    def __enter__(self) -> None:
+        self._hooks.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._hooks.__exit__(*error)
+        self._packing.settle()
 
 
 class Away:
@@ -184,6 +235,10 @@ class Away:
     def fits(self) -> bool:
         """Whether the unit's home can hold it, as far as forward has come."""
         return self._packing.fits
+
+    def begin_again(self) -> None:
+        """As if nothing had been saved yet."""
+        self._packing.begin_again()
 
     def hooks(self) -> Any:
         """To run the block under, with its weights bound."""
@@ -277,6 +332,7 @@ class Sender:
     def begin(self, tensors: Sequence[torch.Tensor]) -> Away | None:
         """None if the unit's home is taken. Args: tensors: Arguments of the call."""
         if not self._order.is_free(self._unit.ledger):
+            warnings.warn(TAKEN, stacklevel=1)
             return None
         staying = [*self._buffers, *(t for t in tensors if not t.requires_grad)]
         return Away(self._unit, self._order, self._device, staying, self._where)
@@ -284,13 +340,3 @@ class Sender:
 
 def _nobody() -> None:
     return None
-
-
-def without_values(tensors: Sequence[torch.Tensor]) -> None:
-    """Let go of the memory of leaves: what backward needs of them was saved."""
-    for leaf in tensors:
-        if leaf.requires_grad and leaf.grad_fn is None:
-            nothing = torch.empty((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
-            for tensor in (leaf, leaf._base):  # what it is a view of has the memory as well
-                if tensor is not None:
-                    tensor.data = nothing

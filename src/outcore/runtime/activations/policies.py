@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +13,11 @@ from outcore.core.errors import UnsupportedError
 from outcore.device.device import Device
 from outcore.device.lanes import Handle
 from outcore.order.activations import ActivationOrder, SavedCall
-from outcore.runtime.activations.away import TOO_LARGE, Away, Sender, without_values
+from outcore.runtime.activations.away import TOO_LARGE, Away, Sender
 from outcore.runtime.activations.recomputed import Again
 from outcore.runtime.activations.room import Lease, Room
-from outcore.runtime.activations.saved import by_place, escaped, storage_of
-from outcore.runtime.activations.saving import Dropped, Graph, KeptGraph, Saving, SavingBase
+from outcore.runtime.activations.saved import by_place, escaped, storage_of, without_values
+from outcore.runtime.activations.saving import Dropped, Graph, KeptGraph, KeptPiece, Saving, SavingBase, edges_of
 from outcore.runtime.activations.selection import Selection
 from outcore.runtime.unit.unit import Unit
 
@@ -30,14 +31,22 @@ class Policy:
     has_kinds = False
     """Whether it asks what kind of arguments a call has."""
 
-    def __init__(self, unit: Unit, where: str) -> None:
+    def __init__(self, unit: Unit, device_kind: str, where: str) -> None:
         """Args: where: For errors."""
-        self._unit, self._where = unit, where
-        self._kept = KeptGraph(unit, None, None, where)
+        self._unit, self._device_kind, self._where = unit, device_kind, where
+        self._trainable = unit.params[: unit.num_trainable]
+        self._graph_kind = KeptPiece if unit.spec.is_cut else KeptGraph
+        self._kept = self._graph_kind(unit, None, None, where)
 
     def kind_of(self, args: Any, kwargs: Any) -> Hashable:
         """What the bytes of a call depend on."""
         return None
+
+    def _kind(self, args: Any, kwargs: Any) -> Hashable:
+        device = self._device_kind
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        flags = tuple([p.requires_grad for p in self._trainable])
+        return self._unit.module.training, autocast, flags, _signature(args), _signature(kwargs)
 
     def begin(self, kind: Hashable, tensors: Sequence[torch.Tensor]) -> Saving:
         """Decide for a call.
@@ -122,7 +131,7 @@ class Trial(SavingBase, Count):
         if not self.is_kept:
             return None
         self._policy.learn(self._kind, self, made)
-        return inner, list(made)
+        return inner, edges_of(made) if self._unit.spec.is_cut else list(made)
 
     def _keep(self, tensor: torch.Tensor) -> _Saved:
         if self.is_kept and not self._lease.grow(self.add(tensor)):
@@ -156,21 +165,15 @@ class WhatFits(Policy):
 
     def __init__(self, unit: Unit, room: Room, device_kind: str, remember: Remember | None, where: str) -> None:
         """Args: room: Of all units. remember: What a recompute finds saved; None: the arguments, by autograd."""
-        super().__init__(unit, where)
-        self._room, self._device_kind, self._remember = room, device_kind, remember
+        super().__init__(unit, device_kind, where)
+        self._room, self._remember = room, remember
         self.has_kinds = room.nbytes > 0 or remember is not None
-        self._trainable = unit.params[: unit.num_trainable]
         self._known: dict[Hashable, tuple[int, Sequence[int]]] = {}
         self._dropped = Dropped(where)
 
     def kind_of(self, args: Any, kwargs: Any) -> Hashable:
         """See ``Policy``."""
-        if not self._room.nbytes:
-            return True
-        device = self._device_kind
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        flags = tuple([p.requires_grad for p in self._trainable])
-        return self._unit.module.training, autocast, flags, _signature(args), _signature(kwargs)
+        return self._kind(args, kwargs) if self._room.nbytes else True
 
     def lease(self, args: Any, kwargs: Any) -> Lease | None:
         """See ``Policy``."""
@@ -189,7 +192,7 @@ class WhatFits(Policy):
         if known is None:
             return Trial(self, kind, self._unit, Lease(self._room), self._where)
         lease = self._room.lease(known[0])
-        return self._drop(tensors) if lease is None else KeptGraph(self._unit, lease, known[1], self._where)
+        return self._drop(tensors) if lease is None else self._graph_kind(self._unit, lease, known[1], self._where)
 
     def _drop(self, tensors: Sequence[torch.Tensor]) -> Saving:
         return self._dropped if self._remember is None else self._remember.begin(tensors) or self._dropped
@@ -214,8 +217,9 @@ class _SentAway(SavingBase):
 
     may_drop = True
 
-    def __init__(self, away: Away) -> None:
-        self._away = away
+    def __init__(self, away: Away, say_too_large: Callable[[], None]) -> None:
+        """Args: say_too_large: Called if they do not."""
+        self._away, self._say_too_large = away, say_too_large
         self._call: SavedCall[Handle] | None = None
 
     @property
@@ -231,12 +235,12 @@ class _SentAway(SavingBase):
 
     def end(self, inner: Sequence[torch.Tensor], made: Sequence[torch.Tensor], owner: object) -> Graph | None:
         if not self._away.fits:
+            self._say_too_large()
             warnings.warn(TOO_LARGE, stacklevel=2)
             return None
         self._call = self._away.end_forward(owner)
-        edges = [torch.autograd.graph.get_gradient_edge(t) for t in made]
         without_values(inner)
-        return inner, edges
+        return inner, edges_of(made)
 
     def watched(self, made: Sequence[torch.Tensor]) -> Sequence[int]:
         return self._away.among(made)
@@ -270,35 +274,48 @@ class Remember:
 
 
 class SendAway(Policy):
-    """What is saved leaves the device; a call that does not fit its home is recomputed."""
+    """What is saved leaves the device; a call that does not fit its home is recomputed.
+
+    Once that is known of arguments of given shapes, they leave themselves, if they fit.
+    """
 
     keeps_all, has_kinds = False, True
 
-    def __init__(self, unit: Unit, sender: Sender, where: str) -> None:
+    def __init__(self, unit: Unit, device_kind: str, sender: Sender, where: str) -> None:
         """Args: sender: Of the unit."""
-        super().__init__(unit, where)
+        super().__init__(unit, device_kind, where)
         self._sender, self._dropped = sender, Dropped(where)
+        self._remember = Remember(sender, where, selects=False)
+        self._too_large = set[Hashable]()
 
     def kind_of(self, args: Any, kwargs: Any) -> Hashable:
-        """One for all: what a call takes is known when it has run."""
-        return True
+        """One for all as long as all fit."""
+        return self._kind(args, kwargs) if self._too_large else True
 
     def begin(self, kind: Hashable, tensors: Sequence[torch.Tensor]) -> Saving:
         """See ``Policy``."""
         if kind is None:
             return self._kept
+        if kind in self._too_large and kind is not True:
+            return self._remember.begin(tensors) or self._dropped
         away = self._sender.begin(tensors)
-        return self._dropped if away is None else _SentAway(away)
+        return self._dropped if away is None else _SentAway(away, functools.partial(self._learn, kind))
+
+    def _learn(self, kind: Hashable) -> None:
+        if len(self._too_large) >= _MOST_KNOWN:
+            self._too_large.clear()
+        self._too_large.add(kind)
 
 
 def policy_of(unit: Unit, room: Room, order: ActivationOrder[Handle], device: Device, where: str) -> Policy:
     """The policy that the plan gives to a unit."""
     sender = None if unit.plan.activations == "device" else Sender(unit, order, device, where)
+    kind = device.torch_device.type
     if unit.plan.policy == "keep":
-        return Policy(unit, where) if sender is None else SendAway(unit, sender, where)
+        return Policy(unit, kind, where) if sender is None else SendAway(unit, kind, sender, where)
     selects = unit.plan.policy == "select"
     remember = Remember(sender, where, selects=selects) if selects or sender is not None else None
-    return WhatFits(unit, room, device.torch_device.type, remember, where)
+    return WhatFits(unit, room, kind, remember, where)
 
 
 def _signature(value: Any) -> Any:

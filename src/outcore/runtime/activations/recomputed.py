@@ -47,14 +47,19 @@ class Again(SavingBase):
         if self._selection is not None:
             is_whole = self._selection.end(made, self._kept if away is None else away.put, self._give)
             self._selection = self._selection if is_whole else None
-        if away is not None:
+        if away is None:
+            return
+        self._packed = [(away.put(tensor), tensor.is_leaf) for tensor in tensors]
+        if not away.fits:
+            warnings.warn(TOO_LARGE, stacklevel=2)
+            self._selection = None
+            away.begin_again()
             self._packed = [(away.put(tensor), tensor.is_leaf) for tensor in tensors]
-            if away.fits:
-                self.has_arguments = True
-                self._call = away.end_forward(owner)
-            else:
-                warnings.warn(TOO_LARGE, stacklevel=2)
-                self._selection = self._away = None
+        if away.fits:
+            self.has_arguments = True
+            self._call = away.end_forward(owner)
+        else:
+            self._away = None
 
     def watched(self, made: Sequence[torch.Tensor]) -> Sequence[int]:
         """None: recompute makes them again."""

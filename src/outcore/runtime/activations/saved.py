@@ -27,6 +27,20 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def without_values(tensors: Sequence[torch.Tensor]) -> None:
+    """Let go of the memory of leaves: what backward needs of them was saved."""
+    for leaf in tensors:
+        if leaf.requires_grad and leaf.grad_fn is None:
+            for tensor in (leaf, leaf._base):  # what it is a view of has the memory as well
+                if tensor is not None:
+                    let_go_of_values(tensor)
+
+
+def let_go_of_values(tensor: torch.Tensor) -> None:
+    """Its memory goes if nobody else has it. Shape, node and version stay."""
+    tensor.data = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
 def drop_saved(where: str) -> Any:
     """Hooks under which nothing is saved: the graph serves only to tell what needs a gradient."""
 
@@ -101,6 +115,25 @@ class Placed(NamedTuple):
         return torch.empty(0, dtype=self.dtype, device=memory.device).set_(
             memory.untyped_storage(), start, self.size, self.stride
         )
+
+
+class Cast:
+    """A weight as autocast casts it, or a view of that: made again in backward, where the weight is present."""
+
+    __slots__ = ("dtype", "instead", "offset", "size", "stride", "tensor", "version", "weight")
+
+    def __init__(self, tensor: torch.Tensor, weight: torch.Tensor) -> None:
+        self.weight, self.version = weight, weight._version
+        self.dtype, self.offset = tensor.dtype, tensor.storage_offset()
+        self.size, self.stride = tensor.size(), tensor.stride()
+        self.tensor: torch.Tensor | None = tensor.detach()
+        """Until the block has run, which may change the weight."""
+        self.instead: Any = None
+        """As what it was saved after all."""
+
+    def again(self) -> torch.Tensor:
+        """From the weight as it is now."""
+        return self.weight.detach().to(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
 def changed(shape: Sequence[int], where: str) -> str:
