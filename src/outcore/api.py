@@ -29,6 +29,7 @@ from outcore.runtime.module_guard import attachment_of, engine_of, is_guarded
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.runtime.unit.one_process import refuse_several_processes, refuse_wrapped
 from outcore.runtime.unit.unit import Unit
+from outcore.saving.checkpoint import Resumed
 from outcore.saving.conversions import refuse_prefixes
 from outcore.saving.export import save_model, stream_tensors
 from outcore.saving.first_values import FirstValues
@@ -81,6 +82,7 @@ def prepare(  # noqa: PLR0913 (one call is the whole configuration)
     hardware: NamedHardware | None = None,
     compile: bool | Mapping[str, Any] = False,
     micro_batches_in_unit: int | None = None,
+    checkpoint: str | Path | None = None,
 ) -> Prepared:
     """Make a model train within a memory budget; the loop stays as it is.
 
@@ -89,8 +91,7 @@ def prepare(  # noqa: PLR0913 (one call is the whole configuration)
         optimizer: AdamW, Adam, SGD or Adagrad of ``torch.optim`` over the model's parameters. Param groups stay the
             same list. None: all parameters are frozen, for evaluation, generation or a frozen reference.
         sample: The largest micro-batch that will come, as keyword arguments of the model's forward. Its shapes tell
-            what activations and workspace take on an accelerator. Where not everything fits on the device, they also
-            tell how long a step takes; then the plan is the one that is predicted to be fastest.
+            what activations and workspace take, and how long a step: the plan is predicted to be the fastest.
         budget: The most to take on each tier; default: what is free, without disk.
         precision: ``fp32``, ``bf16`` (bf16 weights, fp32 masters) or ``pure_bf16``. None: as the model is.
         accumulation_steps: None: any number. A number is a promise: more backward passes per step raise.
@@ -101,12 +102,13 @@ def prepare(  # noqa: PLR0913 (one call is the whole configuration)
         device: Default: the accelerator if there is one, else the CPU.
         activations: ``host`` or ``disk``: what forward saves rests there until backward, as far as there is room for
             ``sample``; else it is recomputed. None: it is kept on the device, recomputed or sent away, as is fastest.
-        hardware: Times are predicted for this machine: a file that ``outcore probe`` wrote, names of parts such as
-            ``"rtx-4090+pcie3"``, or what was loaded. None: what ``OUTCORE_HARDWARE`` in the environment names, else the
-            machine at hand, which is measured once, in a few seconds. ``"none"``: plans are made without times.
+        hardware: Times are predicted for this machine: a file of ``outcore probe``, names such as ``"rtx-4090+pcie3"``,
+            or what was loaded. None: what ``OUTCORE_HARDWARE`` names, else the machine at hand, which is measured
+            once, in a few seconds. ``"none"``: plans are made without times.
         compile: Blocks are compiled: equal to the plain loop with the same. A dict has ``torch.compile``'s options.
         micro_batches_in_unit: Units run a batch in so many pieces, for which weights come once. The result is that of
             accumulation over these pieces, bit for bit where no random numbers are drawn.
+        checkpoint: To go on from, as ``load_checkpoint`` does; ``optimizer.resumed`` is what that returns.
 
     Returns:
         The model and a ``torch.optim.Optimizer`` (None without one), also usable as a context manager.
@@ -133,6 +135,7 @@ def prepare(  # noqa: PLR0913 (one call is the whole configuration)
         hardware=hardware,
         compile=compile,
         micro_batches_in_unit=micro_batches_in_unit,
+        checkpoint=checkpoint,
     )
 
 
@@ -330,7 +333,8 @@ def _prepare(
     origins = origins_of(model, is_to_be_frozen=optimizer is None) if isinstance(model, nn.Module) else {}
     compiling = Compiling(options.compile)
     rule, cut = _cut(model, optimizer, options)
-    first_values = FirstValues(model, options.weights)
+    resumed = None if options.checkpoint is None else Resumed(options.checkpoint)
+    first_values = FirstValues(model, options.weights, later=() if resumed is None else resumed.names)
     device = open_device(options.device, faults, race_checker)
     try:
         compiling.check(cut, device.torch_device)
@@ -352,6 +356,8 @@ def _prepare(
         first_values.take_over(engine.device.torch_device)
         engine.attach(first_values.of, compiling)
         streamed = None if optimizer is None else StreamedOptimizer(engine, optimizer)
+        if resumed is not None and streamed is not None:
+            streamed.resumed = resumed.take_over(streamed)
     except BaseException as error:
         error.add_note(f"outcore.prepare() did not come to its end; {engine.attached.what_is_left()}")
         engine.close()
@@ -397,6 +403,8 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
             "prepare: expected a model that is not prepared yet, but it is; outcore.close(model) ends the first "
             "preparation"
         )
+    if optimizer is None and options.checkpoint is not None:
+        raise ConfigError("prepare: expected an optimizer with checkpoint=, whose states it has; leave checkpoint out")
     refuse_several_processes("prepare")
     refuse_wrapped("prepare", model)
     refuse_prefixes(model)

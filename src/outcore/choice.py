@@ -55,6 +55,7 @@ class Options(NamedTuple):
     """What a loop of ours does with every step; it promises what plans need."""
     compile: bool | Mapping[str, Any] = False
     micro_batches_in_unit: int | None = None
+    checkpoint: str | Path | None = None
 
 
 def choose_plan(cut: Partition, options: Options, device: Device, timed: Timed) -> Plan:

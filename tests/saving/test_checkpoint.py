@@ -96,3 +96,53 @@ def test_every_changed_byte_of_the_manifest_is_noticed(tmp_path: Path):
             manifest.write_bytes(text[:i] + bytes([text[i] ^ 1 << i % 8]) + text[i + 1 :])
             with pytest.raises(ConfigError, match="cannot be used"):
                 outcore.load_checkpoint(model, optimizer, tmp_path / "c")
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_prepare_goes_on_from_a_checkpoint(meta: bool, tmp_path: Path):
+    with small.prepared(small.build("plain", dtype=torch.bfloat16), tmp_path, precision="bf16") as (model, optimizer):
+        frozen = {n: p.clone() for n, p in outcore.named_tensors(model) if n.endswith("up.bias")}
+        small.train(model, optimizer, range(2))
+        outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=2, extra={"epoch": 1}, wait=True)
+        want = small.train(model, optimizer, range(2, 4)), state_of(model, optimizer)
+    again = small.build("plain", dtype=torch.bfloat16, meta=meta, seed=1)
+    for name, value in frozen.items():
+        module, _, key = name.rpartition(".")
+        again.get_submodule(module)._parameters[key] = torch.nn.Parameter(value, requires_grad=False)
+    with small.prepared(again, tmp_path, "disk", precision="bf16", checkpoint=tmp_path / "c") as (model, optimizer):
+        assert optimizer.resumed == {"step": 2, "epoch": 1}
+        got = small.train(model, optimizer, range(2, 4)), state_of(model, optimizer)
+    assert want[0] == got[0]
+    small.same(want[1], got[1])
+
+
+def test_bad_input_changes_nothing(tmp_path: Path):
+    with small.prepared(small.build("plain"), tmp_path) as (model, optimizer):
+        path = outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=7, wait=True).wait()
+        for arguments, message in (
+            ({"step": -1}, "step to be an integer from 0 on, but got -1"),
+            ({"step": 8, "keep": 0}, "keep to be an integer from 1 on, but got 0"),
+            ({"step": 8, "extra": {"step": 1}}, "without 'step'"),
+            ({"step": 8, "extra": {"a": [object()]}}, r"extra\['a'\]\[0\] is a builtins.object"),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                outcore.save_checkpoint(model, optimizer, tmp_path / "c", **arguments)
+        assert list((tmp_path / "c").iterdir()) == [path]
+        for folder, step, message in (
+            (tmp_path / "none", None, "there is none"),
+            (tmp_path / "c", 8, "a checkpoint of step 8"),
+            (path / "unit-00001.safetensors", None, "there is none"),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                outcore.load_checkpoint(model, optimizer, folder, step=step)
+    other = small.build("plain", seed=1)  # frozen parameters of another base
+    with small.prepared(other, tmp_path) as (model, optimizer):
+        want = state_of(model, optimizer)
+        with pytest.raises(ConfigError, match=r"'blocks\.0\.up\.bias' has other values"):
+            outcore.load_checkpoint(model, optimizer, tmp_path / "c")
+        small.same(want, state_of(model, optimizer))
+    with (
+        small.prepared(small.build("plain", num_blocks=2), tmp_path) as (model, optimizer),
+        pytest.raises(ConfigError, match=r"is missing here and float32"),
+    ):
+        outcore.load_checkpoint(model, optimizer, tmp_path / "c")

@@ -52,6 +52,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         )
         self._is_complete = True
         self.step_was_skipped = False
+        self.resumed: dict[str, Any] | None = None
+        """What went with the checkpoint that ``prepare`` was given."""
         for param in list(original.state):  # one by one: they need not stand twice
             values = original.state.pop(param)
             if _has_begun(original, values):

@@ -157,21 +157,42 @@ def load_checkpoint(
     engine.refuse_if_closed()
     engine.device.check()
     engine.opened.saves.finish()
-    path, manifest = find(Path(directory), step=step, check=verify)
-    _refuse_others(engine, path, manifest, len(optimizer.param_groups))
-    small = json.loads(small_file(path / f"{_STATE}.json"))
-    saved_tensors = WeightsDirectory.open(path, _STATE) if WeightsDirectory.is_there(path, _STATE) else None
-    small = decode(small, saved_tensors.read if saved_tensors is not None else _no_tensor)
-    for unit in engine.units:
-        take_edits(unit, engine.access)
-        for i, spec in enumerate(unit.spec.params[: unit.num_trainable]):
-            load_param(engine.access, unit, i, path, manifest)
-            unit.steps[i] = manifest.steps[spec.name]
-    _load_buffers(engine, path, manifest)
-    for group, settings in zip(optimizer.param_groups, manifest.groups, strict=True):
-        group.update({k: like_setting(group.get(k), v) for k, v in settings.items()})
-    restore_random_states(small["random"], engine.device)
-    return {**small["extra"], "step": manifest.step}
+    return Resumed(directory, step=step, verify=verify).take_over(optimizer)
+
+
+class Resumed:
+    """A checkpoint that was found, and checked, to go on from."""
+
+    def __init__(self, directory: str | Path, *, step: int | None = None, verify: bool = True) -> None:
+        """As for ``load_checkpoint``. Raises: ConfigError."""
+        self._path, self._manifest = find(Path(directory), step=step, check=verify)
+
+    @property
+    def names(self) -> set[str]:
+        """Of its parameters and buffers."""
+        return {name.removeprefix("model.") for name in self._manifest.tensors if name.startswith("model.")}
+
+    def take_over(self, optimizer: StreamedOptimizer) -> dict[str, Any]:
+        """Write everything home. Returns: what ``load_checkpoint`` does.
+
+        Raises:
+            ConfigError: It is of another model, optimizer or precision. Nothing was changed.
+        """
+        engine, path, manifest = optimizer.engine, self._path, self._manifest
+        _refuse_others(engine, path, manifest, len(optimizer.param_groups))
+        small = json.loads(small_file(path / f"{_STATE}.json"))
+        saved = WeightsDirectory.open(path, _STATE) if WeightsDirectory.is_there(path, _STATE) else None
+        small = decode(small, saved.read if saved is not None else _no_tensor)
+        for unit in engine.units:
+            take_edits(unit, engine.access)
+            for i, spec in enumerate(unit.spec.params[: unit.num_trainable]):
+                load_param(engine.access, unit, i, path, manifest)
+                unit.steps[i] = manifest.steps[spec.name]
+        _load_buffers(engine, path, manifest)
+        for group, settings in zip(optimizer.param_groups, manifest.groups, strict=True):
+            group.update({k: like_setting(group.get(k), v) for k, v in settings.items()})
+        restore_random_states(small["random"], engine.device)
+        return {**small["extra"], "step": manifest.step}
 
 
 def found_in(directory: Path) -> list[tuple[int, Path]]:

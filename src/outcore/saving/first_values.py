@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import final
 
@@ -23,12 +23,13 @@ from outcore.saving.state_names import Place, places
 class FirstValues:
     """The first value of every parameter and buffer of a model."""
 
-    def __init__(self, model: nn.Module, weights: str | Path | None) -> None:
+    def __init__(self, model: nn.Module, weights: str | Path | None, *, later: Collection[str] = ()) -> None:
         """Settle where everything comes from.
 
         Args:
             model: Any part of it may be on the meta device.
             weights: A Hugging Face checkpoint directory; overrides values that the model has.
+            later: Tensors that get their values afterwards; on the meta device they begin as zeros.
 
         Raises:
             ConfigError: The checkpoint does not fit, or nothing gives a tensor on the meta device its value.
@@ -41,7 +42,9 @@ class FirstValues:
         for place in everything:
             _refuse_watched(place)
         self._loading = None if weights is None else plan_loading(model, weights)
-        self._made_here = {id(p.tensor) for p in everything if p.tensor.is_meta and not self._is_loaded(p.tensor)}
+        empty = [p for p in everything if p.tensor.is_meta and not self._is_loaded(p.tensor)]
+        self._later = {id(p.tensor) for p in empty if p.name in later}
+        self._made_here = {id(p.tensor) for p in empty} - self._later
         self._initialisation = Initialisation(model, self._made_here) if self._made_here else None
 
     @torch.no_grad()
@@ -54,6 +57,7 @@ class FirstValues:
         """
         everything = list(places(self._model))
         made = self._initialise([p.tensor for p in everything if p.is_buffer])
+        made |= {id(p.tensor): _zeros(p.tensor) for p in everything if p.is_buffer and id(p.tensor) in self._later}
         moved: dict[int, torch.Tensor] = {}
         for place in everything:
             key = id(place.tensor)
@@ -78,6 +82,8 @@ class FirstValues:
             param = unit.params[index]
             if self._loading is not None and self._loading.holds(param):
                 return self._loading.read_finite(param)
+            if id(param) in self._later:
+                return _zeros(param)
             found = made.pop(id(param), None)
             return param.data if found is None else found
 
@@ -92,6 +98,10 @@ class FirstValues:
 
     def _loaded(self, tensor: torch.Tensor, otherwise: torch.Tensor | None) -> torch.Tensor | None:
         return self._loading.read(tensor) if self._loading and self._loading.holds(tensor) else otherwise
+
+
+def _zeros(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
 def _refuse_hidden(model: nn.Module) -> None:
