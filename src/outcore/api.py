@@ -88,36 +88,34 @@ def prepare(  # noqa: PLR0913 (one call is the whole configuration)
 
     Args:
         model: Any module. It stays the same object; its parameters keep their identity.
-        optimizer: AdamW, Adam, SGD or Adagrad of ``torch.optim`` over the model's parameters. Param groups stay the
-            same list. None: all parameters are frozen, for evaluation, generation or a frozen reference.
-        sample: The largest micro-batch that will come, as keyword arguments of the model's forward. Its shapes tell
-            what activations and workspace take, and how long a step: the plan is predicted to be the fastest.
+        optimizer: AdamW, Adam, SGD or Adagrad of ``torch.optim`` over them. Param groups stay the same list. None: all
+            parameters are frozen, for evaluation, generation or a frozen reference.
+        sample: The largest micro-batch that will come, as keyword arguments of the model's forward: from its shapes,
+            activations and workspace are planned, and the fastest plan is found.
         budget: The most to take on each tier; default: what is free, without disk.
         precision: ``fp32``, ``bf16`` (bf16 weights, fp32 masters) or ``pure_bf16``. None: as the model is.
         accumulation_steps: None: any number. A number is a promise: more backward passes per step raise.
         clipping: False is a promise to ask for no gradient norm.
-        weights: A Hugging Face checkpoint directory, read tensor by tensor. Its values replace those of the model.
-        units: Classes or names of the modules that move as a whole, instead of the repeated blocks that are found.
+        weights: A Hugging Face checkpoint directory, whose values replace those of the model, tensor by tensor.
+        units: Classes or names of modules that move as a whole, instead of the repeated blocks that are found.
         plan: To obey, instead of a search.
         device: Default: the accelerator if there is one, else the CPU.
-        activations: ``host`` or ``disk``: what forward saves rests there until backward, as far as there is room for
-            ``sample``; else it is recomputed. None: it is kept on the device, recomputed or sent away, as is fastest.
-        hardware: Times are predicted for this machine: a file of ``outcore probe``, names such as ``"rtx-4090+pcie3"``,
-            or what was loaded. None: what ``OUTCORE_HARDWARE`` names, else the machine at hand, which is measured
-            once, in a few seconds. ``"none"``: plans are made without times.
+        activations: ``host`` or ``disk``: where what forward saves rests until backward, as far as there is room for
+            ``sample``; else it is recomputed. None: kept on the device, recomputed or sent away, as is fastest.
+        hardware: To predict times for: a file of ``outcore probe``, names such as ``"rtx-4090+pcie3"``; None: what
+            ``OUTCORE_HARDWARE`` names, else this machine, measured once, in a few seconds; ``"none"``: no times.
         compile: Blocks are compiled: equal to the plain loop with the same. A dict has ``torch.compile``'s options.
-        micro_batches_in_unit: Units run a batch in so many pieces, for which weights come once. The result is that of
-            accumulation over these pieces, bit for bit where no random numbers are drawn.
+        micro_batches_in_unit: Units run a batch in so many pieces, and weights come once. The result is that of
+            accumulation over them, bit for bit where no random numbers are drawn.
         checkpoint: To go on from, as ``load_checkpoint`` does; ``optimizer.resumed`` is what that returns.
 
-    Returns:
-        The model and a ``torch.optim.Optimizer`` (None without one), also usable as a context manager.
+    Returns: The model and a ``torch.optim.Optimizer`` (or None), also usable as a context manager.
 
     Raises:
-        ConfigError, PlanInfeasibleError: An argument that cannot be used; a budget too small. Nothing has been changed.
-        UnsupportedError: Something that cannot work on streamed weights.
+        ConfigError, PlanInfeasibleError: What cannot be used; a budget too small. Nothing has been changed.
+        UnsupportedError: What cannot work on streamed weights.
 
-    Memory: everything but activations is allocated here, and nothing later.
+    Memory: everything but activations is allocated here.
     """
     return prepare_in_loop(
         model,
