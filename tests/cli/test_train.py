@@ -311,7 +311,7 @@ class TestResume:
             self.stop_at(patch, 4, stop=partial(signal.raise_signal, signal.SIGTERM))
             stopped = command(*shared, "--out", out)
         assert stopped.status == 143
-        assert "checkpoint-2" in stopped.err
+        assert "checkpoint-4" in stopped.err
         assert command(*shared, "--out", out, "--resume").status == 0
         assert losses(out) == losses(whole)
         assert_equal(*(load_file(folder / "model" / "adapter_model.safetensors") for folder in (out, whole)))

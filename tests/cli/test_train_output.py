@@ -192,7 +192,7 @@ class TestTerminal:
     def test_a_bar_on_a_terminal(self, command, config_json, text, tmp_path, monkeypatch):
         screen = io.StringIO()
         monkeypatch.setattr(
-            train_run, "Console", lambda **options: Console(file=screen, force_terminal=True, width=100, **options)
+            train_run, "Terminal", lambda **options: Console(file=screen, force_terminal=True, width=100, **options)
         )
         more = ("--eval-data", text, "--set", "eval_steps=2")
         done = command("train", "--model", config_json, "--data", text, *SHORT, "--out", tmp_path / "run", *more)
@@ -207,7 +207,7 @@ class TestTerminal:
         monkeypatch.chdir(tmp_path)
         screen = io.StringIO()
         monkeypatch.setattr(
-            train_run, "Console", lambda **options: Console(file=screen, force_terminal=True, width=80, **options)
+            train_run, "Terminal", lambda **options: Console(file=screen, force_terminal=True, width=80, **options)
         )
         shared = (
             "train",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,19 @@ def test_the_training_is_the_same(train, plain, tmp_path):
     assert [path.name for path in (tmp_path / "other").glob("checkpoint-*")] == [f"checkpoint-{OFF_AT}"]
     lines = read_jsonl(tmp_path / "other" / "metrics.jsonl")
     assert lines[OFF_AT - 1]["predicted_step_s"] != lines[OFF_AT]["predicted_step_s"]
+    assert trained(tmp_path / "other") == plain
+
+
+def test_a_run_that_is_told_to_stop_meanwhile_goes_on_later(train, plain, tmp_path, monkeypatch):
+    def stop(*_: object) -> Hardware:
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("nobody waits for it")
+
+    monkeypatch.setattr(kept, "measure", stop)
+    stopped = train("other", "--replan")
+    assert stopped.status == 143
+    assert stopped.err.splitlines()[-1].startswith(f"{tmp_path / 'other' / f'checkpoint-{OFF_AT}'} holds everything")
+    assert train("other", "--resume").status == 0
     assert trained(tmp_path / "other") == plain
 
 

@@ -235,8 +235,9 @@ _add(PREFERENCES, options.DPO, options.DPO_HELP)
 
 def main() -> None:
     """Run the command line and exit."""
-    # SIGTERM kills Python without unwinding; the disk tier's files are removed on the way out.
-    signal.signal(signal.SIGTERM, _terminate)
+    # These kill Python without unwinding; the disk tier's files are removed on the way out.
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, _terminate)
     # When everything is closed, only threads may still be waited for: another Ctrl-C then ends the process at once.
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
     try:
@@ -248,8 +249,10 @@ def main() -> None:
 
 def _say(message: str, error: BaseException) -> None:
     """One message, with what the error's notes add to it."""
-    print("\n".join([f"outcore: {message}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+    from outcore.cli.terminal import say
+
+    say("\n".join([f"outcore: {message}", *getattr(error, "__notes__", ())]))
 
 
-def _terminate(signum: int, _frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + signum)
+def _terminate(_signum: int, _frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + signal.SIGTERM)  # whichever it was: whoever starts runs again waits for one status

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, final
@@ -146,8 +146,12 @@ class Job:
             return table
         return f"{table}\n\nits frozen reference:\n{plan_table(self.reference.spec, self.reference.plan)}"
 
-    def trainer(self, data: RunData, follower: TrainerCallback) -> Any:
+    def trainer(self, data: RunData, followers: Sequence[TrainerCallback]) -> Any:
         """Tokenize the data and put everything together. The model's weights are read when training begins.
+
+        Args:
+            data: To train and evaluate on.
+            followers: Are told what the Trainer does, in this order.
 
         Raises:
             ConfigError: The data cannot be used with these settings.
@@ -165,7 +169,7 @@ class Job:
                 eval_dataset=None if data.evaluation is None else data.evaluation.rows,
                 processing_class=self.tokenizer,
                 peft_config=None if settings.lora is None else _lora(settings.lora),
-                callbacks=[follower],
+                callbacks=[*followers],
                 plan=self.model.plan,
                 budget=self._planned_budget(self.model),
                 precision=settings.precision,
@@ -201,15 +205,21 @@ class Job:
         ).model
 
     def written_bytes(self) -> int:
-        """The least that the run writes: the model or its adapters, and of a checkpoint their states too."""
-        all_params = [p for unit in self.model.spec.units for p in unit.params]
-        trained = [p for p in all_params if p.requires_grad]
-        weights = sum(p.weight_bytes for p in (all_params if self.settings.lora is None else trained))
-        if self.settings.training["save_strategy"] == "no" and not self.settings.replan:
-            return weights
+        """The least that the run writes: the model or its adapters, and if it saves any, a checkpoint."""
+        settings = self.settings
+        saves = settings.training["save_strategy"] != "no" or settings.save_every_minutes is not None
+        return self._model_bytes() + (self.checkpoint_bytes() if saves or settings.replan else 0)
+
+    def checkpoint_bytes(self) -> int:
+        """Of one: the model or its adapters, and their states."""
         names = ("master", *self.model.spec.state_names)
         states = [state for unit in self.model.spec.units for state in lay_out_states(unit, names).values()]
-        return 2 * weights + sum(part.nbytes for state in states for part in state.parts)
+        return self._model_bytes() + sum(part.nbytes for state in states for part in state.parts)
+
+    def _model_bytes(self) -> int:
+        all_params = [p for unit in self.model.spec.units for p in unit.params]
+        trained = [p for p in all_params if p.requires_grad]
+        return sum(p.weight_bytes for p in (all_params if self.settings.lora is None else trained))
 
     def _planned_budget(self, planned: Planned) -> Budget:
         """What the plan takes: what was free when it was made may be less by now."""

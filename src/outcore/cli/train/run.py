@@ -9,16 +9,17 @@ import textwrap
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
-from rich.console import Console
-from transformers import TrainerCallback
 
 import outcore
 from outcore.api import free_budget
+from outcore.cli.terminal import Terminal
 from outcore.cli.train.job import Job, RunData
 from outcore.cli.train.nonfinite import NonFiniteStepError
 from outcore.cli.train.output.facts import Length, facts_of_data, facts_of_model
@@ -26,7 +27,9 @@ from outcore.cli.train.output.folder import MODEL, SETTINGS, Checkpoint, OutputF
 from outcore.cli.train.output.record import RunRecord
 from outcore.cli.train.output.report import RunReport
 from outcore.cli.train.output.trace import TraceFile
+from outcore.cli.train.preemption import Preemption
 from outcore.cli.train.replan import FAILURES, Replanning
+from outcore.cli.train.saves import Saves, seconds_to_write
 from outcore.cli.train.settings.description import describe
 from outcore.cli.train.settings.run_settings import Settings
 from outcore.core.errors import ConfigError, OutcoreError, PlanInfeasibleError
@@ -34,6 +37,19 @@ from outcore.core.errors import ConfigError, OutcoreError, PlanInfeasibleError
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's names
 # What libraries raise for settings and data that they cannot use. Anything else is a bug, and keeps its traceback.
 _REFUSALS = (ValueError, TypeError, LookupError, RuntimeError, ImportError, OSError, TemplateError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """What stays the same whichever plan it has."""
+
+    terminal: Terminal
+    data: RunData
+    output: OutputFolder
+    report: RunReport
+    record: RunRecord
+    other: Replanning
+    preemption: Preemption
 
 
 def run_train(settings: Settings) -> None:
@@ -44,34 +60,50 @@ def run_train(settings: Settings) -> None:
         PlanInfeasibleError: The budget does not suffice; nothing is left behind.
         OutcoreError: The run itself failed; its notes say how to go on.
     """
-    console = Console(highlight=False)
+    terminal = Terminal(highlight=False)
     output = OutputFolder(settings.out, resume=settings.resume)
     trace = None if settings.trace is None else TraceFile(settings.trace, out=settings.out)
-    _say_items(console, "Settings", describe(settings))
+    _say_items(terminal, "Settings", describe(settings))
     with _explained(output):
         budget = free_budget(settings.budget, device=settings.device)
         job = Job.of(dataclasses.replace(settings, budget=budget))
         output.refuse_full(job.written_bytes())
-        _say_items(console, "Model", facts_of_model(job))
+        _say_items(terminal, "Model", facts_of_model(job))
         record = RunRecord.of(settings, job.source)
         if output.checkpoint is not None:
             _changes(record, output.checkpoint)
         if settings.dry_run:
-            _dry_run(console, job, output, record)
+            _dry_run(terminal, job, output, record)
             return
         with output.opened() as cache:
             data = job.load_data(cache)
             if job.taken["disk"]:
                 _give_freed_memory_back()
-            _say(console, "Plan", job.plan_table())
+            _say(terminal, "Plan", job.plan_table())
             if output.incomplete:
                 names = ", ".join(path.name for path in output.incomplete)
-                _say(console, "Incomplete", f"{names}: the run was stopped while writing it, so it is removed")
-            other = Replanning(job, console, output)
-            replan = other.is_better if settings.replan else None
-            with RunReport(console, output, trace, planned=job.expected(), replan=replan) as report:
-                if not _train(console, job, data, output, report, record, other):
-                    _go_on(console, other, data, output, report, record)
+                _say(terminal, "Incomplete", f"{names}: the run was stopped while writing it, so it is removed")
+            other = Replanning(job, terminal, output)
+            with _preemption(job, output) as preemption:
+                replan = partial(preemption.unless_asked, other.is_better) if settings.replan else None
+                with RunReport(terminal, output, trace, planned=job.expected(), replan=replan) as report:
+                    run = _Run(
+                        terminal=terminal,
+                        data=data,
+                        output=output,
+                        report=report,
+                        record=record,
+                        other=other,
+                        preemption=preemption,
+                    )
+                    if not _train(run, job):
+                        _go_on(run)
+
+
+def _preemption(job: Job, output: OutputFolder) -> Preemption:
+    settings = job.settings
+    first_s = partial(seconds_to_write, output.path, job.checkpoint_bytes())
+    return Preemption(Saves(every_minutes=settings.save_every_minutes, first_s=first_s), settings.grace)
 
 
 def _give_freed_memory_back() -> None:
@@ -87,114 +119,115 @@ def _give_freed_memory_back() -> None:
         libc.malloc_trim(0)
 
 
-def _dry_run(console: Console, job: Job, output: OutputFolder, record: RunRecord) -> None:
+def _dry_run(terminal: Terminal, job: Job, output: OutputFolder, record: RunRecord) -> None:
     """Do all that comes before training, in a folder of its own."""
     with tempfile.TemporaryDirectory() as cache:
         data = job.load_data(Path(cache))
-        _say(console, "Plan", job.plan_table())
+        _say(terminal, "Plan", job.plan_table())
         elsewhere = dataclasses.replace(job, settings=dataclasses.replace(job.settings, out=Path(cache)))
-        with _trainer(console, elsewhere, data, TrainerCallback(), record) as (trainer, _):
+        with _trainer(terminal, elsewhere, data, record, None) as (trainer, _):
             if output.checkpoint is not None:
                 _changes(trainer.record, output.checkpoint)
 
 
-def _train(
-    console: Console,
-    job: Job,
-    data: RunData,
-    output: OutputFolder,
-    report: RunReport,
-    record: RunRecord,
-    other: Replanning,
-) -> bool:
+def _train(run: _Run, job: Job) -> bool:
     """Whether the run came to its end. If not, it stopped behind a checkpoint for another plan."""
-    with _trainer(console, job, data, report, record) as (trainer, length):
-        if not _is_over(console, job, trainer, output, length.steps):
-            resumed = output.checkpoint
+    with _trainer(run.terminal, job, run.data, run.record, run) as (trainer, length):
+        if not _is_over(run, job, trainer, length.steps):
+            resumed = run.output.checkpoint
             trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed.path))
-            if other.jobs:
-                other.skipped = trainer.num_skipped
+            if run.other.jobs:
+                run.other.skipped = trainer.num_skipped
                 return False
-            _end(console, job, trainer, output, report)
+            _end(run, job, trainer)
     return True
 
 
-def _go_on(
-    console: Console, other: Replanning, data: RunData, output: OutputFolder, report: RunReport, record: RunRecord
-) -> None:
+def _go_on(run: _Run) -> None:
     """From the checkpoint of the step at which the run stopped. As it was, if the other plan makes no step."""
-    saved, jobs = output.latest(), list(other.jobs)
+    run.preemption.release()
+    other, saved, jobs = run.other, run.output.latest(), list(run.other.jobs)
     if saved is None or saved.step != other.step:
         raise OutcoreError(f"--replan: expected a checkpoint of step {other.step} to go on from, but it is not there")
     while jobs:
         job, step = jobs.pop(0), saved.step
-        report.expect(job.expected())
+        run.report.expect(job.expected())
         try:
-            with _trainer(console, job, data, report, record) as (trainer, _):
+            with _trainer(run.terminal, job, run.data, run.record, run) as (trainer, _):
                 try:
                     trainer.train(resume_from_checkpoint=str(saved.path))
                 finally:
                     step = trainer.state.global_step
-                _end(console, job, trainer, output, report, skipped=other.skipped)
+                _end(run, job, trainer, skipped=other.skipped)
         except FAILURES as error:
             if not jobs or step > saved.step or isinstance(error, NonFiniteStepError):
                 raise
-            _say(console, "Plan", f"the run goes on with the plan that it had, since the other one fails: {error}")
+            _say(run.terminal, "Plan", f"the run goes on with the plan that it had, since the other one fails: {error}")
         else:
             return
 
 
-def _end(console: Console, job: Job, trainer: Any, output: OutputFolder, report: RunReport, skipped: int = 0) -> None:
+def _end(run: _Run, job: Job, trainer: Any, skipped: int = 0) -> None:
     """Args: skipped: Steps without an update that came before this trainer."""
-    with output.new_model() as folder:
+    with run.output.new_model() as folder:
         outcore.save_pretrained(trainer.model, folder)
         job.tokenizer.save_pretrained(folder)
-    _say_end(console, job, trainer, output, report, skipped + trainer.num_skipped)
+    _say_end(run, job, trainer, skipped + trainer.num_skipped)
 
 
 @contextmanager
 def _trainer(
-    console: Console, job: Job, data: RunData, follower: TrainerCallback, record: RunRecord
+    terminal: Terminal, job: Job, data: RunData, record: RunRecord, run: _Run | None
 ) -> Iterator[tuple[Any, Length]]:
-    """Tokenize the data, say what it is, and have everything put together while the block runs."""
-    with console.status("Preparing the data"):
-        trainer = job.trainer(data, follower)
+    """Tokenize the data, say what it is, and have everything put together while the block runs.
+
+    Args:
+        terminal: Where it is said.
+        job: To do.
+        data: To train on.
+        record: Of the run, without its data.
+        run: That the trainer is for; None: it does not train.
+    """
+    with terminal.status("Preparing the data"):
+        trainer = job.trainer(data, () if run is None else (run.preemption, run.report))
     try:
         length = Length.of(trainer)
         trainer.record = record.with_data(job.settings.data, trainer.train_dataset, trainer.args, length.steps)
-        _say_items(console, "Data", facts_of_data(trainer.record.data, length, trainer))
+        trainer.preemption = None if run is None else run.preemption
+        _say_items(terminal, "Data", facts_of_data(trainer.record.data, length, trainer))
         yield trainer, length
     finally:
         trainer.end()
 
 
-def _is_over(console: Console, job: Job, trainer: Any, output: OutputFolder, steps: int) -> bool:
+def _is_over(run: _Run, job: Job, trainer: Any, steps: int) -> bool:
     """Say what the run goes on with, and whether nothing is left to do."""
-    resumed = output.checkpoint
+    terminal, output, resumed = run.terminal, run.output, run.output.checkpoint
     if resumed is None:
         if job.settings.resume:
-            _say(console, "Resume", f"nothing was saved in {output.path}: the run begins at step 0")
+            _say(terminal, "Resume", f"nothing was saved in {output.path}: the run begins at step 0")
         return False
     changes = _changes(trainer.record, resumed)
-    _say(console, "Resume", "\n".join([f"from {resumed.path}, at step {resumed.step} of {steps}", *changes]))
+    _say(terminal, "Resume", "\n".join([f"from {resumed.path}, at step {resumed.step} of {steps}", *changes]))
     if resumed.step < steps:
         return False
     output.begin()
     output.model_of(resumed, best=trainer.args.load_best_model_at_end)
-    _say(console, "Done", f"nothing is left to do: {resumed.path} is at step {resumed.step} of {steps}")
+    _say(terminal, "Done", f"nothing is left to do: {resumed.path} is at step {resumed.step} of {steps}")
     if job.settings.trace is not None:
-        console.print(f"no trace was recorded: {job.settings.trace}", markup=False, soft_wrap=True)
+        terminal.print(f"no trace was recorded: {job.settings.trace}", markup=False, soft_wrap=True)
     return True
 
 
-def _say_end(console: Console, job: Job, trainer: Any, output: OutputFolder, report: RunReport, skipped: int) -> None:
+def _say_end(run: _Run, job: Job, trainer: Any, skipped: int) -> None:
     left_out = f", {skipped:,} of them without an update" if skipped else ""
-    model = output.path / MODEL
+    model = run.output.path / MODEL
     steps = f"{trainer.state.global_step:,}{left_out}"
-    _say_items(console, "Done", {"steps": steps, **report.summary(), "model": str(model)})
+    facts = {"steps": steps, **run.report.summary(), **run.preemption.saves.summary(), "model": str(model)}
+    _say_items(run.terminal, "Done", facts)
     if job.settings.lora is None or job.source.weights is not None:  # adapters need the model below them
         snippet = f"from transformers import pipeline\nprint(pipeline('text-generation', {str(model)!r})('Hello'))"
-        _say(console, "Try it", snippet)
+        _say(run.terminal, "Try it", snippet)
 
 
 def _changes(record: RunRecord, checkpoint: Checkpoint) -> list[str]:
@@ -252,13 +285,13 @@ def _raised_by(error: BaseException) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
-def _say(console: Console, title: str, text: str) -> None:
-    console.print(f"[bold]{title}[/bold]")
-    console.print(text, markup=False, soft_wrap=True)
+def _say(terminal: Terminal, title: str, text: str) -> None:
+    terminal.print(f"[bold]{title}[/bold]")
+    terminal.print(text, markup=False, soft_wrap=True)
 
 
-def _say_items(console: Console, title: str, items: Mapping[str, str]) -> None:
-    _say(console, title, _aligned(items, console.width if console.is_terminal else None))
+def _say_items(terminal: Terminal, title: str, items: Mapping[str, str]) -> None:
+    _say(terminal, title, _aligned(items, terminal.width if terminal.is_terminal else None))
 
 
 def _aligned(items: Mapping[str, str], columns: int | None = None) -> str:

@@ -14,7 +14,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from outcore.api import close
 from outcore.cli.train.nonfinite import FiniteSteps
-from outcore.cli.train.recorded import RecordedRuns
+from outcore.cli.train.stoppable import StoppableRuns
 from outcore.core.errors import ConfigError
 from outcore.runtime.module_guard import is_guarded
 from outcore.runtime.optimizer import StreamedOptimizer
@@ -23,7 +23,7 @@ _FLAGS = {"train": "--data", "eval": "--eval-data"}
 _BATCH_ROWS = 1000
 
 
-class _QuietMixin(FiniteSteps, RecordedRuns):
+class _QuietMixin(StoppableRuns, FiniteSteps):
     """Writes nothing but checkpoints."""
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:

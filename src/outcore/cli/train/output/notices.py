@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
+from outcore.cli.terminal import say
+
 LIBRARIES = ("transformers", "trl", "datasets", "accelerate", "peft", "huggingface_hub")
 _LONGEST = 400  # characters of a notice; some libraries write pages
 
@@ -63,7 +65,7 @@ class _Once(logging.Handler):
         if text not in self._said:
             self._said.add(text)
             short = text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
-            print(_fitting(f"note: {short}"), file=sys.stderr)
+            say(_fitting(f"note: {short}"))
 
 
 def _fitting(text: str) -> str:

@@ -109,6 +109,8 @@ class RunRecord:
     """Of its configuration and weights."""
     data: Content | None = None
     steps: int | None = None
+    owes_evaluation: bool = False
+    """The one behind the checkpoint's step was given up, and is to be made up for."""
 
     @classmethod
     def of(cls, settings: Settings, source: ModelSource) -> Self:

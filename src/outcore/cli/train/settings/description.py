@@ -40,6 +40,8 @@ def describe(settings: Settings) -> dict[str, str]:
         rest["replan"] = "where steps take longer or shorter than predicted"
     if settings.on_nonfinite != RunOptions.on_nonfinite:
         rest["on nonfinite"] = settings.on_nonfinite
+    if settings.grace != RunOptions.grace:
+        rest["grace"] = f"{settings.grace:g} s"
     if settings.trace is not None:
         rest["trace"] = str(settings.trace)
     return said | rest
@@ -70,6 +72,9 @@ def _said_of_training(settings: Settings, values: Mapping[str, Any]) -> dict[str
         every = _interval(values["eval_strategy"], values["eval_steps"])
         evaluation = f"{settings.eval_data}, {every}, batches of {values['per_device_eval_batch_size']}"
     checkpoints = _interval(values["save_strategy"], values["save_steps"])
+    if settings.save_every_minutes is not None:
+        often = f"every {settings.save_every_minutes:g} minutes"
+        checkpoints = often if values["save_strategy"] == "no" else f"{checkpoints}, {often}"
     if values["save_total_limit"] is not None:
         checkpoints += f", the last {values['save_total_limit']} kept"
     return {

@@ -63,10 +63,11 @@ under outcore: the options for memory. Options and --set go over the file.
                  tokens_per_s, step_s, compute_s, bytes moved and seconds
                  waited for per lane, peak bytes per tier; and a line per
                  evaluation
-  checkpoint-N/  with --save-every: all that --resume needs
+  checkpoint-N/  with --save-every, and where a signal stops the run: all
+                 that --resume needs
 
 [bold]Exit status[/bold]: 0 done; 2 a mistake in what was asked for, said before anything
-is written; 130 stopped by Ctrl-C; 1 anything else.
+is written; 130 stopped by Ctrl-C; 143 by SIGTERM or SIGUSR1; 1 anything else.
 """
 
 TRAIN_HELP = _HELP.format(
@@ -203,6 +204,17 @@ _SHARED: Mapping[str, Any] = {
     "device": _option(_WHERE, "NAME", "cpu or cuda; the accelerator if there is one."),
     "out": _option(_OUTPUT, "DIR", "Folder to write to; new or empty, unless --resume."),
     "save_every": _option(_OUTPUT, "N", "Save a checkpoint every N steps and at the end; none by default."),
+    "save_every_minutes": _option(
+        _OUTPUT,
+        "M",
+        "Save a checkpoint when the last one is M minutes old, and at the end; may stand beside --save-every.",
+    ),
+    "grace": _option(
+        _OUTPUT,
+        "S",
+        "Seconds from SIGTERM or SIGUSR1 to the end of the run, 30 by default: it finishes its step and saves a "
+        "checkpoint if there is time for that, else it stops at once.",
+    ),
     "keep": _option(_OUTPUT, "N", "Keep the newest N checkpoints; all by default."),
     "resume": _option(
         _OUTPUT,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, PositiveInt
+from pydantic import AfterValidator, BeforeValidator, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic_core import PydanticCustomError
 
 from outcore.spec.model import Precision
@@ -49,6 +49,10 @@ class RunOptions:
     """Transformers' name of an implementation; None: what it takes by itself."""
     device: str | None = None
     """``cpu`` or an accelerator; None: the accelerator if there is one."""
+    save_every_minutes: PositiveFloat | None = None
+    """Beside the steps at which the Trainer saves."""
+    grace: NonNegativeFloat = 30.0
+    """Seconds from SIGTERM or SIGUSR1 to the end; what Kubernetes and Slurm wait before they kill."""
     resume: Resume = False
     """``auto``: where nothing was saved, begin anew."""
     on_nonfinite: OnNonfinite = "stop"

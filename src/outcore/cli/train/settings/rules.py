@@ -109,7 +109,10 @@ def _refuse_unused_intervals(settings: Mapping[str, Setting]) -> None:
 
 def _refuse_keeping_what_is_not_saved(settings: Mapping[str, Setting]) -> None:
     strategy, keep = settings.get("save_strategy"), settings.get("save_total_limit")
-    is_saving = "save_steps" in settings or (strategy is not None and strategy.value != "no")
+    minutes = settings.get("outcore.save_every_minutes")
+    is_saving = "save_steps" in settings or any(
+        setting is not None and setting.value not in (None, "no") for setting in (strategy, minutes)
+    )
     if keep is not None and keep.value is not None and not is_saving:
         raise ConfigError(
             f"{keep.where}: expected checkpoints to be saved, but got a number to keep and no --save-every; add it"

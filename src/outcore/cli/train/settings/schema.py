@@ -79,6 +79,7 @@ INSTEAD: Mapping[str, str] = {
     "trust_remote_code": "only models that transformers itself knows can be trained",
     "logging_nan_inf_filter": "--on-nonfinite says what becomes of numbers that are not finite; they are shown as such",
     "resume_from_checkpoint": "--resume continues from the newest checkpoint in --out",
+    "enable_jit_checkpoint": "a run that is told to stop saves a checkpoint by itself, within --grace",
     "lora.inference_mode": "this command trains",
     "save_only_model": "without states no checkpoint can be resumed from, and the final model is in model/ anyway",
     "precompute_ref_log_probs": "the frozen reference is kept out of core beside the model, and --lora needs none",

@@ -1,0 +1,192 @@
+"""A run that is told to stop by SIGTERM or SIGUSR1: its step is finished and saved, if there is time for that.
+
+[Note: what a signal does] Before the first step there is nothing to save: the run ends at once. From then on the first
+signal is only noted, and the second ends the run at once. A noted one is obeyed where a step is over (``stoppable``):
+there the state of the model, of random numbers and of the data is that of any other checkpoint. An evaluation is given
+up behind its first batch, when its random numbers are drawn. The checkpoint says so, and a run that goes on from it
+makes up for the evaluation first. What can be seen not to fit into the time is not begun: the run ends at once, with
+the last checkpoint. Whatever else goes wrong, a timer ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from types import FrameType
+from typing import Any, Self, final
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from outcore.cli.train.saves import Saves
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+STATUS = 128 + signal.SIGTERM
+_TO_CLOSE_S = 1.0  # the most of the time that is kept for giving memory, files and threads back
+
+
+class EvaluationStoppedError(Exception):
+    """An evaluation was given up, to save before the time is over."""
+
+
+@final
+class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no types here
+    """Signals to a run, as a callback of its Trainer; as a context manager it handles them.
+
+    See [Note: what a signal does].
+    """
+
+    def __init__(self, saves: Saves, grace_s: float) -> None:
+        """Handle nothing yet. Args: grace_s: After the first signal; then the process is gone."""
+        self.saves, self.grace_s = saves, grace_s
+        self.owed: Callable[[], None] | None = None
+        """The evaluation to make up for."""
+        self.is_epoch_over = False
+        self._process = os.getpid()
+        self._is_held = False
+        self._gives_way = False
+        self._end_s: float | None = None
+        self._timers: list[threading.Timer] = []
+        self._step = 0
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the run is to stop."""
+        return self._end_s is not None
+
+    def release(self) -> None:
+        """All that was done is saved. Raises: SystemExit: The run was told to stop."""
+        self._is_held = False
+        if self.is_asked:
+            raise self.exit()
+
+    def unless_asked(self, work: Callable[[int], bool], step: int) -> bool:
+        """What work says of a step; False if the run is told to stop meanwhile."""
+        self._gives_way = True
+        try:
+            return not self.is_asked and work(step)
+        except _AskedError:
+            return False
+        finally:
+            self._gives_way = False
+
+    def late(self, needs_s: float) -> str | None:
+        """Why something that takes so long is not begun; None: there is time for it."""
+        left_s = self._end_s - time.monotonic() if self._end_s is not None else self.grace_s
+        if 0 < left_s >= needs_s:
+            return None
+        return (
+            f"step {self._step} was not saved: that would take about {needs_s:.2g} s, and of --grace "
+            f"({self.grace_s:g} s) {max(0.0, left_s):.2g} s were left"
+        )
+
+    @staticmethod
+    def exit(note: str | None = None) -> SystemExit:
+        """What ends the run."""
+        stop = SystemExit(STATUS)
+        if note is not None:
+            stop.add_note(note)
+        return stop
+
+    # Called by the Trainer.
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Saves are due from now on."""
+        self.saves.begin()
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """An evaluation comes first that the checkpoint's run gave up."""
+        self.is_epoch_over = False
+        owed, self.owed = self.owed, None
+        if owed is not None:
+            owed()
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """From now on there is something to lose. Without the time for this step there is nothing to wait for."""
+        self._is_held, self._step = True, state.global_step + 1
+        self.saves.begin_step()
+        if self.is_asked and (late := self.late(self.saves.needs_s())):
+            raise self.exit(late)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """A save may be due."""
+        self.saves.end_step()
+        if self.saves.is_due(is_last=state.global_step >= state.max_steps):
+            control.should_save = True
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Evaluation and saving may follow."""
+        self.is_epoch_over = True
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """What is written now makes the run whole, and is worth trying however long it takes."""
+        self.saves.end()
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Nobody waits for the rest of an evaluation. Raises: EvaluationStoppedError: The run is to stop."""
+        if self.is_asked:
+            raise EvaluationStoppedError
+
+    # Called by the system.
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process and number == signal.SIGUSR1:
+            return  # a child that was forked; it has nothing to save
+        if not self._is_held or os.getpid() != self._process:
+            raise self.exit()
+        if self.is_asked:
+            is_over = time.monotonic() >= self._soft_end_s
+            raise self.exit(f"step {self._step} was not saved within --grace ({self.grace_s:g} s)" if is_over else None)
+        self._ask()
+
+    def _ask(self) -> None:
+        self._end_s = time.monotonic() + self.grace_s
+        self._soft_end_s = self._end_s - min(_TO_CLOSE_S, self.grace_s / 10)
+        if late := self.late(self.saves.needs_s()):
+            raise self.exit(late)
+        main = threading.main_thread().ident or 0
+        self._timers = [
+            threading.Timer(self._soft_end_s - time.monotonic(), partial(signal.pthread_kill, main, signal.SIGTERM)),
+            threading.Timer(self.grace_s, _end_process),
+        ]
+        for timer in self._timers:
+            timer.daemon = True
+            timer.start()
+        if self._gives_way:
+            raise _AskedError(STATUS)
+
+
+class _AskedError(SystemExit):
+    """Ends work that the run can do without."""
+
+
+def _end_process() -> None:
+    with suppress(OSError):
+        os.write(2, b"outcore: stopped: the run could not be closed within --grace\n")
+    os._exit(STATUS)

@@ -1,0 +1,94 @@
+"""Trainers whose runs can be told to stop, and save then. See [Note: what a signal does]."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from outcore.cli.train.output.record import RunRecord
+from outcore.cli.train.preemption import EvaluationStoppedError, Preemption
+from outcore.cli.train.recorded import RecordedRuns
+
+
+class StoppableRuns(RecordedRuns):
+    """For a Trainer."""
+
+    preemption: Preemption | None = None
+    """None: the run cannot be told to stop."""
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Stop behind this step, if the run is told to. The Trainer comes here behind steps and behind epochs."""
+        owes_evaluation = False
+        try:
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+        except EvaluationStoppedError:
+            owes_evaluation = True
+        if self.preemption is None or not self.preemption.is_asked:
+            return
+        is_last = self.state.global_step >= self.state.max_steps
+        is_epoch_whole = self.state.epoch == int(self.state.epoch)
+        if owes_evaluation or not (is_last or (is_epoch_whole and not self.preemption.is_epoch_over)):
+            self._save_and_stop(self.preemption, owes_evaluation=owes_evaluation, is_last=is_last)
+
+    def _save_and_stop(self, preemption: Preemption, *, owes_evaluation: bool, is_last: bool) -> None:
+        """End the run behind a checkpoint of this step, which may be there already."""
+        late = None
+        if preemption.saves.step != self.state.global_step:
+            if owes_evaluation and is_last and self.args.load_best_model_at_end:
+                late = "the last step was not saved: its evaluation, on which the best model depends, was not over"
+            else:
+                late = preemption.late(preemption.saves.save_needs_s())
+            if late is None:
+                if self.record is not None:
+                    self.record = dataclasses.replace(self.record, owes_evaluation=owes_evaluation)
+                self._save_checkpoint(self.model, trial=None)
+                self.callback_handler.on_save(self.args, self.state, self.control)
+        self.callback_handler.on_train_end(self.args, self.state, self.control)  # trackers close their files
+        raise preemption.exit(late)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Measure it."""
+        if self.preemption is None:
+            super()._save_checkpoint(model, trial)
+            return
+        with self.preemption.saves.saving(self.state.global_step):
+            super()._save_checkpoint(model, trial)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        record = None if checkpoint is None else RunRecord.load(Path(checkpoint))
+        if record is not None and record.owes_evaluation and self.eval_dataset is not None and self.preemption:
+            self.preemption.owed = self._make_up_for_evaluation
+
+    def _make_up_for_evaluation(self) -> None:
+        """As the Trainer does behind the step of the checkpoint."""
+        metrics = self._evaluate(None, None)
+        is_best = self._determine_best_metric(metrics=metrics, trial=None)
+        saved = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
+        if is_best and self.state.best_global_step and saved.is_dir():
+            self.state.best_model_checkpoint = str(saved)
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Have workers live as long as the run when a signal goes to all of its processes."""
+        loader = super()._get_dataloader(*args, **kwargs)
+        if self.preemption is not None and loader.num_workers:
+            inner = getattr(loader, "base_dataloader", loader)  # Accelerate's stands before it
+            inner.worker_init_fn = partial(_outlive, math.ceil(self.preemption.grace_s), inner.worker_init_fn)
+        return loader
+
+
+def _outlive(seconds: int, begin: Callable[[int], None] | None, worker: int) -> None:
+    """In a worker of a data loader: whoever reads its batches ends it, or the time does."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, partial(_end_in, max(1, seconds)))
+    if begin is not None:
+        begin(worker)
+
+
+def _end_in(seconds: int, *_: object) -> None:
+    signal.alarm(seconds)

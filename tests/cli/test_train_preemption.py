@@ -1,0 +1,315 @@
+"""SIGTERM and SIGUSR1 in every state of a run: what is left, what is said, and that it goes on as if nothing were."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import nursery
+import pytest
+from safetensors.torch import load_file
+
+import outcore
+from outcore.cli.train import saves
+from outcore.cli.train.output.report import RunReport
+from outcore.cli.train.saves import Saves, seconds_to_write
+from outcore.cli.train.trainer import SftTrainer
+
+from .conftest import CONFIG, read_jsonl, write_json, write_jsonl
+from .test_train import assert_equal, options
+
+STEPS, EVERY = 5, 2
+# State -> the steps that are made then, whose method, which call of it, behind which the signal comes; what is saved.
+STATES: dict[str, tuple[int, Any, str, int, int]] = {
+    "first micro-batch": (0, SftTrainer, "training_step", 1, 1),
+    "before the update": (2, SftTrainer, "_get_grad_norm", 1, 3),
+    "behind the step": (3, RunReport, "on_step_end", 1, 3),
+    "evaluation": (3, SftTrainer, "prediction_step", 2, 3),
+    "between steps": (3, SftTrainer, "get_batch_samples", 1, 4),
+    "save": (4, SftTrainer, "_save_optimizer_and_scheduler", 1, 4),
+    "last evaluation": (5, SftTrainer, "prediction_step", 1, 5),
+}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Dropout, windows of two batches of which an epoch's last is short, a schedule, evaluations between saves."""
+    folder = tmp_path_factory.mktemp("preemption")
+    model = write_json(folder / "config.json", {**CONFIG, "num_hidden_layers": 2, "attention_dropout": 0.1})
+    rows = [{"prompt": f"{n} and {n} is ", "completion": f"{2 * n}"} for n in range(5)]
+    data = write_jsonl(folder / "rows.jsonl", rows)
+    settings = options({"lr_scheduler_type": "cosine", "eval_strategy": "epoch"})
+    short = ("--steps", STEPS, "--batch-size", 1, "--grad-accum", 2, "--seq-len", 32, "--lr", 1e-2)
+    more = ("--eval-data", data, "--device-memory", "200KiB", "--host-memory", "400KiB", "--disk", folder)
+    return ["train", "--model", str(model), "--data", str(data), *settings, *map(str, (*short, *more))]
+
+
+@pytest.fixture(scope="module")
+def whole(shared: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nobody stopped."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    command = [sys.executable, "-m", "outcore", *shared, "--out", str(out), "--save-every", str(EVERY)]
+    done = nursery.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def then(
+    patch: pytest.MonkeyPatch, step: int, owner: Any, name: str, number: int, act: Callable[[], None]
+) -> list[int]:
+    """Act once where a run is in a state; the list tells whether it was."""
+    method, calls = getattr(owner, name), []
+
+    def acting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = method(self, *args, **kwargs)
+        if (
+            self.state if hasattr(self, "state") else args[1]
+        ).global_step == step:  # of a Trainer, or given to a callback
+            calls.append(step)
+            if len(calls) == number:
+                act()
+        return found
+
+    patch.setattr(owner, name, acting)
+    return calls
+
+
+def trained(out: Path) -> list[dict[str, Any]]:
+    wanted = ("step", "epoch", "loss", "lr", "grad_norm", "eval_loss")
+    return [{key: line.get(key) for key in wanted} for line in read_jsonl(out / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_the_step_is_finished_and_saved(state, shared, whole, command, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    *where, count, saved = STATES[state]
+    number = (signal.SIGTERM, signal.SIGUSR1)[saved % 2]
+    with monkeypatch.context() as patch:
+        calls = then(patch, *where, count, lambda: signal.raise_signal(number))
+        stopped = command(*shared, "--out", out, "--save-every", EVERY)
+    assert len(calls) >= count, "the state was reached"
+    assert stopped.status == 143, stopped.err
+    left = f"{out / f'checkpoint-{saved}'} holds everything up to step {saved}; the same command with --resume goes on"
+    assert stopped.err.splitlines()[-2:] == ["outcore: stopped", f"{left} there"]
+    assert not (out / "model").exists()
+    resumed = command(*shared, "--out", out, "--save-every", EVERY, "--resume")
+    assert resumed.status == 0, resumed.err
+    mine, theirs = trained(out), trained(whole)
+    assert mine == (theirs[:-1] if state == "last evaluation" else theirs)
+    assert_equal(*(load_file(folder / "model" / "model.safetensors") for folder in (out, whole)))
+
+
+def test_a_signal_in_the_last_save_changes_nothing(shared, whole, command, tmp_path, monkeypatch):
+    """Nor one while the model is written: what is done needs no other life."""
+    out, save, numbers = tmp_path / "run", outcore.save_pretrained, []
+
+    def save_pretrained(*args: Any) -> None:
+        save(*args)
+        numbers.append(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
+
+    monkeypatch.setattr(outcore, "save_pretrained", save_pretrained)
+    done = command(*shared, "--out", out, "--save-every", EVERY)
+    assert numbers
+    assert done.status == 0, done.err
+    assert "Done" in done.out
+    assert trained(out) == trained(whole)
+
+
+@pytest.mark.parametrize(
+    ("grace", "said"),
+    [
+        (0, r"step 3 was not saved: that would take about [\d.e-]+ s, and of --grace \(0 s\) 0 s were left"),
+        (5, r"step 3 was not saved: that would take about 3e\+03 s, and of --grace \(5 s\) 5 s were left"),
+    ],
+)
+def test_what_does_not_fit_into_the_time_is_not_begun(grace, said, shared, command, tmp_path, monkeypatch):
+    """By the time that saves took."""
+    out, saving = tmp_path / "run", Saves.save_needs_s
+    if grace:
+        monkeypatch.setattr(Saves, "save_needs_s", lambda self: 3000.0 if saving(self) > 0 else 0.0)
+    calls = then(monkeypatch, 2, SftTrainer, "training_step", 1, lambda: signal.raise_signal(signal.SIGTERM))
+    stopped = command(*shared, "--out", out, "--save-every", EVERY, "--grace", grace)
+    assert stopped.status == 143
+    assert len(calls) == 1, "it stops in the middle of the step"
+    *_, head, why, left = stopped.err.splitlines()
+    assert head == "outcore: stopped"
+    assert re.fullmatch(said, why)
+    assert left.startswith(f"{out / 'checkpoint-2'} holds everything up to step 2; ")
+
+
+# A run that says when it is in a state, and waits there for what is to come; then it does what is to be done.
+PROGRAM = """
+import signal, sys, time
+from unittest import mock
+place, name, act = sys.argv[1:4]
+del sys.argv[1:4]
+from outcore.cli.train.job import Job
+from outcore.cli.train.trainer import SftTrainer
+from outcore.cli.main import main
+owner = {"Job": Job, "SftTrainer": SftTrainer}[place]
+method, calls = getattr(owner, name), []
+
+def wait(self, *args, **kwargs):
+    calls.append(name)
+    if len(calls) == (3 if name == "training_step" else 1):
+        print("reached", file=sys.stderr, flush=True)
+        sys.stdin.readline()
+        exec(act)
+    return method(self, *args, **kwargs)
+
+with mock.patch.object(owner, name, wait):
+    main()
+"""
+
+
+def start(place: str, act: str, command: list[Any], **options: Any) -> nursery.Popen:
+    arguments = [sys.executable, "-c", PROGRAM, *place.split("."), act, *map(str, command)]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = nursery.Popen(arguments, text=True, **pipes, **options)
+    said = []
+    while (line := process.stderr.readline()) != "reached\n":
+        said.append(line)
+        if not line:
+            process.kill()
+            raise AssertionError(f"it did not get there: {said} {process.communicate()}")
+    return process
+
+
+def end(process: nursery.Popen) -> tuple[int, str]:
+    try:
+        _, err = process.communicate("go\n", timeout=60)
+    finally:
+        process.kill()
+    return process.returncode, err
+
+
+@pytest.mark.parametrize(
+    ("place", "number"), [("Job.load_data", signal.SIGUSR1), ("SftTrainer._wrap_model", signal.SIGTERM)]
+)
+def test_before_training_nothing_is_left(place, number, shared, tmp_path):
+    out = tmp_path / "deep" / "run"
+    process = start(place, "", [*shared, "--out", out])
+    process.send_signal(number)
+    status, err = end(process)
+    assert (status, err.splitlines()[-1]) == (143, "outcore: stopped")
+    assert not out.parent.exists()
+
+
+def test_a_second_signal_ends_the_run_at_once(shared, tmp_path):
+    out = tmp_path / "run"
+    process = start("SftTrainer.training_step", "time.sleep(30)", [*shared, "--out", out])
+    begun_s = time.monotonic()
+    process.send_signal(signal.SIGUSR1)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGUSR1)
+    status, err = end(process)
+    assert status == 143
+    assert time.monotonic() - begun_s < 15
+    left = f"no checkpoint was saved in {out}: --resume auto begins anew; --save-every N saves some"
+    assert err.splitlines()[-2:] == ["outcore: stopped", left]
+
+
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_the_run_is_gone_when_the_time_is_over(is_stuck, shared, tmp_path):
+    """Whatever it does then, also where no handler can run: a kernel."""
+    out = tmp_path / "run"
+    act = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); " if is_stuck else ""
+    process = start("SftTrainer.training_step", act + "time.sleep(30)", [*shared, "--out", out, "--grace", 1])
+    process.send_signal(signal.SIGTERM)
+    status, err = end(process)
+    assert status == 143
+    wanted = (
+        "outcore: stopped: the run could not be closed within --grace"
+        if is_stuck
+        else "step 2 was not saved within --grace (1 s)"
+    )
+    assert wanted in err.splitlines()
+
+
+def test_signals_to_the_whole_group_and_nobody_listens(shared, whole, tmp_path):
+    """Workers of the data loader get them too; whoever read standard output and error is gone."""
+    out = tmp_path / "run"
+    process = start("SftTrainer.training_step", "", [*shared, "--set", "dataloader_num_workers=1", "--out", out])
+    process.stdout.close()
+    process.stderr.close()
+    for child in (process.pid, *children(process.pid)):
+        os.kill(child, signal.SIGTERM)
+    process.stderr = None
+    status, _ = end(process)
+    assert status == 143
+    assert sorted(path.name for path in out.iterdir()) == ["checkpoint-2", "metrics.jsonl", "plan.json"]
+
+
+def children(pid: int) -> list[int]:
+    found = [int(n) for task in Path(f"/proc/{pid}/task").iterdir() for n in (task / "children").read_text().split()]
+    assert found, "workers"
+    return found
+
+
+def test_saves_come_by_the_clock_and_at_the_end(shared, command, tmp_path, monkeypatch):
+    """And what they cost is said."""
+    out = tmp_path / "run"
+    clock = iter(range(10**6))
+    monkeypatch.setattr(saves, "time", SimpleNamespace(monotonic=lambda: 10.0 * next(clock)))
+    done = command(*shared, "--out", out, "--save-every-minutes", 1, "--keep", 2)
+    assert done.status == 0, done.err
+    assert "every 1 minutes, the last 2 kept" in done.out
+    said = re.search(
+        r"saving +(\d) checkpoints, (\d+) s, ([\d.]+)% of the time; --save-every-minutes ([\d.]+) would", done.out
+    )
+    assert said is not None
+    number, total_s, share, minutes = map(float, said.groups())
+    assert 2 <= number < STEPS
+    assert share > 5
+    assert minutes == pytest.approx(total_s / number * 19 / 60, abs=0.1)
+    assert sorted(path.name for path in out.glob("checkpoint-*"))[-1] == f"checkpoint-{STEPS}"
+
+
+def test_what_is_needed_follows_from_what_was_measured(monkeypatch):
+    now_s = 0.0
+    monkeypatch.setattr(saves, "time", SimpleNamespace(monotonic=lambda: now_s))
+    made = Saves(every_minutes=1, first_s=lambda: 7.0)
+    made.begin()
+    assert (made.needs_s(), made.summary(), made.is_due(is_last=False)) == (7.0, {}, False)
+    made.begin_step()
+    now_s = 10.0
+    made.end_step()
+    made.begin_step()
+    now_s = 13.0
+    assert made.needs_s() == 7 + 7
+    with made.saving(1):
+        now_s = 16.0
+        assert made.needs_s() == 0, "nobody knows"
+        now_s = 18.0
+    with made.saving(2):
+        now_s = 20.0
+        assert made.needs_s() == 3
+    made.end_step()
+    assert (made.needs_s(), made.step) == (5, 2)
+    now_s = 79.0
+    assert [made.is_due(is_last=last) for last in (False, True)] == [False, True]
+    now_s = 80.0
+    assert made.is_due(is_last=False)
+    assert made.summary() == {
+        "saving": "2 checkpoints, 7 s, 8.8% of the time; --save-every-minutes 1.2 would make it 5%"
+    }
+    now_s = 1000.0
+    assert made.summary() == {"saving": "2 checkpoints, 7 s, 0.7% of the time"}
+    made.end()
+    assert made.needs_s() == 0
+    assert not Saves(every_minutes=None, first_s=float).is_due(is_last=True)
+
+
+def test_a_sample_says_how_long_writing_takes(tmp_path):
+    assert 0 < seconds_to_write(tmp_path, 2**20) < seconds_to_write(tmp_path, 2**44)
+    assert seconds_to_write(tmp_path / "nowhere", 2**20) == 0
+    assert not list(tmp_path.iterdir())
