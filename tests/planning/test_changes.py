@@ -38,7 +38,7 @@ def setting_of(device: float, host: float, disk: float, **options: object) -> Se
     def profile_of(batch_size: int) -> Profile:
         work = UnitWork(product_flops=5e10 * batch_size, attention_flops=0)
         given, kept = MIB * batch_size // 8, MIB * batch_size
-        saved = Saved(keep=kept, select=kept // 2, recompute=given, both=kept, kept=kept, cast=0)
+        saved = Saved(keep=kept, select=kept // 2, recompute=given, kept=kept, cast=0)
         steps = [step(name, i, given, kept) for i, name in enumerate(names)]
         steps += [step(name, i, given, kept, is_backward=True) for i, name in reversed(list(enumerate(names)))]
         return Profile(

@@ -16,7 +16,7 @@ from outcore.planning.units.footprint import Footprint, Saved, Step
 from outcore.planning.units.partition import Partition, partition
 from outcore.spec.plan import POLICIES, TIERS, UnitPlan
 
-SAVED = Saved(keep=100, select=40, recompute=10, both=110, kept=100, cast=0)
+SAVED = Saved(keep=100, select=40, recompute=10, kept=100, cast=0)
 NAMES = ("a", "b", "c", "d")
 
 
@@ -38,7 +38,7 @@ FOOTPRINT = Footprint(
     steps=[
         step("", 0, 5, 5, 5),
         *(step(n, 10 * i, 30, 50, 110) for i, n in enumerate(NAMES)),
-        *(step(n, 10 * i, 150, 0, 0, is_backward=True) for i, n in reversed(list(enumerate(NAMES)))),
+        *(step(n, 10 * i, 150, 160, 0, is_backward=True) for i, n in reversed(list(enumerate(NAMES)))),
     ],
 )
 
@@ -57,8 +57,8 @@ def units(policy: str, tier: str) -> list[UnitPlan]:
         ("keep", "device", 180 + 3 * 90),
         ("recompute", "host", 180 - 2 * 10),  # the last two are there still
         ("select", "host", 180 + 10 - 2 * 10 + 30),
-        ("keep", "host", 30 + 110 - 2 * 10 + 90),
-        ("keep", "disk", 30 + 110 - 2 * 10 + 90),
+        ("keep", "host", 30 + 110 - 10 + 90),  # the first arguments are there until forward is over
+        ("keep", "disk", 30 + 110 - 10 + 90),
     ],
 )
 def test_peak_of_policies(policy: str, tier: str, most: int) -> None:

@@ -251,8 +251,10 @@ class _Again(torch.autograd.Function):
             watch.walk().peak = known.made_bytes
             pairs = zip(ctx.saved_tensors, known.grads, strict=True)
             return (None, None, *(torch.empty_like(t) if is_given else None for t, is_given in pairs))
+        watch.begin_call([t for t in (*run.leaves, *ctx.saved_tensors) if isinstance(t, torch.Tensor)])
         with torch.enable_grad():
             inner, made = run.forward(ctx.saved_tensors)
+        watch.end_call(made)
         run.result = None
         outputs = [t for t, g in zip(made, grads, strict=True) if g is not None]
         del made

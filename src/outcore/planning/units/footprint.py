@@ -26,8 +26,6 @@ class Saved:
     select: int
     recompute: int
     """The arguments that need a gradient."""
-    both: int
-    """All that ``keep`` or ``select`` saves."""
     kept: int
     """What ``keep`` holds where nothing leaves: all arguments, and casts of weights, too."""
     cast: int
@@ -43,7 +41,7 @@ class Saved:
         return Saved(**{f.name: max(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)})
 
 
-NOTHING = Saved(keep=0, select=0, recompute=0, both=0, kept=0, cast=0)
+NOTHING = Saved(keep=0, select=0, recompute=0, kept=0, cast=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +56,7 @@ class Step:
     peak_bytes: int
     """Alive at most."""
     select_bytes: int
-    """In forward: alive at most if this call keeps what is selected."""
+    """Alive at most if this call has kept what is selected, as a whole."""
     keep_bytes: int
     """In forward: alive at most if this call keeps all that autograd saves."""
     made_bytes: int = 0
@@ -125,7 +123,10 @@ class Footprint:
                 waiting.append(_Waiting(step.unit, saved, plans[step.unit], has_home=has_home))
                 for call in waiting[:-STAY]:
                     call.has_left = call.leaves
-                yield step, waiting[-1].ran(step) + sum(call.beyond for call in waiting[:-1])
+                held = sum(call.beyond for call in waiting[:-1])
+                if self.pieces == 1 and waiting[0].has_left:  # a model's forward has it in a variable
+                    held += waiting[0].saved.recompute
+                yield step, waiting[-1].ran(step) + held
                 continue
             calls = waiting if self.pieces > 1 else reversed(waiting)
             mine = next(call for call in calls if call.unit == step.unit)
@@ -175,9 +176,7 @@ class _Waiting:
         if not self.leaves or self.plan.policy == "recompute":
             return step.peak_bytes
         # What was to leave is held as a whole; else backward lets go of it bit by bit.
-        if self.plan.policy == "keep":
-            return whole + self.saved.keep
-        return max(step.peak_bytes + self.saved.both - self.saved.keep, whole + self.saved.both)
+        return whole + self.saved.keep if self.plan.policy == "keep" else step.select_bytes
 
     @property
     def beyond(self) -> int:

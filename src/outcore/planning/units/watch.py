@@ -199,12 +199,11 @@ class Saving:
     def saved(self, made: Sequence[torch.Tensor]) -> Saved:
         """Args: made: Results; what shares memory with them is not selected."""
         outside = {self._watch.number(t) for t in made}
-        select = {number: nbytes for number, nbytes in self._select.items() if number not in outside}
+        self._select = {number: nbytes for number, nbytes in self._select.items() if number not in outside}
         return Saved(
             keep=_total(self._keep),
-            select=_total(select | self._arguments),
+            select=_total(self._select | self._arguments),
             recompute=_total(self._arguments),
-            both=_total(select | self._arguments | self._keep),
             kept=_total(self._arguments | self._keep | self._casts),
             cast=max(self._casts.values(), default=0),
         )

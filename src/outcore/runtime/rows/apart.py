@@ -28,13 +28,13 @@ class Apart:
         """Args: where: For errors. is_compiled: By torch, which is to make no code for two rows."""
         self.where, self._is_compiled = where, is_compiled
         self._around = Surroundings(list(module.modules()), device, where)
-        self._known = set[tuple[bool, ...]]()
+        self.known = set[tuple[bool, ...]]()
         """Which arguments were cut where rows were found to be apart."""
 
     def check(
         self, call: Callable[..., Any], tensors: Sequence[torch.Tensor], structure: Structure, flags: tuple[bool, ...]
     ) -> None:
-        """Try it once for each choice of arguments to cut. It runs in evaluation mode, and leaves no trace.
+        """Try it, once for each choice of arguments to cut. It runs in evaluation mode, and leaves no trace.
 
         Args:
             call: Runs the module on what ``structure`` is filled with.
@@ -45,8 +45,6 @@ class Apart:
         Raises:
             UnsupportedError: Rows are not apart.
         """
-        if flags in self._known:
-            return
         state = ForwardState(self._around, structure.objects)
         new = _with_new_values([t for t, f in zip(tensors, flags, strict=True) if f])
 
@@ -69,7 +67,7 @@ class Apart:
         stays += [(a, b) for (a, _), (b, _) in zip(whole, last, strict=True)]
         if not all(_is_close(a, b) for a, b in stays):
             raise self._refusal("the result of one of them depends on another")
-        self._known.add(flags)
+        self.known.add(flags)
 
     def _halves(
         self, made: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]

@@ -30,6 +30,7 @@ from outcore.runtime.recompute.structure import Structure, take_apart
 from outcore.runtime.rows.apart import Apart
 from outcore.runtime.rows.lend import Lender
 from outcore.runtime.unit.unit import Unit
+from outcore.runtime.weights import make_way
 
 
 class InPieces:
@@ -44,6 +45,7 @@ class InPieces:
         are_own: bool = False,
         lent: Callable[[], AbstractContextManager[None]] = nullcontext,
         turn: Callable[[], None] | None = None,
+        make_way: Callable[[], None] | None = None,
     ) -> None:
         """Of ``module.forward``, as it is now.
 
@@ -54,8 +56,9 @@ class InPieces:
             are_own: Pieces of arguments get memory of their own.
             lent: Context that a piece runs in.
             turn: Called when all pieces have run.
+            make_way: Called before rows are tried: what earlier calls saved leaves.
         """
-        self._apart, self._count, self._lent, self._turn = apart, count, lent, turn
+        self._apart, self._count, self._lent, self._turn, self._make_way = apart, count, lent, turn, make_way
         self._where, self._are_own = apart.where, are_own
         self._forward = module.forward
         self._anchor = torch.empty(0, device="cpu", requires_grad=True)
@@ -73,7 +76,10 @@ class InPieces:
         if len(sizes) <= 1:  # a batch may be empty
             return self._forward(*args, **kwargs)
         flags = tuple([has_rows(t, rows) for t in tensors])
-        self._apart.check(self._call, tensors, structure, flags)
+        if flags not in self._apart.known:
+            if self._make_way is not None:
+                self._make_way()
+            self._apart.check(self._call, tensors, structure, flags)
         return self._run(tensors, structure, flags, sizes)
 
     def _run(
@@ -167,7 +173,8 @@ def in_pieces(units: Sequence[Unit], count: int, services: Services) -> Iterator
     for unit in units[1:]:
         turn = functools.partial(order.turn, unit.ledger) if unit.plan.saved_bytes else None
         apart = Apart(unit.module, device, f"unit '{unit.label}'", is_compiled=services.compiling.is_on)
-        yield stand_in(unit.module, InPieces(unit.module, apart, count, are_own=True, turn=turn))
+        way = functools.partial(make_way, order, unit, services.weights) if order.homes_are_used else None
+        yield stand_in(unit.module, InPieces(unit.module, apart, count, are_own=True, turn=turn, make_way=way))
     lender = Lender(units[0], services.sink)
     inside = {id(module) for unit in units[1:] for module in unit.modules}
     for name, part in _outside(units[0].module, inside, {id(p) for p in units[0].params}):
