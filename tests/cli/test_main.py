@@ -155,6 +155,7 @@ def test_the_commands_and_options_are_these():
         "checkpoint verify": ["directory"],
         "demo": ["device", "folder", "steps"],
         "env": ["as_json"],
+        "export": ["checkpoint", "directory", "form", "merge"],
         "plan": sorted(
             [
                 *("as_json", "batch_size", "clipping", "device_memory", "disk_size", "fit", "grad_accum", "hardware"),

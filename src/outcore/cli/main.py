@@ -220,6 +220,25 @@ def prune_checkpoints(
     print(pruned(directory, keep=keep))
 
 
+@app.command("export")
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of them: then the newest whole one.")],
+    directory: Annotated[Path, typer.Argument(help="Folder to write to: empty, or not there yet.")],
+    *,
+    form: Annotated[
+        str, typer.Option("--format", help="hf: for from_pretrained. dcp: for torch.distributed.checkpoint.")
+    ] = "hf",
+    merge: Annotated[bool, typer.Option("--merge", help="The base model with its adapters in it.")] = False,
+) -> None:
+    """Write a checkpoint's weights, or all of its state, in another format."""
+    if form not in ("hf", "dcp"):
+        raise ConfigError(f"--format: expected hf or dcp, but got '{form}'")
+    from outcore.saving.export_checkpoint import export_checkpoint
+
+    export_checkpoint(checkpoint, directory, "dcp" if form == "dcp" else "hf", merge=merge)
+    print(f"wrote {directory}")
+
+
 def _show_checkpoints(directory: Path, *, check: bool) -> None:
     from outcore.cli.checkpoint import listed
 

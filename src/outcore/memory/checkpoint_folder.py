@@ -353,6 +353,13 @@ def small_file(path: Path) -> bytes:
         raise ConfigError(f"checkpoint: expected the file '{path}', but it cannot be read: {error}") from error
 
 
+def mapped_tensors(path: Path) -> Callable[[str], torch.Tensor]:
+    """Name -> a tensor of a file that was checked, whose bytes are read when they are used."""
+    from safetensors import safe_open
+
+    return safe_open(path, framework="pt").get_tensor
+
+
 def sync(path: Path) -> None:
     """Make a file, or the names in a folder, durable. Raises: OSError."""
     fd = os.open(path, os.O_RDONLY)

@@ -44,6 +44,13 @@ def staged_files(directory: str | Path, *, edited: Sequence[str] = ()) -> Iterat
         raise disk_error(f"'{folder}': expected a folder that can be written", error) from error
 
 
+def copy_files(source: Path, directory: Path) -> None:
+    """Put copies of a folder's files into another one. Raises: DiskError."""
+    with staged_files(directory) as staged:
+        for file in source.iterdir():
+            shutil.copyfile(file, staged / file.name)
+
+
 def _sync(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:

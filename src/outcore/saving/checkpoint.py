@@ -8,6 +8,7 @@ parameters are not written: they are what the model is built with, and a sample 
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import re
@@ -39,6 +40,7 @@ from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.runtime.saves import Save
 from outcore.runtime.unit.unit import Beneath, Unit
 from outcore.runtime.values.edits import take_edits
+from outcore.saving.conversions import is_adapter_model, is_pretrained_model
 from outcore.saving.small_state import decode, encode, random_states, restore_random_states
 from outcore.saving.state_names import places
 from outcore.saving.training_state import like_setting, plain_setting
@@ -47,6 +49,8 @@ from outcore.spec.checkpoint import MANIFEST_NAME, Manifest, PartRecord, TensorR
 
 _STEP = re.compile(r"(?:step|checkpoint)-(\d+)")
 _BUFFERS, _STATE = "buffers", "state"
+LIBRARY = "library"
+"""Folder in a checkpoint; see ``export_checkpoint``."""
 
 
 def save_checkpoint(
@@ -100,7 +104,10 @@ def _begin_save(
     _refuse_unfit(engine, step, extra, keep)
     tensors: dict[str, torch.Tensor] = {}
     small = {"extra": encode(dict(extra), tensors), "random": encode(random_states(engine.device), tensors, "random")}
-    groups = [{k: plain_setting(k, v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    groups = [
+        {"params": names, **{k: plain_setting(k, v) for k, v in group.items() if k != "params"}}
+        for group, names in zip(optimizer.param_groups, _group_names(optimizer), strict=True)
+    ]
     for unit in engine.units:
         take_edits(unit, engine.access)
     described = _description(engine, groups, step)
@@ -179,7 +186,7 @@ class Resumed:
             ConfigError: It is of another model, optimizer or precision. Nothing was changed.
         """
         engine, path, manifest = optimizer.engine, self._path, self._manifest
-        _refuse_others(engine, path, manifest, len(optimizer.param_groups))
+        _refuse_others(optimizer, path, manifest)
         small = json.loads(small_file(path / f"{_STATE}.json"))
         saved = WeightsDirectory.open(path, _STATE) if WeightsDirectory.is_there(path, _STATE) else None
         small = decode(small, saved.read if saved is not None else _no_tensor)
@@ -190,7 +197,7 @@ class Resumed:
                 unit.steps[i] = manifest.steps[spec.name]
         _load_buffers(engine, path, manifest)
         for group, settings in zip(optimizer.param_groups, manifest.groups, strict=True):
-            group.update({k: like_setting(group.get(k), v) for k, v in settings.items()})
+            group.update({k: like_setting(group.get(k), v) for k, v in settings.items() if k != "params"})
         restore_random_states(small["random"], engine.device)
         return {**small["extra"], "step": manifest.step}
 
@@ -307,6 +314,11 @@ def _description(engine: Engine, groups: list[dict[str, Any]], step: int) -> Any
     return describe
 
 
+def _group_names(optimizer: StreamedOptimizer) -> list[list[str]]:
+    found = [[optimizer.engine.places[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    return [[unit.spec.params[i].name for unit, i in group] for group in found]
+
+
 def _buffers(engine: Engine) -> dict[str, torch.Tensor]:
     """Persistent ones, each once under its first name."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
@@ -322,7 +334,23 @@ def _write_small(folder: Path, engine: Engine, small: Any, tensors: Mapping[str,
         if values:
             specs = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in values.items()]
             write_safetensors(folder, specs, values.items(), stem=stem, max_shard_bytes=2**62)
+    _write_library(folder / LIBRARY, engine.model)
     write_durably(folder / f"{_STATE}.json", json.dumps(small).encode() + b"\n")
+
+
+def _write_library(folder: Path, model: nn.Module) -> None:
+    """What Transformers and peft need to build the model, for ``outcore export``."""
+    adapters: Mapping[str, Any] = model.peft_config if is_adapter_model(model) else {}  # type: ignore[assignment]
+    base: Any = model.get_base_model() if adapters else model  # type: ignore[operator]
+    if not is_pretrained_model(base):
+        return
+    config = copy.deepcopy(base.config)
+    config.architectures, config.dtype = [type(base).__name__], base.dtype
+    config.save_pretrained(folder)
+    if base.can_generate():
+        base.generation_config.save_pretrained(folder)
+    if adapters.keys() == {"default"}:
+        adapters["default"].save_pretrained(folder)
 
 
 def _submit(engine: Engine, unfinished: UnfinishedCheckpoint, save: Save) -> None:
@@ -355,8 +383,9 @@ def _of_bytes(data: bytes) -> Any:
 # Reading.
 
 
-def _refuse_others(engine: Engine, path: Path, manifest: Manifest, num_groups: int) -> None:
+def _refuse_others(optimizer: StreamedOptimizer, path: Path, manifest: Manifest) -> None:
     """Nothing was changed yet."""
+    engine = optimizer.engine
     entries = [entry for unit in engine.units for section in sections(unit) for entry in section.entries]
     wanted = {name: (part.dtype, param.shape) for name, param, part, _ in entries}
     buffers = _buffers(engine)
@@ -370,10 +399,11 @@ def _refuse_others(engine: Engine, path: Path, manifest: Manifest, num_groups: i
             f"differ: '{name}' is {_shown(wanted.get(name))} here and {_shown(there.get(name))} there; resume with "
             "the settings of the run that saved it"
         )
-    if len(manifest.groups) != num_groups:
+    if [group["params"] for group in manifest.groups] != _group_names(optimizer):
         raise ConfigError(
-            f"checkpoint '{path}': expected {num_groups} param groups as the optimizer has, but {len(manifest.groups)} "
-            "were saved; build it as in the run that saved them"
+            f"checkpoint '{path}': expected the same parameters in the same param groups, but {len(manifest.groups)} "
+            f"groups were saved, and the optimizer has {len(optimizer.param_groups)} or others in them; build it as in "
+            "the run that saved them"
         )
     frozen = {s.name: (u, i) for u in engine.units for i, s in enumerate(u.spec.params) if i >= u.num_trainable}
     if frozen.keys() != manifest.frozen.keys():

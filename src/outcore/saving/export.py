@@ -72,7 +72,7 @@ def save_model(engine: Engine, directory: str | Path) -> None:
     if is_adapter_model(model) or getattr(model, "_hf_peft_config_loaded", False):
         _save_adapters(engine, directory)
         return
-    state = _state(model)
+    state = saved_state(model)
     groups = saving_groups(model, state)
     specs = []
     for group in groups:
@@ -93,7 +93,7 @@ def _converted(
         yield from group.convert(lambda name: read_tensor(engine, state[name])).items()
 
 
-def _state(model: nn.Module) -> dict[str, torch.Tensor]:
+def saved_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """What is saved: name -> the parameter or buffer itself. Tied ones once, as the library's loader expects them."""
     everything = [p for p in places(model) if p.is_persistent]
     for place in everything:
@@ -127,13 +127,13 @@ def _refuse_own_format(place: Place) -> None:
 
 
 def _save_adapters(engine: Engine, directory: str | Path) -> None:
-    names = _adapter_names(engine.model)
+    names = adapter_names(engine.model)
     values = {p.name: read_tensor(engine, p.tensor) for p in places(engine.model) if p.name in names}
     with staged_files(directory, edited=["README.md"]) as staged:  # the model card
         _library_save(engine.model, staged, values)
 
 
-def _adapter_names(model: nn.Module) -> set[str]:
+def adapter_names(model: nn.Module) -> set[str]:
     """Names of the tensors that peft saves: those it picks from a state dict, and all that are trained."""
     from peft import get_peft_model_state_dict
 

@@ -1,0 +1,185 @@
+"""A checkpoint in other formats: as ``from_pretrained`` reads it, or as ``torch.distributed.checkpoint`` does.
+
+[Note: exporting] No engine is needed. What a library must know to build the model lies in the checkpoint's folder
+``library``; the model is built from it on the meta device, which gives the names under which its tensors are saved.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from outcore.core.errors import ConfigError
+from outcore.core.extra import refuse_missing
+from outcore.memory.checkpoint_folder import mapped_tensors
+from outcore.memory.staged_files import copy_files
+from outcore.memory.weights_file import write_safetensors
+from outcore.saving.checkpoint import LIBRARY, find
+from outcore.saving.conversions import Group, saving_groups
+from outcore.saving.export import adapter_names, saved_state
+from outcore.saving.state_names import places
+from outcore.spec.checkpoint import Manifest
+
+Format = Literal["hf", "dcp"]
+
+
+def export_checkpoint(source: Path, directory: Path, form: Format, *, merge: bool = False) -> None:
+    """Write a checkpoint in another format.
+
+    Args:
+        source: What ``save_checkpoint`` wrote: one checkpoint, or a folder of them, of which the newest whole one is
+            taken.
+        directory: Made if missing.
+        form: ``hf``: weights and configuration as ``from_pretrained`` reads them; of a model with adapters, the
+            adapters. ``dcp``: ``model`` and ``optimizer`` by name, as ``torch.distributed.checkpoint`` reads them.
+            Where there are masters they are the weights.
+        merge: Of a model with adapters, its base model with these in it.
+
+    Raises:
+        ConfigError: No checkpoint, one that cannot be written so, or a directory that holds something.
+        DiskError: The directory cannot be written.
+
+    Memory: host, one tensor at a time, or the group of tensors that become one; with ``merge`` the whole model.
+    """
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ConfigError(f"export: expected a folder that is empty or not there yet, but got '{directory}'")
+    saved = _Saved(*find(source))
+    is_adapter = (saved.library / "adapter_config.json").is_file()
+    if merge and (form != "hf" or not is_adapter):
+        raise ConfigError("--merge: expected a model with adapters, and the format hf; leave it out")
+    if form == "dcp":
+        _write_dcp(saved, directory)
+    elif not (saved.library / "config.json").is_file():
+        _write_groups(saved, directory, [Group(name, [("", name)]) for name in saved.weights], {})
+    elif is_adapter:
+        _write_adapters(saved, directory, merge=merge)
+    else:
+        model = _built(saved.library)
+        _write_groups(saved, directory, saving_groups(model, saved_state(model)), _names_of(model, saved))
+
+
+class _Saved:
+    """Tensors of a checkpoint, mapped."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.manifest, self.library = manifest, path / LIBRARY
+        files = {part.file for record in manifest.tensors.values() for part in record.parts}
+        self._tensors = {file: mapped_tensors(path / file) for file in files}
+        self.weights = [name.removeprefix("model.") for name in manifest.tensors if name.startswith("model.")]
+
+    def read(self, name: str) -> torch.Tensor:
+        """A view where it can be one."""
+        record = self.manifest.tensors[name]
+        flats = [self._tensors[part.file](name).reshape(-1) for part in record.parts]
+        flat = flats[0] if len(flats) == 1 else torch.cat(flats)
+        order = record.order or tuple(range(len(record.shape)))
+        return flat.view([record.shape[i] for i in order]).permute([order.index(i) for i in range(len(order))])
+
+    def weight(self, name: str) -> torch.Tensor:
+        """A parameter or buffer, in the dtype in which it is computed with."""
+        if f"model.{name}" not in self.manifest.tensors:
+            raise ConfigError(
+                f"export: expected '{name}' in the checkpoint, but frozen parameters are not saved; go on from the "
+                "checkpoint (prepare(checkpoint=...)), and call outcore.save_pretrained(model, DIR) there"
+            )
+        return self.read(f"model.{name}")
+
+    def states(self, name: str) -> dict[str, torch.Tensor]:
+        """Optimizer states of a parameter, its master among them."""
+        prefix = f"optimizer.{name}."
+        found = [key for key in self.manifest.tensors if key.startswith(prefix) and "." not in key[len(prefix) :]]
+        return {key.removeprefix(prefix): self.read(key) for key in found}
+
+
+def _built(library: Path) -> nn.Module:
+    """On the meta device."""
+    refuse_missing("transformers")
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(library)
+    kind = getattr(transformers, config.architectures[0])
+    if not (library / "adapter_config.json").is_file():
+        with torch.device("meta"):
+            return kind(config)
+    refuse_missing("peft")
+    from peft import PeftConfig, get_peft_model
+
+    adapter = PeftConfig.from_pretrained(str(library))
+    config.name_or_path = adapter.base_model_name_or_path
+    with torch.device("meta"):
+        return get_peft_model(kind(config), adapter)
+
+
+def _names_of(model: nn.Module, saved: _Saved) -> dict[str, str]:
+    """Every name of a tensor -> the one under which it was saved: tied ones have several."""
+    known = set(saved.weights)
+    by_tensor = {id(p.tensor): p.name for p in places(model) if p.name in known}
+    return {p.name: by_tensor.get(id(p.tensor), p.name) for p in places(model)}
+
+
+def _write_groups(saved: _Saved, directory: Path, groups: list[Group], names: dict[str, str]) -> None:
+    def read(name: str) -> torch.Tensor:
+        return saved.weight(names.get(name, name))
+
+    def shape(name: str) -> torch.Tensor:
+        tensor = read(name)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    specs = [(n, t.dtype, tuple(t.shape)) for group in groups for n, t in group.convert(shape).items()]
+    write_safetensors(directory, specs, (pair for group in groups for pair in group.convert(read).items()))
+    _copy_library(saved, directory)
+
+
+def _copy_library(saved: _Saved, directory: Path) -> None:
+    if saved.library.is_dir():
+        copy_files(saved.library, directory)
+
+
+def _write_adapters(saved: _Saved, directory: Path, *, merge: bool) -> None:
+    from peft import PeftModel, get_peft_model_state_dict
+
+    model: Any = _built(saved.library)
+    values = {name: saved.weight(name).contiguous() for name in sorted(adapter_names(model))}
+    adapters = get_peft_model_state_dict(model, state_dict=values)
+    specs = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in adapters.items()]
+    write_safetensors(directory, specs, adapters.items(), stem="adapter_model")
+    _copy_library(saved, directory)
+    directory.joinpath("config.json").unlink()  # the base model's
+    if not merge:
+        return
+    base = model.peft_config["default"].base_model_name_or_path
+    if not base:
+        raise ConfigError(
+            "--merge: expected a base model that has a name or a folder, but adapter_config.json has none"
+        )
+    import transformers
+
+    kind = getattr(transformers, transformers.AutoConfig.from_pretrained(saved.library).architectures[0])
+    merged: Any = PeftModel.from_pretrained(kind.from_pretrained(base), str(directory)).merge_and_unload()
+    for file in directory.iterdir():
+        file.unlink()
+    merged.save_pretrained(directory)
+
+
+def _write_dcp(saved: _Saved, directory: Path) -> None:
+    """One file per tensor: else torch's writer keeps all of them in memory."""
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    model, states = dict[str, torch.Tensor](), dict[str, dict[str, torch.Tensor]]()
+    for name in saved.weights:
+        own = saved.states(name)
+        model[name] = own.pop("master") if "master" in own else saved.weight(name)
+        if saved.manifest.steps.get(name):
+            states[name] = {**own, "step": torch.tensor(float(saved.manifest.steps[name]), device="cpu")}
+    everything = {
+        "model": model,
+        "optimizer": {"state": states, "param_groups": list(map(dict, saved.manifest.groups))},
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is what no_dist asks for
+        save(everything, storage_writer=FileSystemWriter(directory, single_file_per_rank=False), no_dist=True)

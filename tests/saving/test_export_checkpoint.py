@@ -1,0 +1,100 @@
+"""A checkpoint goes to other formats: Transformers, PEFT and torch's distributed checkpoints read what was saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import outcore
+from outcore.core.errors import ConfigError
+from outcore.saving.export_checkpoint import export_checkpoint
+
+from . import small
+
+
+def saved(model: Any, tmp_path: Path, **options: Any) -> dict[str, torch.Tensor]:
+    """Two steps and a checkpoint. Returns the weights."""
+    with small.prepared(model, tmp_path, **options) as (model, optimizer):
+        small.train(model, optimizer, range(2))
+        outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=2, wait=True)
+        return dict(outcore.named_tensors(model))
+
+
+@pytest.mark.parametrize("name", ["llama", "tied", "mixtral", "gpt2", "t5"])
+def test_for_from_pretrained(name: str, tmp_path: Path):
+    model = small.build(name, dtype=torch.bfloat16)
+    want = saved(model, tmp_path, precision="bf16")
+    export_checkpoint(tmp_path / "c", tmp_path / "out", "hf")
+    model.save_pretrained(tmp_path / "plain")
+    files = [{p.name for p in (tmp_path / folder).iterdir()} for folder in ("out", "plain")]
+    assert files[0] == files[1]
+    got = dict(type(model).from_pretrained(tmp_path / "out").named_parameters())
+    small.same({n: want[n] for n in got}, got)
+
+
+def test_a_module_of_nobody(tmp_path: Path):
+    from safetensors.torch import load_file
+
+    model = small.build("plain")
+    for param in model.parameters():
+        param.requires_grad_(True)
+    want = saved(model, tmp_path)
+    export_checkpoint(tmp_path / "c", tmp_path / "out", "hf")
+    got = load_file(tmp_path / "out" / "model.safetensors")
+    small.same(dict(sorted(want.items())), dict(sorted(got.items())))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks for the old name
+@pytest.mark.parametrize("merge", [False, True])
+def test_adapters(merge: bool, tmp_path: Path):
+    from peft import PeftModel
+
+    base = small.build("llama")
+    base.save_pretrained(tmp_path / "base")
+    model = small.with_adapters(type(base).from_pretrained(tmp_path / "base"))
+    saved(model, tmp_path)
+    ids = small.batch()["input_ids"]
+    want = model.eval()(input_ids=ids).logits
+    export_checkpoint(tmp_path / "c", tmp_path / "out", "hf", merge=merge)
+    if merge:
+        got = type(base).from_pretrained(tmp_path / "out")
+    else:
+        got = PeftModel.from_pretrained(type(base).from_pretrained(tmp_path / "base"), str(tmp_path / "out"))
+    torch.testing.assert_close(got.eval()(input_ids=ids).logits, want, rtol=1e-5 if merge else 0, atol=1e-5 * merge)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_for_torch(tmp_path: Path):
+    """A plain loop that goes on from it makes the steps that this run makes."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    with small.prepared(small.build("llama"), tmp_path, "disk", optimizer=None) as (model, optimizer):
+        small.train(model, optimizer, range(2))
+        outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=2, wait=True)
+        want = small.train(model, optimizer, range(2, 4))
+    export_checkpoint(tmp_path / "c", tmp_path / "out", "dcp")
+    plain = small.build("llama", seed=1)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1.0, fused=True)
+    weights, states = get_state_dict(plain, optimizer)
+    loaded = {"model": weights, "optimizer": states}
+    dcp.load(loaded, checkpoint_id=tmp_path / "out", no_dist=True)
+    set_state_dict(plain, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    assert small.train(plain, optimizer, range(2, 4)) == want
+
+
+def test_frozen_parameters_are_not_there(tmp_path: Path):
+    saved(small.build("plain"), tmp_path)
+    model: nn.Module = small.build("llama")
+    model.model.layers[0].requires_grad_(False)
+    saved(model, tmp_path / "llama")
+    with pytest.raises(ConfigError, match="frozen parameters are not saved"):
+        export_checkpoint(tmp_path / "llama" / "c", tmp_path / "out", "hf")
+    with pytest.raises(ConfigError, match="empty or not there yet"):
+        export_checkpoint(tmp_path / "c", tmp_path, "hf")
+    with pytest.raises(ConfigError, match="--merge"):
+        export_checkpoint(tmp_path / "c", tmp_path / "out", "hf", merge=True)
