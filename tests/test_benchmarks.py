@@ -31,6 +31,7 @@ TINY = {
     "overhead.py": "--turns 1 --steps 1 --layers 2 --device cpu",
     "predict.py": "--cases 1 --blocks 2 --numel 4096 --milliseconds 1 --steps 1 --layers 1 --hidden 64 --lengths 8"
     " --quick",
+    "saving.py": "--folder . --tiers disk --steps 2 --every 2 --turns 1 --numel 4096 --blocks 3 --milliseconds 1",
     "pieces.py": "--pieces 2 --blocks 7 --numel 4096 --milliseconds 1 --steps 1",
     "step.py": "--turns 1 --steps 1 --layers 1 --hidden 64 --vocabulary 97 --batch-size 1 --seq-len 16 --disk ."
     " --plans device host disk to_host to_disk --rivals checkpointing save_on_cpu trl_offloading",
