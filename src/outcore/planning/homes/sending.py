@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from outcore.core.errors import PlanInfeasibleError
 from outcore.core.quantities import PAGE_BYTES, align_up, format_bytes
-from outcore.planning.units.footprint import Footprint
+from outcore.planning.units.footprint import STAY, Footprint
 from outcore.spec.budget import Limits
 from outcore.spec.plan import AwayTier, Plan, Policy, Pool, Tier, UnitPlan
 
@@ -83,6 +83,7 @@ class Sending:
     def _pools(self) -> Iterator[Pool]:
         slot_bytes = max(self.saved.values(), default=0)
         counts: Sequence[tuple[Tier, int]] = [("device", 2), *([("host", 3)] if self.tier == "disk" else [])]  # type: ignore[list-item]
+        calls = self.footprint.pieces * sum(nbytes > 0 for nbytes in self.saved.values())
         for tier, count in counts if slot_bytes else ():
-            num_slots = min(count, self.footprint.pieces * sum(nbytes > 0 for nbytes in self.saved.values()))
+            num_slots = max(1, min(count, calls - STAY))  # the last ones never leave
             yield Pool(tier=tier, kind="activations", slot_bytes=slot_bytes, num_slots=num_slots)
