@@ -297,6 +297,7 @@ class TestResume:
         assert sorted(p.name for p in out.iterdir()) == ["checkpoint-2", "checkpoint-4", "metrics.jsonl", "plan.json"]
         assert len(losses(out)) == 4
         # As if it had been killed while the newest checkpoint was written.
+        (out / "checkpoint-4" / "manifest.json").unlink()  # as older versions did
         (out / "checkpoint-4" / "trainer_state.json").write_text("{")
         resumed = command(*shared, "--out", out, "--resume", "auto")
         assert resumed.status == 0, resumed.err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ def resume(command: Run, config_json: Path, chats: Path, tmp_path: Path) -> Call
         return command("train", *options(values), "--resume")
 
     assert command("train", *options({**given, "steps": 4})).status == 0
-    for left in ("model/model.safetensors", "checkpoint-4/trainer_state.json"):
+    for left in ("model/model.safetensors", "checkpoint-4/manifest.json", "checkpoint-4/trainer_state.json"):
         (tmp_path / "run" / left).unlink()
     return run
 
@@ -112,12 +113,36 @@ def test_what_a_run_costs_and_tells_may_change(resume, chats, tmp_path):
 
 def test_a_checkpoint_without_settings_is_said_and_a_damaged_one_refused(resume, tmp_path):
     file = tmp_path / "run" / "checkpoint-2" / "settings.json"
+    file.with_name("manifest.json").unlink()  # another program wrote it, or an older version
     known = json.loads(file.read_text())
     assert (known["steps"], known["data"]["rows"], known["settings"]["learning_rate"]) == (4, 11, 1e-2)
     file.write_text("{}")
     assert "settings.json', but it cannot be read" in resume().err
     file.unlink()
     assert "its settings are not known: there is no settings.json in it, and nothing was compared" in resume().out
+
+
+def test_a_damaged_checkpoint_is_said_and_set_aside(resume, tmp_path):
+    """The run goes on from the one before. Without one, nothing is begun anew over it."""
+    out = tmp_path / "run"
+    shutil.copytree(out / "checkpoint-2", out / "checkpoint-3")
+    (out / ".checkpoint-9.0123abcd.partial").mkdir()  # of a run that was killed inside a save
+    states = out / "checkpoint-3" / "optimizer.safetensors"
+    data = bytearray(states.read_bytes())
+    data[-9] ^= 16
+    states.write_bytes(data)
+    done = resume()
+    assert done.status == 0, done.err
+    assert "Damaged" in done.out
+    assert "of 'optimizer.safetensors'" in done.out
+    assert f"from {out / 'checkpoint-2'}, at step 2 of 4" in done.out
+    names = sorted(path.name for path in out.iterdir())
+    assert names == ["checkpoint-2", "checkpoint-3.damaged", "checkpoint-4", "metrics.jsonl", "model", "plan.json"]
+    for step in (2, 4):
+        (out / f"checkpoint-{step}" / "settings.json").write_text("{}")
+    done = resume()
+    assert done.status == 2
+    assert "there is none that is as it was saved: " in done.err
 
 
 def test_content_is_that_of_the_rows_not_of_their_storage():

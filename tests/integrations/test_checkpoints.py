@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
+import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel, get_peft_model
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, TrainerCallback
 
 import outcore
+from outcore.integrations.transformers import OutcoreMixin
+from outcore.memory.checkpoint_folder import read_manifest
 from outcore.runtime.optimizer import StreamedOptimizer
 
 from .rig import (
@@ -140,7 +145,9 @@ def test_files_of_a_checkpoint(tmp_path, monkeypatch):
         folder = tmp_path / "outcore" / "checkpoint-4"
         names = {path.name for path in folder.iterdir()}
         expected = {path.name for path in (tmp_path / "plain" / "checkpoint-4").iterdir()}
-        assert names == expected - {"optimizer.pt"} | {"optimizer.safetensors"}
+        assert names == expected - {"optimizer.pt", "scheduler.pt", "rng_state.pth"} | {
+            *("optimizer.safetensors", "scheduler.json", "rng_state.json", "rng_state.safetensors", "manifest.json")
+        }
         exactly(weights(LlamaForCausalLM.from_pretrained(folder)), weights(trainer.model))
         assert (
             trainer.processing_class.get_vocab() == type(trainer.processing_class).from_pretrained(folder).get_vocab()
@@ -184,9 +191,9 @@ def resume(folder, tmp_path):
     ("lost", "said"),
     [
         (["optimizer.safetensors"], "optimizer.safetensors is not there"),
-        (["scheduler.pt"], "scheduler.pt is not there"),
+        (["scheduler.json"], "scheduler.pt is not there"),
         (["trainer_state.json"], "trainer_state.json is not there"),
-        (["optimizer.safetensors", "scheduler.pt"], "optimizer.safetensors and scheduler.pt are not there"),
+        (["optimizer.safetensors", "scheduler.json"], "optimizer.safetensors and scheduler.pt are not there"),
     ],
     ids=" ".join,
 )
@@ -194,7 +201,7 @@ def test_incomplete_checkpoints(lost, said, checkpoints, tmp_path):
     """The plain Trainer begins states and schedule anew, without a word, if one of them is missing."""
     rest = tmp_path / "rest"
     shutil.copytree(checkpoints / "checkpoint-2", rest)
-    for name in lost:
+    for name in ("manifest.json", *lost):
         (rest / name).unlink()
     with pytest.raises(outcore.ConfigError, match=f"expected a whole checkpoint in '.*', but {said}, .*begin anew"):
         resume(rest, tmp_path)
@@ -204,6 +211,9 @@ def test_parts_of_two_checkpoints(checkpoints, tmp_path):
     mixed = tmp_path / "mixed"
     shutil.copytree(checkpoints / "checkpoint-4", mixed)
     shutil.copy(checkpoints / "checkpoint-2" / "optimizer.safetensors", mixed)
+    with pytest.raises(outcore.ConfigError, match="as it was saved, but 'optimizer.safetensors' of"):
+        resume(mixed, tmp_path)
+    (mixed / "manifest.json").unlink()
     with pytest.raises(
         outcore.ConfigError, match="trainer_state.json is of step 4 and optimizer.safetensors of step 2"
     ):
@@ -219,6 +229,7 @@ def test_weights_of_another_checkpoint(job, name, tmp_path):
     with streamed(tmp_path) as side:
         job(side, tmp_path / "whole").train(resume_from_checkpoint=str(mixed))
     shutil.copy(tmp_path / "run" / "checkpoint-2" / f"{name}.safetensors", mixed)
+    (mixed / "manifest.json").unlink()
     with streamed(tmp_path) as side, pytest.raises(outcore.ConfigError, match="weights are others than those that"):
         job(side, tmp_path / "mixed").train(resume_from_checkpoint=str(mixed))
     states = mixed / "optimizer.safetensors"
@@ -230,7 +241,8 @@ def test_weights_of_another_checkpoint(job, name, tmp_path):
 def test_checkpoint_without_random_state(checkpoints, tmp_path):
     rest = tmp_path / "rest"
     shutil.copytree(checkpoints / "checkpoint-2", rest)
-    (rest / "rng_state.pth").unlink()
+    (rest / "manifest.json").unlink()
+    (rest / "rng_state.json").unlink()
     with pytest.warns(UserWarning, match="has no rng_state.pth"):
         resume(rest, tmp_path)
 
@@ -240,3 +252,80 @@ def test_no_checkpoint_there(job, tmp_path):
     with streamed(tmp_path) as side:
         with pytest.raises(outcore.ConfigError, match=r"in '.*nowhere', but "):
             job(side, tmp_path / "outcore").train(resume_from_checkpoint=str(tmp_path / "nowhere"))
+
+
+def test_a_damaged_checkpoint_is_said_and_the_one_before_is_taken(checkpoints, tmp_path):
+    """What a killed run left aside is no checkpoint."""
+    folder = tmp_path / "run"
+    shutil.copytree(checkpoints, folder)
+    (folder / ".checkpoint-6.0123abcd.partial").mkdir()
+    states = folder / "checkpoint-4" / "optimizer.safetensors"
+    data = bytearray(states.read_bytes())
+    data[-100] ^= 4
+    states.write_bytes(data)
+    with streamed(tmp_path) as side:
+        resumed = language(side, folder, save_strategy="steps", save_steps=3, save_total_limit=1)
+        with pytest.warns(UserWarning, match="checkpoint-4.* of 'optimizer.safetensors' .* The one before is taken"):
+            resumed.train(resume_from_checkpoint=True)
+        assert [line["step"] for line in resumed.state.log_history if "loss" in line] == [1, 2, 3, 4]
+    assert sorted(path.name for path in folder.iterdir() if "checkpoint" in path.name) == ["checkpoint-4"]
+    with streamed(tmp_path) as side:
+        language(side, tmp_path / "again").train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+
+
+def test_nothing_is_there_until_all_of_it_is(tmp_path, monkeypatch):
+    """Whoever looks meanwhile, or after a failed save, finds those before; callbacks find the new one whole."""
+    seen = []
+
+    class Looks(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            read_manifest(Path(args.output_dir, f"checkpoint-{state.global_step}"), check=True)
+            seen.append(state.global_step)
+
+    def full(self, output_dir):
+        there = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
+        assert there == [f"checkpoint-{step}" for step in seen]
+        if self.state.global_step == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(self, output_dir)
+
+    save = OutcoreMixin._save_rng_state
+    monkeypatch.setattr(OutcoreMixin, "_save_rng_state", full)
+    with streamed(tmp_path) as side:
+        trainer = language(side, tmp_path / "run", save_strategy="steps", save_steps=1, parts={"callbacks": [Looks()]})
+        with pytest.raises(outcore.OutcoreError, match="checkpoint-3.*No space left"):
+            trainer.train()
+    assert seen == [1, 2]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoint-1", "checkpoint-2"]
+
+
+def test_a_signal_saves_as_in_the_plain_trainer(tmp_path, monkeypatch):
+    """Transformers' own way may save in the middle of a step: random numbers are then those of the middle, as there."""
+
+    def stopped_and_resumed(side, folder):
+        stopped = language(side, folder, enable_jit_checkpoint=True)
+        manager = next(c.jit_manager for c in stopped.callback_handler.callbacks if hasattr(c, "jit_manager"))
+        manager.kill_wait = 0
+        step = stopped.training_step
+
+        def training_step(*args):
+            if stopped.state.global_step == 2 and not manager.is_checkpoint_requested:
+                signal.raise_signal(signal.SIGTERM)
+                while not manager.is_checkpoint_requested:
+                    time.sleep(0.01)
+            return step(*args)
+
+        monkeypatch.setattr(stopped, "training_step", training_step)
+        stopped.train()
+        assert stopped.state.global_step == 3
+        resumed = language(side, folder, model=llama(seed=8))
+        resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+        return history(resumed), weights(resumed.model)
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        want = stopped_and_resumed(Plain(), tmp_path / "plain")
+        with streamed(tmp_path) as side:
+            exactly(stopped_and_resumed(side, tmp_path / "streamed"), want)
+    finally:
+        signal.signal(signal.SIGTERM, before)

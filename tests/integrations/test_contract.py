@@ -20,7 +20,7 @@ from .rig import ON_CPU, WARNINGS, llama
 pytestmark = [pytest.mark.filterwarnings(line) for line in WARNINGS]
 
 VERSIONS = f"transformers {transformers.__version__}, trl {trl.__version__}: adapt outcore/integrations"
-OWN = {"__init__", "compute_ref_log_probs"}
+OWN = {"__init__", "train", "compute_ref_log_probs"}
 OVERRIDDEN = sorted(
     name
     for name, value in vars(OutcoreMixin).items()

@@ -25,12 +25,21 @@ from outcore.core.extra import TRAINER, refuse_missing
 refuse_missing(*TRAINER)  # before Python does, who knows of no extra
 
 from transformers import Trainer, TrainingArguments
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from outcore.api import close, prepare_in_loop, save_pretrained
 from outcore.core.errors import ConfigError, OutcoreError
 from outcore.forecast import Loop, NamedHardware, token_batch
-from outcore.integrations.checkpoints import mark_of_weights, refuse_incomplete
+from outcore.integrations.checkpoints import (
+    RANDOM_STATE,
+    SCHEDULE,
+    committed,
+    mark_of_weights,
+    newest_whole,
+    refuse_incomplete,
+    rotate,
+)
 from outcore.integrations.refusals import (
     refuse_accelerator,
     refuse_arguments,
@@ -44,6 +53,7 @@ from outcore.runtime.module_guard import attachment_of
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.runtime.unit.one_process import refuse_several_processes
 from outcore.saving.conversions import is_adapter_model
+from outcore.saving.small_state import random_states, read_small, restore_random_states, write_small
 from outcore.saving.training_state import check_adapters, has_states, load_states, load_weights, save_states
 from outcore.spec.budget import Budget
 from outcore.spec.model import Precision
@@ -112,6 +122,7 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
         self._outcore_sample = sample
         self._outcore_precision = precision
         self._outcore_checkpoint: str | None = None  # to begin from, until the model is prepared
+        self._outcore_aside: Path | None = None  # where a checkpoint is being written
         self._outcore_logged = (0, 0.0)
         training = next((a for a in (*args, *kwargs.values()) if isinstance(a, TrainingArguments)), None)
         if training is not None:
@@ -216,6 +227,54 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
 
     # Checkpoints.
 
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,  # noqa: FBT001 (the Trainer's)
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """Take the newest checkpoint that is as it was saved, where the newest is asked for."""
+        if resume_from_checkpoint is True:
+            found = newest_whole(Path(self.args.output_dir))
+            resume_from_checkpoint = True if found is None else str(found)  # or let the Trainer say it
+        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Have the Trainer write aside; its checkpoint is then there as a whole, with checksums, or not at all."""
+        folder, state = Path(self._get_output_dir(trial)), self.state
+        target = folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        with committed(target, state.global_step) as aside:
+            self._outcore_aside = aside
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._outcore_aside = None
+                is_best = state.best_model_checkpoint == str(aside / target.name)
+                state.best_model_checkpoint = str(target) if is_best else state.best_model_checkpoint
+            if is_best:
+                state.save_to_json(aside / target.name / TRAINER_STATE_NAME)
+        best = {Path(state.best_model_checkpoint)} if state.best_model_checkpoint else set()
+        rotate(folder, self.args.save_total_limit, {target, *best})
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(target))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return super()._get_output_dir(trial) if self._outcore_aside is None else str(self._outcore_aside)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Not before it is whole."""
+        if self._outcore_aside is None:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        write_small(Path(output_dir), RANDOM_STATE, random_states(self.optimizer.engine.device))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and Path(checkpoint, f"{RANDOM_STATE}.json").is_file():
+            restore_random_states(read_small(Path(checkpoint), RANDOM_STATE), self.optimizer.engine.device)
+        else:
+            super()._load_rng_state(checkpoint)
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Stream a checkpoint's weights in: now, or when the model is prepared. Without its other parts, refuse."""
         refuse_incomplete(resume_from_checkpoint)
@@ -249,7 +308,11 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         weights = mark_of_weights(Path(output_dir))  # the Trainer has just saved them there
         save_states(self.optimizer, output_dir, step=self.state.global_step, weights=weights)
-        torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+        schedule = self.lr_scheduler.state_dict()
+        try:
+            write_small(Path(output_dir), SCHEDULE, schedule)
+        except ConfigError:  # of the user's own, with state that only pickle can hold
+            torch.save(schedule, os.path.join(output_dir, SCHEDULER_NAME))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Resume from a checkpoint of this Trainer, or of the plain one; that it is whole was checked before."""
@@ -260,8 +323,11 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
         else:
             plain = os.path.join(checkpoint, OPTIMIZER_NAME)
             self.optimizer.load_state_dict(torch.load(plain, map_location="cpu", weights_only=True, mmap=True))
-        scheduler = os.path.join(checkpoint, SCHEDULER_NAME)
-        self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+        if Path(checkpoint, f"{SCHEDULE}.json").is_file():
+            self.lr_scheduler.load_state_dict(read_small(Path(checkpoint), SCHEDULE))
+        else:
+            plain = os.path.join(checkpoint, SCHEDULER_NAME)
+            self.lr_scheduler.load_state_dict(torch.load(plain, weights_only=True))
 
     # Logs.
 

@@ -6,9 +6,11 @@ one key that begins with ``$``; tensors are in a file of safetensors beside the 
 
 from __future__ import annotations
 
+import json
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,8 @@ import torch
 
 from outcore.core.errors import ConfigError
 from outcore.device.device import Device
+from outcore.memory.checkpoint_folder import small_file, write_durably
+from outcore.memory.weights_file import WeightsDirectory, write_safetensors
 
 _SCALARS = (str, int, float, bool, type(None))
 _OF_TENSOR: Mapping[str, Callable[[torch.Tensor], Any]] = {
@@ -76,6 +80,31 @@ def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
     if key in _OF_ITEMS:
         return _OF_ITEMS[key](decode(item, tensor))
     return {name: decode(item, tensor) for name, item in value.items()}
+
+
+def write_small(folder: Path, stem: str, value: Any) -> None:
+    """Write a value into new files of a folder: ``stem.json``, and its tensors beside it.
+
+    Raises:
+        ConfigError: Something in it is neither; nothing was written.
+        OSError: The system's.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    text = json.dumps(encode(value, tensors, stem))
+    if tensors:
+        specs = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+        write_safetensors(folder, specs, tensors.items(), stem=stem, max_shard_bytes=2**62)
+    write_durably(folder / f"{stem}.json", text.encode() + b"\n")
+
+
+def read_small(folder: Path, stem: str) -> Any:
+    """What ``write_small`` was given.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    value = json.loads(small_file(folder / f"{stem}.json"))
+    return decode(value, lambda name: WeightsDirectory.open(folder, stem).read(name))
 
 
 def random_states(device: Device) -> dict[str, Any]:

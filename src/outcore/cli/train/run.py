@@ -83,6 +83,9 @@ def run_train(settings: Settings) -> None:
             if output.incomplete:
                 names = ", ".join(path.name for path in output.incomplete)
                 _say(terminal, "Incomplete", f"{names}: the run was stopped while writing it, so it is removed")
+            if output.damaged:
+                why = "\n".join(output.damaged.values())
+                _say(terminal, "Damaged", f"{why}\nthe run goes on from the one before, and sets them aside")
             other = Replanning(job, terminal, output)
             with _preemption(job, output) as preemption:
                 replan = partial(preemption.unless_asked, other.is_better) if settings.replan else None

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,16 +21,23 @@ from typing import Literal, final
 
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import format_bytes
+from outcore.integrations.checkpoints import refuse_damaged
+from outcore.memory.checkpoint_folder import clear_away, read_manifest
+from outcore.spec.checkpoint import MANIFEST_NAME
 
 PLAN, METRICS, MODEL, HARDWARE = "plan.json", "metrics.jsonl", "model", "hardware.json"
 SETTINGS = "settings.json"
 """In a checkpoint: the run that wrote it."""
 _CACHE = ".outcore-data-"
-_STATE = "trainer_state.json"  # what a Trainer writes last into a checkpoint
+_STATE = "trainer_state.json"  # what a Trainer writes last into a checkpoint; ours have a manifest, too
+_DAMAGED = ".damaged"
 _IS_OURS = re.compile(
-    rf"{re.escape(PLAN)}|{re.escape(METRICS)}|{re.escape(HARDWARE)}|{re.escape(_CACHE)}.*|checkpoint-\d+"
+    rf"{re.escape(PLAN)}|{re.escape(METRICS)}|{re.escape(HARDWARE)}|{re.escape(_CACHE)}.*|"
+    rf"checkpoint-\d+({re.escape(_DAMAGED)})?"
 )
-_NOT_OF_A_MODEL = ("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "training_args.bin", _STATE, SETTINGS)
+_NOT_OF_A_MODEL = (
+    *("optimizer*", "scheduler.*", "scaler.pt", "rng_state*", "training_args.bin", _STATE, SETTINGS, MANIFEST_NAME),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,20 +69,23 @@ class OutputFolder:
         """The newest complete one, where there is one and the run resumes. None: it begins at step 0."""
         self.incomplete: list[Path] = []
         """Newer ones that a run was interrupted in."""
+        self.damaged: dict[Path, str] = {}
+        """Newer ones that are not as they were saved, and what is wrong with them."""
         self.has_begun = False
         """Whether the run has; what is written stays then."""
         _refuse_unusable(path)
         if path.is_dir():
             with _locked(path, fcntl.LOCK_SH):
-                self._look()
+                self._look(_refuse_cut)
         else:
-            self._look()
+            self._look(_refuse_cut)
 
-    def _look(self) -> None:
+    def _look(self, refuse: Callable[[Path], None]) -> None:
+        """Args: refuse: Raises ``ConfigError`` if a checkpoint with a manifest is not as it was saved."""
         self._stale = [p for p in self.path.glob(f"{_CACHE}*") if p.is_dir() and not p.is_symlink()]
         names = sorted(p.name for p in self.path.iterdir()) if self.path.is_dir() else []
         if self._resume:
-            self.checkpoint, self.incomplete = _newest(self.path)
+            self.checkpoint, self.incomplete, self.damaged = _newest(self.path, refuse)
             if self.checkpoint is None:
                 self._begin_anew(names)
         elif names:
@@ -87,6 +97,8 @@ class OutputFolder:
     def _begin_anew(self, names: Sequence[str]) -> None:
         """Nothing is there to go on from. Raise unless that may be, and no more is lost than a run's first steps."""
         where = f"--resume: expected a complete checkpoint in '{self.path}', but"
+        for why in self.damaged.values():
+            raise ConfigError(f"{where} there is none that is as it was saved: {why}")
         if self._resume != "auto":
             found = f"only {self.incomplete[-1].name}, which is incomplete" if self.incomplete else "there is none"
             raise ConfigError(
@@ -135,7 +147,7 @@ class OutputFolder:
             raise _unwritable(self.path, error) from error
         with _locked(self.path, fcntl.LOCK_EX):
             try:
-                self._look()
+                self._look(refuse_damaged)
                 cache = Path(tempfile.mkdtemp(prefix=_CACHE, dir=self.path))
             except OSError as error:
                 _remove(made)
@@ -150,13 +162,18 @@ class OutputFolder:
     def begin(self) -> None:
         """From now on what is written stays: the run has begun. What a killed one left half-done is removed."""
         self.has_begun = True
+        clear_away(self.path)
         for path in (*self.incomplete, *self._stale):
             shutil.rmtree(path)
-        self.incomplete, self._stale = [], []
+        for path in self.damaged:
+            aside = path.with_name(path.name + _DAMAGED)
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+        self.incomplete, self._stale, self.damaged = [], [], {}
 
     def latest(self) -> Checkpoint | None:
         """The newest complete checkpoint that is there now."""
-        return max(_complete(self.path), key=lambda c: c.step, default=None)
+        return _newest(self.path, _refuse_cut)[0]
 
     def model_of(self, checkpoint: Checkpoint, *, best: bool) -> None:
         """Have in ``model/`` what the last checkpoint holds of the model, unless what is there was saved after it.
@@ -247,20 +264,30 @@ def _remove(made: list[Path]) -> None:
                 return
 
 
-def _newest(path: Path) -> tuple[Checkpoint | None, list[Path]]:
-    """The newest complete checkpoint, and the incomplete ones after it, oldest first."""
-    complete = {c.path: c for c in _complete(path)}
-    newest = max(complete.values(), key=lambda c: c.step, default=None)
-    last = -1 if newest is None else newest.step
+def _newest(path: Path, refuse: Callable[[Path], None]) -> tuple[Checkpoint | None, list[Path], dict[Path, str]]:
+    """The newest complete checkpoint, and after it the incomplete ones, oldest first, and the damaged ones."""
+    incomplete: list[Path] = []
+    damaged: dict[Path, str] = {}
+    newest: Checkpoint | None = None
     steps = {p: step for p in (path.iterdir() if path.is_dir() else ()) if (step := _step(p)) is not None}
-    return newest, sorted((p for p, step in steps.items() if p not in complete and step > last), key=steps.__getitem__)
+    for folder in sorted(steps, key=steps.__getitem__, reverse=True):
+        if (folder / MANIFEST_NAME).is_file():
+            try:
+                refuse(folder)
+            except ConfigError as error:
+                damaged[folder] = str(error)
+                continue
+        elif not _is_complete(folder):
+            incomplete.insert(0, folder)
+            continue
+        newest = Checkpoint(path=folder, step=steps[folder])
+        break
+    return newest, incomplete, damaged
 
 
-def _complete(path: Path) -> Iterator[Checkpoint]:
-    for folder in path.iterdir() if path.is_dir() else ():
-        step = _step(folder)
-        if step is not None and _is_complete(folder):
-            yield Checkpoint(path=folder, step=step)
+def _refuse_cut(folder: Path) -> None:
+    """Look at names and sizes alone."""
+    read_manifest(folder, check=False)
 
 
 def _is_complete(folder: Path) -> bool:
