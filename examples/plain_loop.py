@@ -35,12 +35,14 @@ def batches(text: torch.Tensor, seed: int) -> Iterator[Batch]:
         yield {"input_ids": tokens, "labels": tokens}
 
 
-def build(seed: int) -> LlamaForCausalLM:
-    """Make a small Llama with random weights."""
+def build(seed: int, **sizes: int) -> LlamaForCausalLM:
+    """Make a small Llama with random weights. Args: sizes: Of its configuration, others than the usual ones."""
     torch.manual_seed(seed)
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 512, "num_hidden_layers": LAYERS}
-    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4, initializer_range=0.06, use_cache=False)
-    return LlamaForCausalLM(config).to(DTYPE)
+    usual = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 512, "num_hidden_layers": LAYERS}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(initializer_range=0.06, use_cache=False, **{**usual, **heads, **sizes})).to(
+        DTYPE
+    )
 
 
 def warm_up_and_decay(steps: int) -> Callable[[int], float]:

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import outcore
-from outcore.cli import demo, plain_loop
+from outcore.cli import demo, demo_size, plain_loop
+from outcore.core.errors import ConfigError
 
 from .conftest import Run
 
@@ -36,7 +37,7 @@ def small(monkeypatch) -> None:
 @pytest.fixture
 def plain_engine(small, monkeypatch) -> None:
     """In place of outcore, the plain loop."""
-    monkeypatch.setattr(demo, "_prepared", lambda device, folder: nullcontext((plain_loop.build(seed=0), None)))
+    monkeypatch.setattr(demo, "_prepared", lambda device, folder, size: nullcontext((plain_loop.build(seed=0), None)))
     monkeypatch.setattr(demo, "_streamed", lambda model, optimizer, *rest: plain_loop.train(model, *rest))
     monkeypatch.setattr(outcore, "named_tensors", lambda model: model.named_parameters(), raising=False)
 
@@ -63,7 +64,7 @@ def test_the_plain_loop_learns(small):
 
 
 def test_equal_runs_are_equal(plain_engine, tmp_path):
-    comparison = demo._compare(text(), tmp_path)
+    comparison = demo._compare(text(), tmp_path, {})
     assert comparison.is_equal
     assert str(comparison).startswith("Yes, bit for bit.")
 
@@ -77,7 +78,7 @@ def test_one_wrong_bit_in_a_weight_is_seen(plain_engine, monkeypatch, tmp_path):
             yield name, changed
 
     monkeypatch.setattr(outcore, "named_tensors", named_tensors, raising=False)
-    comparison = demo._compare(text(), tmp_path)
+    comparison = demo._compare(text(), tmp_path, {})
     assert not comparison.is_equal
     assert comparison.equal_tensors == comparison.tensors - 1
     assert str(comparison).startswith("NO.")
@@ -85,7 +86,7 @@ def test_one_wrong_bit_in_a_weight_is_seen(plain_engine, monkeypatch, tmp_path):
 
 def test_a_missing_tensor_is_seen(plain_engine, monkeypatch, tmp_path):
     monkeypatch.setattr(outcore, "named_tensors", lambda model: list(model.named_parameters())[1:], raising=False)
-    assert not demo._compare(text(), tmp_path).is_equal
+    assert not demo._compare(text(), tmp_path, {}).is_equal
 
 
 @pytest.mark.parametrize("column", [0, 1])
@@ -95,7 +96,7 @@ def test_another_loss_or_norm_is_seen(plain_engine, monkeypatch, tmp_path, colum
             yield tuple(v * (1 + 1e-15) if (step, i) == (2, column) else v for i, v in enumerate(values))
 
     monkeypatch.setattr(demo, "_streamed", streamed)
-    assert not demo._compare(text(), tmp_path).is_equal
+    assert not demo._compare(text(), tmp_path, {}).is_equal
 
 
 def test_demo_uses_all_tiers_and_leaves_nothing(tmp_path):
@@ -109,6 +110,26 @@ def test_demo_uses_all_tiers_and_leaves_nothing(tmp_path):
         assert part in before, "what will run is said before it runs"
     assert re.search(r"^Peak memory of the process, .* included: [\d.]+ [MG]iB$", done.stdout, re.MULTILINE)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("step_s", "number"), [(0.0001, 17), (0.1, 4), (100.0, 0)])
+def test_the_largest_that_fits_into_three_minutes(monkeypatch, tmp_path, step_s, number):
+    """Each size takes half as long again as the one before it."""
+    seconds = {shape: step_s * 1.5**i for i, shape in enumerate(demo_size._SHAPES)}
+    predicted = lambda shape, device, folder: demo_size.Fitting(demo_size._sizes(shape), seconds[shape])  # noqa: E731
+    monkeypatch.setattr(demo_size, "_predicted", predicted)
+    monkeypatch.setattr(demo_size, "host_free_bytes", lambda: 2**50)
+    found = demo_size.largest(250, None, tmp_path)
+    assert found.sizes == demo_size._sizes(demo_size._SHAPES[number])
+    assert number in (0, 17) or found.run_s(250) <= demo_size.MOST_S < 1.5 * found.run_s(250)
+
+
+def test_a_size_has_a_time(monkeypatch, tmp_path):
+    found = demo_size._predicted((192, 8), "cpu", tmp_path, hardware="rtx-4090")
+    assert found.sizes["hidden_size"] == 192
+    assert 0 < found.step_s < found.run_s(10)
+    with pytest.raises(ConfigError, match="expected a machine whose speed is known"):
+        demo_size._predicted((192, 8), "cpu", tmp_path)
 
 
 def test_speeds_are_the_medians_of_both_loops_and_their_ratio():

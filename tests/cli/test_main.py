@@ -153,7 +153,7 @@ def test_the_commands_and_options_are_these():
         "checkpoint ls": ["directory"],
         "checkpoint prune": ["directory", "keep"],
         "checkpoint verify": ["directory"],
-        "demo": ["device", "folder", "steps"],
+        "demo": ["device", "fit", "folder", "steps"],
         "env": ["as_json"],
         "export": ["checkpoint", "directory", "form", "merge"],
         "plan": sorted(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
@@ -20,6 +20,16 @@ from transformers import LlamaForCausalLM
 
 import outcore
 from outcore.cli import plain_loop
+from outcore.cli.demo_size import (
+    DEVICE_FRACTION,
+    HOST_FRACTION,
+    MOST_S,
+    PRECISION,
+    STATE_BYTES,
+    budget_of,
+    largest,
+    sample,
+)
 from outcore.cli.folders import usual_folders
 from outcore.cli.launcher import refuse_launchers
 from outcore.cli.progress import StepReport, progress
@@ -28,24 +38,20 @@ from outcore.core.quantities import format_bytes
 from outcore.memory.disk import DiskStore
 from outcore.planning.homes.table import plan_table
 from outcore.runtime.optimizer import StreamedOptimizer
-from outcore.spec.model import Precision
 
-# Per parameter: weight, accumulated gradient, master weight (for fp32 the weight itself) and two moments.
-STATE_BYTES = 2 + 4 + 4 + 8 if plain_loop.DTYPE == torch.bfloat16 else 4 + 4 + 8
-PRECISION: Precision = "bf16" if plain_loop.DTYPE == torch.bfloat16 else "fp32"
-DEVICE_FRACTION, HOST_FRACTION = 0.1, 0.85  # of all training state; what does not fit goes to disk
 HELD_OUT_TOKENS = 2**16
 COMPARED_STEPS, COMPARED_MICRO_BATCHES = 6, 2
-PROMPT, SAMPLE_TOKENS = b"def ", 240
+PROMPT, SAMPLE_TOKENS, FIT_SAMPLE_TOKENS = b"def ", 240, 60
 
 
-def run_demo(*, steps: int, device: str | None, folder: Path | None) -> bool:
+def run_demo(*, steps: int, device: str | None, folder: Path | None, fit: bool = False) -> bool:
     """Train, report, compare.
 
     Args:
         steps: Optimizer steps of the training run.
         device: Torch device, or None for outcore's choice.
         folder: Folder of the disk tier, or None for one that can serve.
+        fit: Train the largest model whose demo is predicted to take three minutes.
 
     Returns:
         Whether the short run equals the plain loop bit for bit.
@@ -62,17 +68,33 @@ def run_demo(*, steps: int, device: str | None, folder: Path | None) -> bool:
     console.print(
         f"Corpus: {len(text):,} bytes of Python's standard library. Disk tier: {escape(str(folder))}", soft_wrap=True
     )
-    _train(console, text, steps=steps, device=device, folder=folder)
-    comparison = _compare(text, folder)
+    size = _largest(console, steps, device, folder) if fit else {}
+    start_s = time.perf_counter()
+    _train(console, text, size, steps=steps, device=device, folder=folder)
+    comparison = _compare(text, folder, size)
+    if fit:
+        console.print(f"\nAll of it took {time.perf_counter() - start_s:.0f} s.")
     console.print(f"\n[bold]Does it equal the plain loop?[/bold] {comparison}", soft_wrap=True)
     console.print(comparison.speeds(), soft_wrap=True)
     return comparison.is_equal
 
 
-def _train(console: Console, text: torch.Tensor, *, steps: int, device: str | None, folder: Path) -> None:
+def _largest(console: Console, steps: int, device: str | None, folder: Path) -> Mapping[str, int]:
+    found = largest(steps, device, folder)
+    console.print(
+        f"The largest whose demo takes {MOST_S:.0f} s, as predicted: {found.sizes['num_hidden_layers']} layers of "
+        f"{found.sizes['hidden_size']} channels, {found.step_s:.3g} s per step, {found.run_s(steps):.0f} s in all",
+        soft_wrap=True,
+    )
+    return found.sizes
+
+
+def _train(
+    console: Console, text: torch.Tensor, size: Mapping[str, int], *, steps: int, device: str | None, folder: Path
+) -> None:
     training, held_out = text[:-HELD_OUT_TOKENS], text[-HELD_OUT_TOKENS:]
     unseen = list(islice(plain_loop.batches(held_out, seed=1), 4))
-    with _prepared(device, folder) as (model, optimizer):
+    with _prepared(device, folder, size) as (model, optimizer):
         place = next(model.parameters()).device
         console.print(_sizes(model), soft_wrap=True)
         console.print("\n[bold]Plan[/bold]")
@@ -85,7 +107,8 @@ def _train(console: Console, text: torch.Tensor, *, steps: int, device: str | No
         after = _mean_loss(model, unseen, place)
         console.print(f"\n[bold]Loss on unseen text[/bold]  before {before:.3f}  after {after:.3f}")
         console.print("\n[bold]Sample[/bold]")
-        console.print(_sample(model, place), markup=False)
+        tokens = FIT_SAMPLE_TOKENS if size else SAMPLE_TOKENS
+        console.print(_sample(model, place, tokens), markup=False)
         moved = (f"{lane} {format_bytes(nbytes)}" for lane, nbytes in optimizer.traffic().items() if nbytes)
         console.print(f"Moved per lane: {', '.join(moved)}", soft_wrap=True)
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -107,16 +130,14 @@ def _sizes(model: LlamaForCausalLM) -> str:
 Pair = tuple[LlamaForCausalLM, StreamedOptimizer]
 
 
-def _prepared(device: str | None, folder: Path) -> AbstractContextManager[Pair]:
-    """The demo's model with budgets that force every tier into use."""
-    model = plain_loop.build(seed=0)
+def _prepared(device: str | None, folder: Path, size: Mapping[str, int]) -> AbstractContextManager[Pair]:
+    """The demo's model with budgets that force every tier into use. Args: size: Of a model that fits in time."""
+    model = plain_loop.build(seed=0, **size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=plain_loop.LR)
-    total_bytes = STATE_BYTES * sum(p.numel() for p in model.parameters())
-    budget = outcore.Budget(
-        device=int(DEVICE_FRACTION * total_bytes), host=int(HOST_FRACTION * total_bytes), disk=folder
-    )
+    budget = budget_of(sum(p.numel() for p in model.parameters()), folder)
+    batch = sample() if size else None
     try:
-        pair = outcore.prepare(model, optimizer, budget=budget, precision=PRECISION, device=device)
+        pair = outcore.prepare(model, optimizer, sample=batch, budget=budget, precision=PRECISION, device=device)
     except (DiskError, UnsupportedError) as error:  # nothing has run yet: folder or device were a wrong choice
         raise ConfigError(str(error)) from error
     return cast("AbstractContextManager[Pair]", pair)  # there is no optimizer only where none was given
@@ -176,12 +197,12 @@ def _mean_loss(model: LlamaForCausalLM, data: list[plain_loop.Batch], device: to
     return sum(losses) / len(losses)
 
 
-def _sample(model: LlamaForCausalLM, device: torch.device) -> str:
+def _sample(model: LlamaForCausalLM, device: torch.device, num_tokens: int) -> str:
     torch.manual_seed(0)
     model.eval()
     prompt = torch.tensor([list(PROMPT)], device=device)
     tokens = model.generate(
-        prompt, max_new_tokens=SAMPLE_TOKENS, do_sample=True, temperature=0.6, top_k=20, pad_token_id=0
+        prompt, max_new_tokens=num_tokens, do_sample=True, temperature=0.6, top_k=20, pad_token_id=0
     )
     model.train()
     return bytes(tokens[0].tolist()).decode(errors="replace")
@@ -234,13 +255,13 @@ def _timed(steps: Iterator[tuple[float, float]]) -> tuple[list[tuple[float, floa
     return got, median(seconds)
 
 
-def _compare(text: torch.Tensor, folder: Path) -> Comparison:
+def _compare(text: torch.Tensor, folder: Path, size: Mapping[str, int]) -> Comparison:
     """Train the same model both ways, on the CPU, where every update runs one and the same kernel."""
-    plain = plain_loop.build(seed=0)
+    plain = plain_loop.build(seed=0, **size)
     data = plain_loop.batches(text, seed=2)
     expected, plain_step_s = _timed(plain_loop.train(plain, data, COMPARED_STEPS, COMPARED_MICRO_BATCHES))
     reference = dict(plain.named_parameters())
-    with _prepared("cpu", folder) as (model, optimizer):
+    with _prepared("cpu", folder, size) as (model, optimizer):
         data = plain_loop.batches(text, seed=2)
         got, streamed_step_s = _timed(_streamed(model, optimizer, data, COMPARED_STEPS, COMPARED_MICRO_BATCHES))
         equal_tensors = sum(torch.equal(reference[name], tensor) for name, tensor in outcore.named_tensors(model))

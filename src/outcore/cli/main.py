@@ -52,13 +52,17 @@ def demo(
     folder: Annotated[
         Path | None, typer.Option(help="Folder of the disk tier; by default the first of a few that is on a disk.")
     ] = None,
+    *,
+    fit: Annotated[
+        bool, typer.Option("--fit", help="The largest Llama whose run is predicted to take three minutes here.")
+    ] = False,
 ) -> None:
     """Train a small Llama on Python's own source over all three tiers, and compare with the plain loop."""
     refuse_missing("transformers")
     # Imported here: torch takes seconds, and --help needs none of it.
     from outcore.cli.demo import run_demo
 
-    if not run_demo(steps=steps, device=device, folder=folder):
+    if not run_demo(steps=steps, device=device, folder=folder, fit=fit):
         raise typer.Exit(1)
 
 
