@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -22,6 +23,7 @@ from outcore.planning.homes.early import with_early_updates
 from outcore.planning.homes.placement import place
 from outcore.planning.homes.sending import Sending, workspace_bytes
 from outcore.planning.search.candidates import Candidate
+from outcore.planning.search.search import estimate
 from outcore.planning.timing.counted import counted_work
 from outcore.planning.timing.profile import Profile, UnitWork, rates_for
 from outcore.planning.timing.simulate import Simulation
@@ -56,6 +58,13 @@ class Options(NamedTuple):
     compile: bool | Mapping[str, Any] = False
     micro_batches_in_unit: int | None = None
     checkpoint: str | Path | None = None
+
+    @property
+    def early_steps(self) -> int | None:
+        """Micro-batches of a step, if that is promised and nothing clips: then updates may run inside backward."""
+        if self.loop is None:
+            return None if self.clipping else self.accumulation_steps
+        return self.loop.micro_batches if self.loop.is_promised and not self.loop.clips else None
 
 
 def choose_plan(cut: Partition, options: Options, device: Device, timed: Timed) -> Plan:
@@ -209,20 +218,22 @@ class Planner:
             with suppress(PlanInfeasibleError):
                 return self._searched(self._most_saved(list(self._anywhere())))
             raise
-        return self._searched(self._with_activations_away(found))
+        return self._searched(self._with_more_saved(found))
 
     def _searched(self, usual: Placed) -> Placed:
         """The fastest plan with the same activations."""
-        options, forecast = self._options, None if usual.bare.rests_on_device else self._timed.forecast()
+        if usual.bare.rests_on_device:
+            return usual
+        steps, forecast = self._options.early_steps, self._timed.forecast()
         if forecast is not None:
             return self._whole(
                 *forecast.better_than(usual.bare, forecast.job(self._limits, usual.sending)), usual.sending
             )
-        if options.accumulation_steps is None or options.clipping:
+        if steps is None:  # with clipping an attempt is lost whenever a step clips, which only a measured run can weigh
             return usual
-        # With clipping an attempt is lost whenever a step clips, which only a measured run can weigh.
         left = self._limits if usual.sending is None else usual.sending.left(self._limits)
-        return self._whole(with_early_updates(self._cut.spec, usual.bare, left), None, usual.sending)
+        promised = dataclasses.replace(usual.bare, accumulation_steps=steps)
+        return self._whole(with_early_updates(self._cut.spec, promised, left), None, usual.sending)
 
     def _most_saved(self, tries: Sequence[Sending]) -> Placed:
         """The first that there is room for."""
@@ -240,21 +251,40 @@ class Planner:
             yield from self._sendings("host")
             yield from self._sendings("disk") if self._limits.disk_bytes else ()
 
-    def _with_activations_away(self, staying: Placed) -> Placed:
-        """A plan under which they leave the device, if that is predicted to be faster. See [Note: worth it]."""
-        tries = list(self._anywhere())
+    def _selected(self) -> Iterator[Sending]:
+        """On a device of its own, beside the arguments what is dear to compute."""
+        saved = {} if self._footprint is None else self._footprint.saved
+        gains = any(unit.select > unit.recompute for unit in saved.values())
+        if (
+            self._footprint is not None
+            and gains
+            and self._options.compile is False
+            and not self._device.has_host_memory
+        ):
+            yield Sending("device", "select", self._footprint)
+
+    def _with_more_saved(self, staying: Placed) -> Placed:
+        """A plan under which units save more, here or off the device, if that is predicted to be faster.
+
+        See [Note: worth it].
+        """
+        tries = [*self._selected(), *self._anywhere()]
         if not tries or self._footprint is None or self._footprint.keep_bytes <= staying.plan.kept_bytes:
             return staying
         forecast = self._timed.forecast()
         if forecast is None:
             return staying
-        best, step_s = staying, (1 - WORTH) * forecast.simulate(staying.plan).step_s
+        best, step_s = staying, (1 - WORTH) * self._estimated_s(forecast, None)
         for sending in tries:
             with suppress(PlanInfeasibleError):
-                other = self._placed(sending)
-                other_s = forecast.simulate(other.plan).step_s
+                other, other_s = self._placed(sending), self._estimated_s(forecast, sending)
                 best, step_s = (other, other_s) if other_s < step_s else (best, step_s)
         return best
+
+    def _estimated_s(self, forecast: Forecast, sending: Sending | None) -> float:
+        """About what a search with these activations would come to."""
+        found = estimate(forecast.job(self._limits, sending), [])
+        return math.inf if found is None else found.step_s
 
     def _sendings(self, tier: AwayTier) -> list[Sending]:
         """Those that save most first; of two that save the same, the one that need not choose."""

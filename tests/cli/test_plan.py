@@ -93,10 +93,10 @@ def test_json_has_the_plan_that_out_has_too(command: Run, config_json: Path, tmp
     [
         ("1GiB", "1GiB", {}, {("keep", "device")}),
         ("2MiB", "4MiB", {}, {("recompute", "device"), ("keep", "device")}),
-        ("2MiB", "4MiB", {"bf16_flops": 1e9}, {("select", "host"), ("keep", "device")}),
+        ("2MiB", "4MiB", {"bf16_flops": 1e9}, {("select", "device"), ("keep", "device")}),
         ("700KiB", "4MiB", {"bf16_flops": 1e9}, {("recompute", "device"), ("keep", "device")}),
     ],
-    ids=["all on the device", "computed again", "away", "no room to leave through"],
+    ids=["all on the device", "computed again", "what is dear is saved", "no room for that"],
 )
 def test_a_run_with_these_budgets_would_follow_the_same_plan(
     monkeypatch: pytest.MonkeyPatch,

@@ -27,10 +27,12 @@ from .rig import (
     logs,
     lora,
     same,
+    seen,
     sft,
     streamed,
     tiers,
     token_dataset,
+    train,
     weights,
 )
 
@@ -272,6 +274,22 @@ def test_plan_and_units_are_passed_on(tmp_path):
     with streamed(tmp_path, units=units, plan=promising, budget=outcore.Budget(disk=tmp_path)) as side:
         with pytest.raises(ConfigError, match=r"expected the accumulation_steps that the plan was made for \(7\)"):
             language(side, tmp_path / "promised").train()
+
+
+class OwnLoop(Trainer):
+    def training_step(self, *args, **kwargs):
+        return super().training_step(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "norm", "is_early"), [(Trainer, 0.0, True), (Trainer, 0.1, False), (OwnLoop, 0.0, False)]
+)
+def test_updates_run_inside_backward_where_nothing_clips(kind, norm, is_early, tmp_path):
+    want = seen(language(Plain(), tmp_path / "plain", kind=kind, max_grad_norm=norm), train)
+    with streamed(tmp_path, budget=outcore.Budget(device="300KiB", host="1GiB", disk=tmp_path)) as side:
+        trainer = language(side, tmp_path / "outcore", kind=kind, max_grad_norm=norm)
+        exactly(seen(trainer, train), want)
+        assert any(unit.early for unit in trainer.optimizer.plan.units) == is_early
 
 
 def test_logs_tell_what_was_moved(tmp_path):

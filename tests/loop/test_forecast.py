@@ -44,6 +44,13 @@ def slow_device() -> Hardware:
     )
 
 
+def slow_bus(hardware: Hardware) -> Hardware:
+    """A machine on which nothing should leave the device that need not."""
+    return dataclasses.replace(
+        hardware, bus=dataclasses.replace(hardware.bus, d2h_bytes_per_s=1e4, h2d_bytes_per_s=1e9)
+    )
+
+
 def planned(num_blocks: int = 3, **options: Any) -> outcore.Plan:
     model = make(lambda: Tower(num_blocks=num_blocks))
     options = {"budget": outcore.Budget(**TIGHT), "device": DEVICE, "sample": SAMPLE, **options}
@@ -93,8 +100,12 @@ class TestTheFastest:
 
     @pytest.mark.parametrize(
         ("hardware", "how"),
-        [(slow_updates(), {}), (slow_device(), {"accumulation_steps": 1, "clipping": False})],
-        ids=["share", "early"],
+        [
+            (slow_updates(), {}),
+            (slow_device(), {"accumulation_steps": 1, "clipping": False}),
+            ("none", {"plan": dataclasses.replace(planned(hardware="none"), last_updated_first=2)}),
+        ],
+        ids=["share", "early", "order"],
     )
     def test_results_are_those_of_the_plain_loop(self, hardware, how):
         model = make()
@@ -105,7 +116,8 @@ class TestTheFastest:
         twin = make()
         options = {"budget": outcore.Budget(**TIGHT), "sample": SAMPLE, "hardware": hardware, "device": DEVICE}
         with outcore.prepare(twin, adamw(twin), **options, **how) as (twin, streamed):
-            assert any(u.update == "device" or u.early for u in streamed.plan.units)
+            plan = streamed.plan
+            assert plan.last_updated_first or any(u.update == "device" or u.early for u in plan.units)
             got = seen((torch.manual_seed(5), train(twin, streamed))[1], twin, streamed)
         assert_same(want, got)
 
@@ -131,10 +143,7 @@ class TestActivations:
 
     def test_stay_where_the_bus_is_slow(self):
         budget = outcore.Budget(device=120_000, host=2**22)
-        bus = dataclasses.replace(MACHINE.bus, d2h_bytes_per_s=1e4, h2d_bytes_per_s=1e9)
-        assert self.resting(planned(budget=budget, hardware=dataclasses.replace(MACHINE, bus=bus))) == {
-            ("recompute", "device")
-        }
+        assert self.resting(planned(budget=budget, hardware=slow_bus(MACHINE))) == {("recompute", "device")}
 
     def test_stay_where_everything_fits(self):
         plan = planned(budget=outcore.Budget(device="1GiB", host="1GiB"), hardware=slow_device())

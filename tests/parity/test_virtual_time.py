@@ -189,6 +189,7 @@ def make(seed: int) -> Program:
         units=tuple(plans),
         pools=pools_for(spec, plans, comfort),
         prefetch_depth=chance.randint(0, 3),
+        last_updated_first=chance.choice([0, 1, 3]),
         accumulation_steps=micro_batches,
     )
     overtaken = frozenset(u.name for u in plans if u.early and chance.random() < 0.3)

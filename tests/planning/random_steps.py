@@ -108,6 +108,7 @@ def random_plan(model: ModelSpec, chance: random.Random, micro_batches: int, *, 
         units=tuple(units),
         pools=pools_for(model, units, comfort),
         prefetch_depth=depth,
+        last_updated_first=chance.choice([0, 0, 1, 3, len(units)]),
         accumulation_steps=micro_batches,
     )
 
@@ -147,7 +148,7 @@ def steps_s(step: Step, chance: random.Random, *, num_orders: int, steps: int = 
     order = schedule.update_order
     if chance.random() < 0.5:
         shuffled = chance.sample(range(len(step.model.units)), len(step.model.units))
-        order = lambda visits, count: [i for i in shuffled if i < count]  # noqa: E731
+        order = lambda visits, count, last_first: [i for i in shuffled if i < count]  # noqa: E731
     with mock.patch.object(schedule, "update_order", order):
         laid_out = consecutive(step.model, step.plan, step.visits, nothing_held(step.plan), step.circumstances)
         rows = [found.operations for found in itertools.islice(laid_out, steps)]

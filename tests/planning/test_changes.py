@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections import Counter
 
 import pytest
 
 from outcore.core.errors import PlanInfeasibleError
 from outcore.planning.homes.placement import Room, least, place
+from outcore.planning.homes.sending import Away
 from outcore.planning.search.changes import best_changes, over_batch, over_device_memory, over_host_memory
 from outcore.planning.search.search import Found, estimate, search
 from outcore.planning.search.setting import Setting
@@ -112,11 +114,24 @@ def test_of_a_model_that_cannot_be_followed_a_share_is_left():
 
 def test_activations_that_leave_leave_less_of_the_host():
     setting = setting_of(2, 4, 12)
-    away = dataclasses.replace(setting, away=("host", "keep")).job()
+    away = dataclasses.replace(setting, away=Away("host", "keep")).job()
     assert away.limits.host_bytes == setting.limits.host_bytes - 6 * 4 * MIB
     assert away.limits.device_bytes == setting.limits.device_bytes - 2 * 4 * MIB  # slots
     found = search(away)
     assert found.simulation.timeline.moved_bytes()["d2h"] > 0
+
+
+def test_half_of_the_units_may_save_more_where_they_are():
+    setting = setting_of(2, 4, 12)
+    some = dataclasses.replace(setting, away=Away("device", "select", 0.5)).job()
+    assert some.limits == setting.limits
+    more = 3 * (2 * MIB - MIB / 2)  # of three units products instead of arguments alone
+    assert some.activation_reserve_bytes == pytest.approx(setting.job().activation_reserve_bytes + 1.03 * more, rel=0.2)
+    units = some.sending.applied(search(some).plan).units
+    assert Counter((unit.policy, unit.activations) for unit in units[1:]) == {
+        ("select", "device"): 3,
+        ("recompute", "device"): 3,
+    }
 
 
 def test_nothing_fits():

@@ -50,6 +50,13 @@ def test_units_are_updated_as_forward_used_them():
     assert update_order(visits(spec, "Fb Bb"), 5) == [0, 2, 1, 3, 4]
 
 
+def test_the_last_units_may_be_updated_first():
+    spec = model("abcd")
+    assert update_order(usual_visits(spec), 5, 2) == [4, 3, 1, 2, 0]
+    assert update_order(visits(spec, "Fc Fa Ba Bc"), 5, 1) == [1, 0, 3, 2, 4]
+    assert update_order(usual_visits(spec), 5, 99) == [4, 3, 2, 1, 0]
+
+
 def test_a_plan_without_slots_is_refused():
     spec = model("ab")
     homeless = Plan(precision="bf16", units=plan(spec, HOST, slots=1).units, pools=(), prefetch_depth=0)

@@ -249,7 +249,7 @@ class _Asking:
             activation_share=self._machine.activation_share,
             micro_batches=asked.grad_accum,
             clipping=asked.clipping,
-            away=None if sending is None else (sending.tier, sending.policy),
+            away=None if sending is None else sending.away,
         )
         found = dataclasses.replace(explain(setting.job(), placed.bare, placed.candidate), plan=placed.plan)
         return Answer(question=asked, setting=setting, found=found, sending=sending, guess=self._guess)
@@ -330,6 +330,8 @@ def _facts(answer: Answer) -> Iterator[tuple[str, str]]:
     for (weights, gradients, states), count in homes.items():
         yield "units", f"{count} with weights on {weights}, gradients on {gradients}, states on {states}"
     yield from _activations(answer)
+    if found.plan.last_updated_first:
+        yield "order", f"updates begin with the last {found.plan.last_updated_first} units, whose gradients come first"
     staged = sum(unit.update == "device" for unit in found.plan.units)
     if staged:
         yield "share", f"the device updates {staged} units whose states are in host memory"

@@ -207,6 +207,8 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
         options |= {"precision": precision, "device": self.args.device, "sample": self._outcore_largest_batch()}
         loop = Loop(
             self.args.gradient_accumulation_steps,
+            clips=self.args.max_grad_norm > 0,
+            is_promised=_has_a_known_loop(type(self)),
             makes_logits=self._outcore_sample is not None or not scores_in_tiles(),
         )
         with self.accelerator.autocast():  # in which activations are measured
@@ -340,6 +342,13 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
             logs |= {"moved_bytes": moved_bytes - before_bytes, "exposed_s": exposed_s - before_s}
             self._outcore_logged = (moved_bytes, exposed_s)
         super().log(logs, start_time)
+
+
+def _has_a_known_loop(trainer: type[Trainer]) -> bool:
+    """Whether a step has as many backward passes as the arguments say: not where somebody else writes it."""
+    names = ("training_step", "_inner_training_loop")
+    makers = (kind.__module__ for kind in trainer.__mro__ if any(name in vars(kind) for name in names))
+    return all(maker.partition(".")[0] in ("transformers", "trl") for maker in makers)
 
 
 def _take_over(build: Callable[..., None], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -51,6 +51,7 @@ class Weights:
         self._units, self.has_steps = units, has_steps
         self.refusal: OutcoreError | None = None
         """Why no unit may run any more."""
+        self._last_first = plan.last_updated_first
         decide = partial(weight_moves, model, plan)
         self._step = Cursor(decide, usual_visits(model), self._held())
         self._round = Round(decide, (), self._held())
@@ -119,9 +120,9 @@ class Weights:
             self._step.follow(Visit(Phase.FORWARD, unit.ledger.index), may_skip=False)
         self.present(unit)
 
-    def units_by_next_use(self) -> list[Unit]:
-        """All units in the order in which they were first used since the last step, then those that were not."""
-        return [self._units[i] for i in update_order(self._step.seen, len(self._units))]
+    def units_to_update(self) -> list[Unit]:
+        """All units in the order of ``update_order``, as they were used since the last step."""
+        return [self._units[i] for i in update_order(self._step.seen, len(self._units), self._last_first)]
 
     def unbind(self, unit: Unit) -> None:
         """Make a unit's parameters absent again; its slot may go to another unit once compute is done with it."""

@@ -162,6 +162,9 @@ class Plan(Described):
     pools: tuple[Pool, ...]
     prefetch_depth: int
     """So many visits ahead of its use a fetch can begin, where slots allow; fewer visits may save fetches."""
+    last_updated_first: int = 0
+    """``step()`` begins with the updates of so many units at the end of forward, the last one first: their gradients
+    come home first. The others follow in the order of their next use."""
     accumulation_steps: int | None = None
     """Micro-batches per step if promised, else None: any number."""
     micro_batches_in_unit: int = 1
@@ -187,6 +190,7 @@ class Plan(Described):
             )
         _one_of(self.precision, PRECISIONS, "plan: precision")
         _whole_number(self.prefetch_depth, 0, "plan: prefetch_depth")
+        _whole_number(self.last_updated_first, 0, "plan: last_updated_first")
         if self.accumulation_steps is not None:
             _whole_number(self.accumulation_steps, 1, "plan: accumulation_steps (null: any number)")
         _whole_number(self.micro_batches_in_unit, 1, "plan: micro_batches_in_unit")

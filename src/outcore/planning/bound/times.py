@@ -61,6 +61,11 @@ class Times:
         self.pairs = list(zip(model.units, plan.units, strict=True))
         self._pace, self._circumstances = Pace(model, plan, rates), circumstances
         self._alone = replace(model, units=())
+        names = [unit.name for unit in model.units]
+        self._walked_s = [self._pace.backward_s(name) for name in names]
+        self._called_s = [self._pace.forward_s(name) for name in names]
+        self._collected_s = [self._collecting_s(*pair) for pair in self.pairs]
+        """By unit: of what compute does with its gradients in a backward visit, and in the last one of a pass."""
         self._ends = self._ends_of_passes()
         self.used_s = [self._used_s(visit) for visit in visits]
         """By visit: of forward or backward."""
@@ -86,26 +91,25 @@ class Times:
         return ends
 
     def _used_s(self, visit: Visit) -> float:
-        name = self.model.units[visit.unit].name
-        return self._pace.backward_s(name) if visit.phase is Phase.BACKWARD else self._pace.forward_s(name)
+        return (self._walked_s if visit.phase is Phase.BACKWARD else self._called_s)[visit.unit]
 
     def _visit_s(self, i: int) -> float:
         """Of a visit, with what compute does with gradients then. The root's are the last in a pass."""
         phase, index = self.visits[i]
         seconds = self._made_s(index, i) if phase is Phase.BACKWARD else self._used_s(self.visits[i])
         is_root_s = index != ROOT and i in self._ends.get(ROOT, ())
-        return seconds + (self._collected_s(ROOT, is_complete=True) if is_root_s else 0.0)
+        return seconds + (self._collected_s[ROOT][True] if is_root_s else 0.0)
 
     def _made_s(self, index: int, i: int) -> float:
         """From the start of a backward visit until its gradient is ready to leave, or at home on the device."""
-        return self._used_s(self.visits[i]) + self._collected_s(index, is_complete=i in self._ends.get(index, ()))
+        return self._used_s(self.visits[i]) + self._collected_s[index][i in self._ends.get(index, ())]
 
-    def _collected_s(self, index: int, *, is_complete: bool) -> float:
+    def _collecting_s(self, spec: UnitSpec, plan: UnitPlan) -> tuple[float, float]:
         """Of copying gradients into a bucket, or of adding up those that live on the device."""
-        spec, plan = self.pairs[index]
         if plan.gradients == "device":
-            return self.rates.move_s("compute", spec.update_bytes) if is_complete else 0.0
-        return 0.0 if index == ROOT else self.rates.move_s("compute", spec.bucket_bytes)
+            return 0.0, self.rates.move_s("compute", spec.update_bytes)
+        copied_s = self.rates.move_s("compute", spec.bucket_bytes) if spec.name else 0.0
+        return copied_s, copied_s
 
     def starts(self) -> list[int]:
         """Visits that begin a sweep: from one to the next no unit comes twice."""

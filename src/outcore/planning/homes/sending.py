@@ -1,15 +1,18 @@
-"""A plan under which what forwards save leaves the device."""
+"""Plans under which units save more, or leave what they save elsewhere, than a plan that recomputes everything."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
 from outcore.core.errors import PlanInfeasibleError
 from outcore.core.quantities import PAGE_BYTES, align_up, format_bytes
+from outcore.planning.homes.share import spread
 from outcore.planning.units.footprint import STAY, Footprint
 from outcore.spec.budget import Limits
-from outcore.spec.plan import AwayTier, Plan, Policy, Pool, Tier, UnitPlan
+from outcore.spec.plan import Plan, Policy, Pool, Tier, UnitPlan
 
 WORKSPACE_SHARE = 1.03
 """Of what shapes tell: kernels take workspaces of their own."""
@@ -21,32 +24,58 @@ def workspace_bytes(footprint: Footprint, names: Iterable[str], sending: Sending
     Args:
         footprint: Of the largest micro-batch.
         names: Of all units, the root first.
-        sending: Which activations leave; None: they stay, and are recomputed.
+        sending: What becomes of activations; None: they stay, and are recomputed.
     """
     units = [UnitPlan(name=name, weights="device", gradients="device", states="device") for name in names]
     peak = footprint.peak_bytes(units if sending is None else map(sending.unit, units))
     return align_up(int(WORKSPACE_SHARE * peak), PAGE_BYTES)
 
 
+class Away(NamedTuple):
+    """Which activations of which share of the units rest where."""
+
+    tier: Tier
+    policy: Policy
+    share: float = 1.0
+
+    def of(self, footprint: Footprint) -> Sending:
+        """For a micro-batch."""
+        return Sending(self.tier, self.policy, footprint, self.share)
+
+
 @dataclass(frozen=True)
 class Sending:
-    """Activations of all units that leave the device for one tier."""
+    """What some of the units save, and where that rests. The others are recomputed."""
 
-    tier: AwayTier
+    tier: Tier
     policy: Policy
-    """Of all units but the root: what is saved."""
     footprint: Footprint
+    share: float = 1.0
+    """Of the units but the root, spread evenly."""
 
     @property
-    def saved(self) -> dict[str, int]:
-        """Unit -> bytes."""
-        return {name: saved.of(self.policy) for name, saved in self.footprint.saved.items()}
+    def away(self) -> Away:
+        """The same in few words."""
+        return Away(self.tier, self.policy, self.share)
+
+    @cached_property
+    def units(self) -> frozenset[str]:
+        """Those that it is about."""
+        names = list(self.footprint.saved)
+        return frozenset(names[i] for i in spread(range(len(names)), self.share))
+
+    @cached_property
+    def saved(self) -> Mapping[str, int]:
+        """Unit -> bytes that leave the device."""
+        if self.tier == "device":
+            return {}
+        return {name: saved.of(self.policy) for name, saved in self.footprint.saved.items() if name in self.units}
 
     @property
     def taken(self) -> dict[Tier, int]:
         """Tier -> bytes that this takes: homes, and slots on the way."""
         total: dict[Tier, int] = {"device": 0, "host": 0, "disk": 0}
-        total[self.tier] += self.footprint.pieces * sum(self.saved.values())
+        total[self.tier] += self.footprint.pieces * sum(self.saved.values())  # none of the device
         for pool in self._pools():
             total[pool.tier] += pool.total_bytes
         return total
@@ -75,10 +104,11 @@ class Sending:
         return replace(plan, units=units, pools=pools)
 
     def unit(self, plan: UnitPlan) -> UnitPlan:
-        """The plan of one unit in which what it saves leaves. What saves nothing that can leave stays."""
+        """The plan of one unit. What saves nothing that can leave stays."""
         nbytes = self.saved.get(plan.name, 0)
         tier: Tier = self.tier if nbytes else "device"
-        return replace(plan, policy=self.policy if plan.name else "keep", activations=tier, saved_bytes=nbytes)
+        policy: Policy = self.policy if plan.name in self.units else "recompute"
+        return replace(plan, policy=policy if plan.name else "keep", activations=tier, saved_bytes=nbytes)
 
     def _pools(self) -> Iterator[Pool]:
         slot_bytes = max(self.saved.values(), default=0)

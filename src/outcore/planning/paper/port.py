@@ -28,10 +28,16 @@ class Paper:
     def __init__(self, names: Sequence[str]) -> None:
         """Args: names: Of the units."""
         self.row: list[Operation] = []
+        """Of the step, with indices counted from its first operation."""
         self.move: Move | None = None
         """That the next fetches and reads make."""
+        self._begin = 0
         self._names = names
         self._computed = Entry(-1, COMPUTE)
+
+    def begin_step(self) -> None:
+        """Another step: a new row."""
+        self._begin, self.row = self._begin + len(self.row), []
 
     def submit(
         self,
@@ -80,20 +86,20 @@ class Paper:
         if self.move is not None:
             evicts = self.move.evicts
             place = {"slot": self.move.slot, "evicts": None if evicts is None else self._names[evicts]}
-        order = {entry.index for value in after.values() for entry in _entries(value) if entry.index >= 0}
+        begin, order = self._begin, {entry.index for value in after.values() for entry in _entries(value)}
         self.row.append(
             Operation(
                 lane=lane,
                 kind=kind,
                 unit=unit,
-                nbytes=sum(span.nbytes for span in writes),
-                after=tuple(sorted(order)),
-                reads=tuple(Access(span.of.name, span.start, span.stop) for span in reads),
-                writes=tuple(Access(span.of.name, span.start, span.stop) for span in writes),
+                nbytes=sum([span.nbytes for span in writes]),
+                after=tuple([index - begin for index in sorted(order) if index >= 0]),
+                reads=tuple([Access(span.of.name, span.start, span.stop) for span in reads]),
+                writes=tuple([Access(span.of.name, span.start, span.stop) for span in writes]),
                 **place,
             )
         )
-        return Entry(len(self.row) - 1, lane)
+        return Entry(self._begin + len(self.row) - 1, lane)
 
 
 def _entries(dependency: Dependency[Entry]) -> Iterable[Entry]:

@@ -12,9 +12,10 @@ said here (``Circumstances``).
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from outcore.order.activations import SavedCall
 from outcore.order.ledger import Ledger, Span
@@ -100,12 +101,12 @@ def consecutive(
     """
     moves = weight_moves(model, plan, visits, held)  # refuses a plan without slots for weights
     steps, names = _Steps(model, plan, held, circumstances or Circumstances()), [unit.name for unit in model.units]
+    ahead = _ahead_of(visits)
     while True:
-        begin = len(steps.paper.row)
-        steps.lay_out(visits, moves)
-        mine = [replace(op, after=tuple(i - begin for i in op.after)) for op in steps.paper.row[begin:]]
+        steps.paper.begin_step()
+        steps.lay_out(visits, ahead, moves)
         on_device, on_host = (tuple(None if i is None else names[i] for i in units) for units in held)
-        yield Schedule(operations=tuple(mine), held_device=on_device, held_host=on_host)
+        yield Schedule(operations=tuple(steps.paper.row), held_device=on_device, held_host=on_host)
         held = moves.held
         moves = weight_moves(model, plan, visits, held)
 
@@ -149,17 +150,17 @@ class _Steps:
             if index is not None:
                 self._units[index].slot = self._weights.on_device.slots[slot]
 
-    def lay_out(self, visits: Sequence[Visit], moves: Moves) -> None:
+    def lay_out(self, visits: Sequence[Visit], ahead: Sequence[_Ahead], moves: Moves) -> None:
         """One step."""
         waiting = deque(moves.moves)
-        for i in range(len(visits)):
-            if i and _has_backward(i, visits):
+        for i, (visit, coming) in enumerate(zip(visits, ahead, strict=True)):
+            if i and coming.has_backward:
                 self._activations.begin_forward()
             while waiting and waiting[0].due <= i:
                 self._move(waiting.popleft())
-            if not i and _has_backward(i, visits):  # the first fetches follow at once on the updates
+            if not i and coming.has_backward:  # the first fetches follow at once on the updates
                 self._activations.begin_forward()
-            self._visit(i, visits)
+            self._visit(visit, coming)
         self._step(visits)
 
     def _move(self, move: Move) -> None:
@@ -167,8 +168,8 @@ class _Steps:
         (self._weights.read if move.tier == "host" else self._weights.fetch)(move.unit, move.slot)
         self.paper.move = None
 
-    def _visit(self, i: int, visits: Sequence[Visit]) -> None:
-        phase, unit = visits[i].phase, self._units[visits[i].unit]
+    def _visit(self, visit: Visit, ahead: _Ahead) -> None:
+        phase, unit = visit.phase, self._units[visit.unit]
         self._weights.use(unit, phase)
         calls = self._saved.setdefault(unit.index, []) if unit.plan.saved_bytes else []
         saved = calls.pop() if phase is Phase.BACKWARD and calls else None
@@ -186,10 +187,10 @@ class _Steps:
                 self._activations.begin_backward(saved)
                 self._activations.end_backward(saved)
         self._weights.used(unit)
-        if unit.plan.saved_bytes and _has_backward(i, visits):
+        if unit.plan.saved_bytes and ahead.has_backward:
             self._save(unit, calls)
         if phase is Phase.BACKWARD:
-            self._end_visit(unit, _rest_of_pass(i, visits))
+            self._end_visit(unit, ahead)
 
     def _save(self, unit: Ledger[Entry], calls: list[SavedCall[Entry] | None]) -> None:
         made: list[SavedCall[Entry] | None] = []
@@ -205,11 +206,11 @@ class _Steps:
     def _make_room(self, pool: SlotPool[Entry]) -> None:
         self._send(next(u for u in self._reached.values() if u.bucket is not None and u.bucket.pool is pool))
 
-    def _end_visit(self, unit: Ledger[Entry], rest: set[int]) -> None:
+    def _end_visit(self, unit: Ledger[Entry], ahead: _Ahead) -> None:
         """Send home what is complete: a unit's gradients with its last visit of the pass, the root's with the pass."""
-        if unit.index != ROOT and unit.index not in rest and self._progress[unit.index].is_open:
+        if unit.index != ROOT and not ahead.comes_again and self._progress[unit.index].is_open:
             self._send(unit)
-        if not rest:
+        if ahead.ends_pass:
             root = self._units[ROOT]
             if root.spec.trainable:
                 self._send(root)
@@ -235,7 +236,7 @@ class _Steps:
             self.paper.wait("backward is over", backward)
         self.factors = [backward] if self._circumstances.clips else []
         changed = changed_units(self._model, visits)
-        indices = [i for i in update_order(visits, len(self._units)) if i in changed]
+        indices = [i for i in update_order(visits, len(self._units), self._plan.last_updated_first) if i in changed]
         for unit in self._units:
             if self._progress[unit.index].is_attempted and not self.is_made_early(unit):
                 self._updates.forget_attempt(unit)
@@ -315,23 +316,34 @@ class _Nothing:
         return True
 
 
-def _has_backward(i: int, visits: Sequence[Visit]) -> bool:
-    """Whether a visit is a forward to which a backward comes.
+class _Ahead(NamedTuple):
+    """What comes after a visit."""
 
-    Where it does not come to all forwards of a unit, it leaves out the first: the unit is frozen, and nothing before it
-    is trained.
-    """
-    phase, unit = visits[i]
-    if phase is not Phase.FORWARD or unit == ROOT:
-        return False
-    ahead = itertools.islice(visits, i, None)
-    forward = list(itertools.takewhile(lambda visit: visit.phase is not Phase.BACKWARD, ahead))
-    ahead = itertools.islice(visits, i + len(forward), None)
-    backward = itertools.takewhile(lambda visit: visit.phase is Phase.BACKWARD, ahead)
-    return sum(visit.unit == unit for visit in backward) >= forward.count(visits[i])
+    has_backward: bool = False
+    """It is a forward to which a backward comes. Where that does not come to all forwards of a unit, it leaves out the
+    first: the unit is frozen, and nothing before it is trained."""
+    comes_again: bool = False
+    """The same backward pass reaches the unit again."""
+    ends_pass: bool = False
+    """It is the last of a backward pass."""
 
 
-def _rest_of_pass(i: int, visits: Sequence[Visit]) -> set[int]:
-    """Units that the backward pass of a visit reaches after it."""
-    after = itertools.takewhile(lambda visit: visit.phase is Phase.BACKWARD, itertools.islice(visits, i + 1, None))
-    return {visit.unit for visit in after}
+def _ahead_of(visits: Sequence[Visit]) -> list[_Ahead]:
+    """By visit. Backward visits in a row are one pass."""
+    found: list[_Ahead] = []
+    walked: Counter[int] = Counter()  # by the backward pass that comes next
+    for is_backward, group in itertools.groupby(reversed(visits), key=lambda visit: visit.phase is Phase.BACKWARD):
+        mine = list(group)
+        if is_backward:
+            walked = Counter()
+            for unit in (visit.unit for visit in mine):
+                found.append(_Ahead(comes_again=walked[unit] > 0, ends_pass=not walked))
+                walked[unit] += 1
+            continue
+        used: Counter[Visit] = Counter()
+        for visit in mine:
+            used[visit] += 1
+            is_forward = visit.phase is Phase.FORWARD and visit.unit != ROOT
+            found.append(_Ahead(has_backward=is_forward and walked[visit.unit] >= used[visit]))
+        walked = Counter()
+    return found[::-1]

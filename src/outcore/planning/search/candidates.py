@@ -59,6 +59,8 @@ class Candidate:
     """Of the units whose states are in host memory: updated on the device."""
     early: float = 0.0
     """Of the others that can be: updated inside backward."""
+    late: float = 0.0
+    """Of all units: those at the end of forward whose updates ``step()`` begins with."""
 
 
 class _Footprint(NamedTuple):
@@ -95,6 +97,7 @@ class Choice:
             units=units,
             pools=tuple(build_pools(self._needs(candidate), candidate.comfort)),
             prefetch_depth=candidate.comfort.prefetch_depth if fetches else 0,
+            last_updated_first=round(candidate.late * len(units[1:])),
             accumulation_steps=self._accumulation_steps,
             micro_batches_in_unit=self._model.micro_batches_in_unit,
             tier_bytes=dict(self.tier_bytes(candidate).items()),
@@ -169,7 +172,8 @@ class Choice:
         most = max((n for (tier, _), n in slots.items() if tier == "host"), default=ROOMY.max_slots_host)
         buckets = slots.get(("device", "bucket"), ROOMY.num_buckets)
         depth = max(plan.prefetch_depth, slots.get(("device", "weights"), 1) - 1)
-        return Candidate(kinds, Comfort(prefetch_depth=depth, num_buckets=buckets, max_slots_host=most))
+        comfort = Comfort(prefetch_depth=depth, num_buckets=buckets, max_slots_host=most)
+        return Candidate(kinds, comfort, late=plan.last_updated_first / max(len(kinds) - 1, 1))
 
     def neighbours(self, candidate: Candidate) -> Iterator[Candidate]:
         """What is one change away, in a fixed order: the large changes first."""
@@ -185,6 +189,13 @@ class Choice:
             for early in (candidate.early - by, candidate.early + by) if self._may_be_early else ():
                 if 0 <= early <= 1:
                     yield replace(candidate, early=early)
+
+    def other_orders(self, candidate: Candidate) -> Iterator[Candidate]:
+        """Other orders of the updates."""
+        for by in (0.25, 0.125, 1 / len(candidate.kinds)):
+            for late in (candidate.late + by, candidate.late - by):
+                if 0 <= late <= 1:
+                    yield replace(candidate, late=late)
 
     def _other_slots(self, candidate: Candidate) -> Iterator[Candidate]:
         if candidate.comfort != TIGHT:  # room for whole activations

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from outcore.core.collecting import rarely_collecting
 from outcore.core.errors import PlanInfeasibleError
 from outcore.core.quantities import format_bytes
 from outcore.planning.bound.bound import Bound, bound_of, busiest_s
@@ -52,6 +53,8 @@ _ESTIMATED = 2
 """Plans that are simulated for an estimate, beside those that are known."""
 _GAIN = 1e-4
 """Smaller ones are not worth another plan."""
+_BINDS = 0.03
+"""A link whose part of a step is smaller is not looked at."""
 _BALANCED_BYTES = (16.0, 14.0)  # fp32 master, moments and gradient there; master, moments and a bf16 weight back
 
 
@@ -98,6 +101,7 @@ class Job:
     """Which activations leave the device. The limits are without what they take."""
 
 
+@rarely_collecting()
 def search(job: Job) -> Found:
     """Find a plan.
 
@@ -123,6 +127,7 @@ def _as_run(job: Job, plan: Plan) -> Plan:
     return as_run(plan if job.sending is None else job.sending.applied(plan), job.saved, room)
 
 
+@rarely_collecting()
 def explain(job: Job, plan: Plan, candidate: Candidate | None = None) -> Found:
     """What is predicted of a plan that was chosen, beside the simple ones.
 
@@ -142,17 +147,19 @@ class Estimate(NamedTuple):
     candidate: Candidate
 
 
-_Key = tuple[tuple[UnitPlan, ...], tuple[Pool, ...], int]
+_Key = tuple[tuple[UnitPlan, ...], tuple[Pool, ...], int, int]
 Simulated = dict[_Key, Simulation]
 """Simulations of plans, at the same rates."""
 
 
+@rarely_collecting()
 def estimate(job: Job, known: Iterable[Candidate], simulated: Simulated | None = None) -> Estimate | None:
     """About what ``search`` would find, sooner.
 
     Args:
         job: Much like one that was searched.
-        known: What is good for jobs like it. None that fits is faster than the estimate.
+        known: What is good for jobs like it. None that fits is faster than the estimate; if none does, neither is the
+            plan of the rule.
         simulated: What was simulated before for jobs that differ in limits alone; grows.
 
     Returns:
@@ -167,7 +174,7 @@ def estimate(job: Job, known: Iterable[Candidate], simulated: Simulated | None =
 
 
 def _key(plan: Plan) -> _Key:
-    return plan.units, plan.pools, plan.prefetch_depth
+    return plan.units, plan.pools, plan.prefetch_depth, plan.last_updated_first
 
 
 class _Search:
@@ -246,8 +253,10 @@ class _Search:
         others = sorted(
             others[:_ESTIMATED], key=lambda c: max(self._simulation(self._plan(c)).step_s, self._busiest(c)[0])
         )
-        best = min([*fitting, *others[:1]], key=lambda c: self._settled(self._plan(c)).step_s)
-        return Estimate(self._settled(self._plan(best)).step_s, best)
+        plans = [(self._plan(candidate), candidate) for candidate in (*fitting, *others[:1])]
+        plans += [] if fitting else [(self._today, self._choice.of(self._today))]
+        best, candidate = min(plans, key=lambda pair: self._settled(pair[0]).step_s)
+        return Estimate(self._settled(best).step_s, candidate)
 
     def _busiest(self, candidate: Candidate) -> tuple[float, float]:
         """A bound that is sooner worked out."""
@@ -397,6 +406,9 @@ class _Search:
 
     def _around(self, best: Candidate) -> Iterator[Candidate]:
         """Changes, and what they make room for."""
+        binding = self._simulation(self._plan(best)).binding
+        if min(binding.get("d2h", 0.0), binding.get("update", 0.0)) > _BINDS:  # updates may wait for gradients
+            yield from self._choice.other_orders(best)
         for other in self._choice.neighbours(best):
             yield other
             if other.kinds != best.kinds and self._fits(other):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from outcore.planning.homes.sending import Sending, workspace_bytes
+from outcore.planning.homes.sending import Away, Sending, workspace_bytes
 from outcore.planning.search.search import Job
 from outcore.planning.timing.profile import Profile, rates_for
 from outcore.planning.timing.rates import Rates
@@ -13,7 +13,6 @@ from outcore.planning.units.footprint import Footprint
 from outcore.spec.budget import Limits
 from outcore.spec.hardware import Hardware
 from outcore.spec.model import ModelSpec
-from outcore.spec.plan import AwayTier, Policy
 
 
 def job_for(
@@ -65,8 +64,8 @@ class Setting:
     """Of the device, to leave to activations where nobody knows what they take; 0: they are not in its budget."""
     micro_batches: int = 1
     clipping: bool = True
-    away: tuple[AwayTier, Policy] | None = None
-    """Where activations leave for, and which; None: they stay."""
+    away: Away | None = None
+    """What becomes of activations; None: they stay, and are recomputed where there is no room."""
 
     @property
     def tokens(self) -> int:
@@ -83,7 +82,7 @@ class Setting:
         profile = self.profile
         sending = None
         if self.away is not None and profile.footprint is not None:
-            sending = Sending(*self.away, profile.footprint)
+            sending = self.away.of(profile.footprint)
         rates, share = rates_for(self.hardware, self.model, profile.work), self.activation_share
         job = job_for(self.model, self.limits, rates, profile.footprint, sending, activation_share=share)
         return replace(job, micro_batches=self.micro_batches, is_promised=not self.clipping, clipping=self.clipping)

@@ -150,13 +150,16 @@ def tasks_of(steps: Iterable[Sequence[Operation]], pace: Pace, rates: Rates) -> 
         begin, end = len(places), -1
         for op in operations:
             if rates.visit_s and rates.host_runs_ahead and op.kind in _VISITS:
-                submitted = _append(tasks, Task(HOST, f"submit {op.name}", rates.visit_s, 0, ()), None)
-            after = (places[begin + i] for i in op.after if begin + i >= 0)
+                submitted = len(tasks)
+                tasks.append(Task(HOST, f"submit {op.name}", rates.visit_s, 0, ()))
+            after = [places[begin + i] for i in op.after if begin + i >= 0]
+            after += [] if submitted is None else [submitted]
             task = Task(op.lane, op.name, pace.seconds(op), op.nbytes, tuple(after))
             if op.kind == _USE_ACTIVATIONS:  # the backward that was begun goes on when they are there
                 begun = tasks[end]
                 tasks[end], task = begun._replace(seconds=0.0), task._replace(name=begun.name, seconds=begun.seconds)
-            place = _append(tasks, task, submitted)
+            place = len(tasks)
+            tasks.append(task)
             places.append(place)
             if op.lane == COMPUTE:
                 end = place
@@ -164,11 +167,6 @@ def tasks_of(steps: Iterable[Sequence[Operation]], pace: Pace, rates: Rates) -> 
                 submitted = place
         ends.append(end)
     return Laid(tasks, ends, places)
-
-
-def _append(tasks: list[Task], task: Task, submitted: int | None) -> int:
-    tasks.append(task if submitted is None else task._replace(after=(*task.after, submitted)))
-    return len(tasks) - 1
 
 
 @dataclass(frozen=True)

@@ -77,8 +77,8 @@ class StreamedUpdates:
         held, hypers = steps
         factors = Factors(self._access.device)
         self._early.settle()
-        by_next_use = (unit.ledger for unit in self._weights.units_by_next_use())
-        self._order.step(by_next_use, lambda ledger: self._update_of(self._units[ledger.index], held, hypers, factors))
+        ledgers = (unit.ledger for unit in self._weights.units_to_update())
+        self._order.step(ledgers, lambda ledger: self._update_of(self._units[ledger.index], held, hypers, factors))
         self._gradients.after_step()
         self._weights.prefetch_after_update()
 
