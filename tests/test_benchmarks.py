@@ -34,6 +34,8 @@ TINY = {
     " --quick",
     "saving.py": "--folder . --tiers disk --steps 2 --every 2 --turns 1 --numel 4096 --blocks 3 --milliseconds 1",
     "pieces.py": "--pieces 2 --blocks 7 --numel 4096 --milliseconds 1 --steps 1",
+    "sums.py": "--disk . --pairs 2 --nbytes 1MiB --steps 1 --layers 1 --hidden 64 --vocabulary 97 --batch-size 1"
+    " --seq-len 16",
     "step.py": "--turns 1 --steps 1 --layers 1 --hidden 64 --vocabulary 97 --batch-size 1 --seq-len 16 --disk ."
     " --plans device host disk to_host to_disk --rivals checkpointing save_on_cpu trl_offloading",
 }

@@ -23,10 +23,13 @@ from outcore.core.errors import ConfigError, DiskError, MemoryBudgetError, Unsup
 from outcore.core.quantities import PAGE_BYTES, align_up, format_bytes
 from outcore.memory.arena import Region
 from outcore.memory.disk_file import DiskFile, DiskIO, OsDiskIO, disk_error
+from outcore.memory.disk_pieces import Mover, Piece
 from outcore.memory.piece_pool import ClosedError, PiecePool, StalledError
+from outcore.memory.sums import Segment, Sums
 
 STRIPE_BYTES = 4 * 2**20
 DEFAULT_NUM_THREADS = 8
+_THEN = ", then go on from the last checkpoint"
 _CLOSE_TIMEOUT_S = 2.0  # for what is under way; a file with a thread that hangs in it is freed with the process
 
 
@@ -51,28 +54,21 @@ class Extent:
         return Extent(self.offset + start, stop - start, self.owner)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Piece:
-    """Bytes that are contiguous in one file."""
-
-    file: DiskFile
-    offset: int
-    memory: memoryview
-    is_aligned: bool
-
-
 @final
 class DiskStore(Closing):
     """Disk space of a fixed size, cut front to back into extents that are never given back one by one.
 
-    ``read`` and ``write`` may be called from several threads at once; who touches the same extent orders himself.
+    ``read`` and ``write`` may be called from several threads at once; who touches the same bytes orders himself. What
+    is read is what was written last, or it is an error ([Note: sums]).
     """
 
-    def __init__(self, files: Sequence[DiskFile], nbytes: int, pool: PiecePool[_Piece], stall_timeout_s: float) -> None:
+    def __init__(self, files: Sequence[DiskFile], nbytes: int, pool: PiecePool[Piece], stall_timeout_s: float) -> None:
         """Only ``open`` calls this."""
         self.nbytes = nbytes
         self._files = tuple(files)
         self._pool = pool
+        self._sums = Sums()
+        self._mover = Mover(self._sums)
         self._stall_timeout_s = stall_timeout_s
         self._taken_bytes = 0
         self._stalled: DiskError | None = None
@@ -101,7 +97,7 @@ class DiskStore(Closing):
         Raises:
             DiskError: A path cannot serve; nothing is left behind.
 
-        Memory: ``nbytes`` of disk, rounded up to 4 KiB, until ``close``.
+        Memory: ``nbytes`` of disk, rounded up to 4 KiB, and an eight thousandth of it on the host, until ``close``.
         """
         if not paths:
             raise ConfigError("disk: expected at least one path, but got none")
@@ -138,6 +134,7 @@ class DiskStore(Closing):
                 f"but {format_bytes(nbytes)} were asked for"
             )
         self._taken_bytes = start + align_up(nbytes, PAGE_BYTES)
+        self._sums.cover(start, self._taken_bytes)
         return Extent(start, nbytes, owner)
 
     def read(self, extent: Extent, memory: torch.Tensor) -> None:
@@ -149,15 +146,17 @@ class DiskStore(Closing):
                 of 4 KiB.
 
         Raises:
-            DiskError: Naming file, owner and offset. After a stall the store is unusable, and the drive may still
-                write into ``memory``; after any other error nothing is under way.
+            DiskError: Naming file, owner and offset, also where other bytes came than were written. After a stall the
+                store is unusable, and the drive may still write into ``memory``; after any other error nothing is
+                under way.
         """
         self._transfer("read", extent, memory)
 
     def write(self, extent: Extent, memory: torch.Tensor) -> None:
         """Write ``memory`` into the extent; see ``read``.
 
-        An unaligned part rewrites its neighbours in the 4 KiB pages at its ends.
+        A part of an extent reads its neighbours in the 64 KiB at its ends, and an unaligned one rewrites those in the
+        4 KiB pages there.
         """
         self._transfer("write", extent, memory)
 
@@ -175,20 +174,20 @@ class DiskStore(Closing):
 
     def _transfer(self, verb: str, extent: Extent, memory: torch.Tensor) -> None:
         self._check(extent, memory)
+        action = self._mover.read if verb == "read" else self._mover.write
 
-        def move(piece: _Piece) -> None:
+        def move(piece: Piece) -> None:
             try:
-                action = piece.file.read if verb == "read" else piece.file.write
-                action(piece.offset, piece.memory, is_aligned=piece.is_aligned)
+                action(piece)
             except OSError as error:
-                raise disk_error(_what(verb, extent, piece), error) from error
+                raise disk_error(_what(verb, extent, piece), error, then=_THEN) from error
 
         try:
             self._pool.run(move, self._pieces(extent, memory), stall_timeout_s=self._stall_timeout_s)
         except StalledError as stall:
             timeout = OSError(errno.ETIMEDOUT, f"no progress for {self._stall_timeout_s:g} s")
-            where = stall.piece if isinstance(stall.piece, _Piece) else None
-            self._stalled = disk_error(_what(verb, extent, where), timeout)
+            where = stall.piece if isinstance(stall.piece, Piece) else None
+            self._stalled = disk_error(_what(verb, extent, where), timeout, then=_THEN)
             raise self._stalled from stall
         except ClosedError as closed:
             raise DiskError(f"{_what(verb, extent, None)}, but the disk store is closed") from closed
@@ -210,21 +209,37 @@ class DiskStore(Closing):
         if extent.region.stop > self._taken_bytes:
             raise AssertionError(f"{extent} is not of this store")
 
-    def _pieces(self, extent: Extent, memory: torch.Tensor) -> Iterator[_Piece]:
-        """Cut a transfer at the borders of the stripes."""
-        view = memory.numpy().data
-        start, address = 0, memory.data_ptr()
-        while start < extent.nbytes:
-            stripe, within = divmod(extent.offset + start, STRIPE_BYTES)
-            size = min(STRIPE_BYTES - within, extent.nbytes - start)
+    def _pieces(self, extent: Extent, memory: torch.Tensor) -> Iterator[Piece]:
+        """Cut a transfer at the borders of the stripes, and of segments that it touches in part."""
+        view, address = memory.numpy().data, memory.data_ptr()
+        start, end = extent.region.start, extent.region.stop
+        while start < end:
+            span = self._span(start, end)
+            stop = min(span.stop, end)
+            stripe, within = divmod(start, STRIPE_BYTES)
             row, column = divmod(stripe, len(self._files))
-            offset = row * STRIPE_BYTES + within
-            is_aligned = not any(n % PAGE_BYTES for n in (offset, size, address + start))
-            yield _Piece(self._files[column], offset, view[start : start + size], is_aligned)
-            start += size
+            first = start - extent.offset
+            yield Piece(
+                file=self._files[column],
+                offset=row * STRIPE_BYTES + within,
+                span=span,
+                within=start - span.start,
+                memory=view[first : stop - extent.offset],
+                is_aligned=(address + first) % PAGE_BYTES == 0,
+            )
+            start = stop
+
+    def _span(self, start: int, end: int) -> Segment:
+        """What the next piece of [start, end) is of: whole segments up to the stripe's end, or one in part."""
+        first = self._sums.segment(start)
+        if first.start < start or end < first.stop:
+            return first
+        stop = min(end, (start // STRIPE_BYTES + 1) * STRIPE_BYTES)
+        last = self._sums.segment(stop - 1)
+        return Segment(start, stop if last.stop == stop else last.start)
 
 
-def _close(files: Sequence[DiskFile], pool: PiecePool[_Piece], pid: int) -> None:
+def _close(files: Sequence[DiskFile], pool: PiecePool[Piece], pid: int) -> None:
     if os.getpid() != pid:
         return
     is_idle = False
@@ -241,7 +256,7 @@ def _file_bytes(index: int, num_files: int, nbytes: int) -> int:
     return rows * STRIPE_BYTES + min(max(rest - index * STRIPE_BYTES, 0), STRIPE_BYTES)
 
 
-def _what(verb: str, extent: Extent, piece: _Piece | None) -> str:
+def _what(verb: str, extent: Extent, piece: Piece | None) -> str:
     owner = extent.owner or "root"
     task = f"disk store, '{owner}': expected to {verb} "
     if piece is None:

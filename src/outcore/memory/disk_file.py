@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol, Self, final
 
 from outcore.core.errors import DiskError
-from outcore.core.quantities import PAGE_BYTES, align_up, format_bytes
+from outcore.core.quantities import PAGE_BYTES, format_bytes
 from outcore.memory.limits import disk_free_bytes
 from outcore.memory.run_directory import DATA_NAME, RunDirectory, reclaim_dead
 
@@ -18,6 +18,7 @@ _MEMORY_FILESYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hu
 
 _WHAT_TO_DO = {
     errno.EIO: "the drive or its connection fails: look at dmesg and at the drive's health (smartctl)",
+    errno.EBADMSG: "the drive, its connection or memory is bad: look at dmesg and at the drive's health (smartctl)",
     errno.ENOSPC: "free space there or give another path",
     errno.EDQUOT: "the quota is used up: free space there or give another path",
     errno.EROFS: "it is mounted read-only: give a path that can be written",
@@ -148,34 +149,31 @@ class DiskFile:
             raise
         return cls(fd, directory, io, is_direct=is_direct)
 
-    def read(self, offset: int, memory: memoryview, *, is_aligned: bool) -> None:
+    def read(self, offset: int, memory: memoryview) -> None:
         """Fill ``memory`` from byte ``offset`` on.
 
         Args:
             offset: In the file.
-            memory: Writable bytes.
-            is_aligned: Whether offset, size and address are multiples of 4 KiB; else direct I/O goes through a staging
-                buffer.
+            memory: Writable bytes. With direct I/O offset, size and address are multiples of 4 KiB.
 
         Raises:
             OSError: The system's error, or EIO with a text for a file that is shorter than it was made.
         """
-        if is_aligned or not self.is_direct:
-            self._read_all(offset, memory)
-            return
-        staging, start = _staging(offset, memory.nbytes)
-        self._read_all(offset - start, staging)
-        memory[:] = staging[start : start + memory.nbytes]
+        done = 0
+        while done < memory.nbytes:
+            moved = self._whole(self._io.pread(self._fd, memory[done:], offset + done))
+            if moved <= 0:
+                raise OSError(errno.EIO, f"the file ends at byte {offset + done}: it was truncated")
+            done += moved
 
-    def write(self, offset: int, memory: memoryview, *, is_aligned: bool) -> None:
-        """Write ``memory`` at byte ``offset``. Unaligned writes rewrite the 4 KiB pages at both ends; see ``read``."""
-        if is_aligned or not self.is_direct:
-            self._write_all(offset, memory)
-            return
-        staging, start = _staging(offset, memory.nbytes)
-        self._read_all(offset - start, staging)
-        staging[start : start + memory.nbytes] = memory
-        self._write_all(offset - start, staging)
+    def write(self, offset: int, memory: memoryview) -> None:
+        """Write ``memory`` at byte ``offset``; see ``read``."""
+        done = 0
+        while done < memory.nbytes:
+            moved = self._whole(self._io.pwrite(self._fd, memory[done:], offset + done))
+            if moved <= 0:
+                raise OSError(errno.EIO, f"the drive takes no bytes at {offset + done}")
+            done += moved
 
     def close(self, *, is_idle: bool = True) -> None:
         """Free the space and remove the run directory. Idempotent.
@@ -189,32 +187,24 @@ class DiskFile:
             self._fd = -1
         self._directory.close()
 
-    def _read_all(self, offset: int, memory: memoryview) -> None:
-        done = 0
-        while done < memory.nbytes:
-            moved = self._whole(self._io.pread(self._fd, memory[done:], offset + done))
-            if moved <= 0:
-                raise OSError(errno.EIO, f"the file ends at byte {offset + done}: it was truncated")
-            done += moved
-
-    def _write_all(self, offset: int, memory: memoryview) -> None:
-        done = 0
-        while done < memory.nbytes:
-            moved = self._whole(self._io.pwrite(self._fd, memory[done:], offset + done))
-            if moved <= 0:
-                raise OSError(errno.EIO, f"the drive takes no bytes at {offset + done}")
-            done += moved
-
     def _whole(self, moved_bytes: int) -> int:
         """Direct I/O goes on at a whole page; what was moved of a part is moved again."""
         return moved_bytes - moved_bytes % PAGE_BYTES if self.is_direct else moved_bytes
 
 
-def disk_error(what: str, error: OSError) -> DiskError:
-    """The error for a user, from one of the system: ``what`` says what was expected and where."""
+def disk_error(what: str, error: OSError, *, then: str = "") -> DiskError:
+    """The error for a user, from one of the system.
+
+    Args:
+        what: What was expected, and where.
+        error: What came.
+        then: How to go on when that is mended.
+    """
     code = error.errno or errno.EIO
     todo = _WHAT_TO_DO.get(code, "check the drive or give another path")
-    result = DiskError(f"{what}, but got {errno.errorcode.get(code, str(code))}: {error.strerror or error}; {todo}")
+    result = DiskError(
+        f"{what}, but got {errno.errorcode.get(code, str(code))}: {error.strerror or error}; {todo}{then}"
+    )
     result.errno = code
     return result
 
@@ -248,9 +238,3 @@ def _open_data(path: Path, io: DiskIO) -> tuple[int, bool]:
             raise
     os.close(fd)
     return io.open(path, flags), False
-
-
-def _staging(offset: int, nbytes: int) -> tuple[memoryview, int]:
-    """Aligned memory for the pages that hold ``nbytes`` from ``offset`` on, and where in it they begin."""
-    start = offset % PAGE_BYTES
-    return memoryview(mmap.mmap(-1, align_up(start + nbytes, PAGE_BYTES))), start

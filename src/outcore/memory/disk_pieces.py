@@ -1,0 +1,104 @@
+"""Pieces of a transfer: bytes that are contiguous in one file, noted when they are written and checked when read.
+
+[Note: parts of segments] A piece is whole segments of one extent, or lies within one segment ([Note: sums]). Transfers
+that run at once touch different bytes. So two of their pieces can share a segment only where each is a part of it, and
+these take turns by a lock. Whole segments need none.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import threading
+from dataclasses import dataclass
+from typing import final
+
+from outcore.core.quantities import PAGE_BYTES, align_up, format_bytes
+from outcore.memory.disk_file import DiskFile
+from outcore.memory.sums import SEGMENT_BYTES, Segment, Sums
+
+_NUM_LOCKS = 64  # segments that have one by chance wait for each other, which costs time only
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """Bytes to be moved."""
+
+    file: DiskFile
+    offset: int
+    """In the file."""
+    span: Segment
+    """In the store: all that the segments of these bytes hold."""
+    within: int
+    """Where in the span the bytes begin."""
+    memory: memoryview
+    is_aligned: bool
+    """Whether the memory begins at a page."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all bytes of their segments."""
+        return self.memory.nbytes == self.span.stop - self.span.start
+
+    @property
+    def is_straight(self) -> bool:
+        """Whether the bytes can go between file and memory as they are."""
+        return self.is_whole and (self.is_aligned or not self.file.is_direct)
+
+
+@final
+class Mover:
+    """Reads and writes pieces, and keeps the sums. Called from several threads."""
+
+    def __init__(self, sums: Sums) -> None:
+        """Args: sums: Of the store that the pieces are of."""
+        self._sums = sums
+        self._locks = [threading.Lock() for _ in range(_NUM_LOCKS)]
+
+    def read(self, piece: Piece) -> None:
+        """Fill the piece's memory.
+
+        Raises:
+            OSError: The system's error, or EBADMSG where a segment does not hold what was written.
+        """
+        if piece.is_straight:
+            self._read(piece, piece.memory)
+            return
+        with self._lock(piece):
+            staging = self._segments(piece)
+        piece.memory[:] = staging[piece.within : piece.within + piece.memory.nbytes]
+
+    def write(self, piece: Piece) -> None:
+        """Write the piece's memory. Of a segment that is written in part the rest is read and checked first."""
+        if piece.is_straight:
+            self._sums.note(piece.span.start, piece.memory)
+            piece.file.write(piece.offset, piece.memory)
+            return
+        with self._lock(piece):
+            staging = _pages(piece) if piece.is_whole else self._segments(piece)
+            stop = piece.within + piece.memory.nbytes
+            staging[piece.within : stop] = piece.memory
+            self._sums.note(piece.span.start, staging)
+            first = piece.within - piece.within % PAGE_BYTES
+            piece.file.write(piece.offset - piece.within + first, staging[first : align_up(stop, PAGE_BYTES)])
+
+    def _lock(self, piece: Piece) -> threading.Lock:
+        return self._locks[piece.span.start // SEGMENT_BYTES % _NUM_LOCKS]
+
+    def _segments(self, piece: Piece) -> memoryview:
+        staging = _pages(piece)
+        self._read(piece, staging)
+        return staging
+
+    def _read(self, piece: Piece, memory: memoryview) -> None:
+        """Read all of a piece's segments."""
+        offset = piece.offset - piece.within
+        piece.file.read(offset, memory)
+        wrong = self._sums.wrong(piece.span.start, memory)
+        if wrong is not None:
+            size, at = format_bytes(wrong.stop - wrong.start), offset + wrong.start - piece.span.start
+            raise OSError(errno.EBADMSG, f"the {size} at byte {at} are not what was written there")
+
+
+def _pages(piece: Piece) -> memoryview:
+    return memoryview(mmap.mmap(-1, piece.span.stop - piece.span.start))
