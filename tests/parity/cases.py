@@ -74,6 +74,7 @@ class Case:
     units: tuple[Any, ...] | None = None  # classes or names instead of those that are found
     is_minimal: bool = False  # one slot of each kind
     room: int = 0  # bytes for activations of units that the policy would recompute
+    pieces: int = 1  # in which units run a batch
 
     def __str__(self) -> str:
         parts = [
@@ -91,6 +92,7 @@ class Case:
             + [f"share={self.share:.2g}"] * bool(self.share)
             + ["minimal"] * self.is_minimal
             + [f"room={self.room}"] * bool(self.room)
+            + [f"pieces={self.pieces}"] * (self.pieces > 1)
         )
 
     def options(self, folder: Path) -> dict[str, Any]:
@@ -98,6 +100,8 @@ class Case:
         options: dict[str, Any] = {"budget": outcore.Budget(disk=str(folder))}
         if self.units is not None:
             options["units"] = list(self.units)
+        if self.pieces > 1:
+            options["micro_batches_in_unit"] = self.pieces
         if self.promised:
             options["accumulation_steps"] = self.setting.micro_batches
             options["clipping"] = self.setting.clipping != "off"
@@ -119,6 +123,7 @@ class Case:
             steps=self.setting.micro_batches if self.promised else None,
             early=self.early and self.promised,
             share=self.share,
+            pieces=self.pieces,
         )
         plan = dataclasses.replace(plan, kept_bytes=self.room)
         is_plain = self.kind == "fits" and not self.promised and can_be_plain(spec, plan)

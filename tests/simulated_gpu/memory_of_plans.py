@@ -40,15 +40,15 @@ def main() -> None:
 
 def print_footprints(count: int) -> None:
     """What was planned from shapes, what the device counted, and the second over the first."""
-    print("| policies | where they rest | everything else | planned KiB | seen KiB | ratio |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print("| policies | where they rest | everything else | pieces | planned KiB | seen KiB | ratio |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     ratios = []
     for seed in range(count):
-        policies, tiers, homes = random_policies(seed)
+        policies, tiers, homes, pieces = random_policies(seed)
         with tempfile.TemporaryDirectory() as folder, mock.patch.object(dear, "DEAR_FLOP_PER_BYTE", 30):
             planned, seen = planned_and_seen(seed, Path(folder))
         ratios.append(seen / planned)
-        resting = " ".join(tier[:2] for tier in tiers), homes
+        resting = " ".join(tier[:2] for tier in tiers), homes, str(pieces)
         numbers = f"{planned / KIB:.0f}", f"{seen / KIB:.0f}", f"{ratios[-1]:.3f}"
         print("|", " | ".join([" ".join(p[0] for p in policies), *resting, *numbers]), "|", flush=True)
     print(f"\nleast {min(ratios):.3f}, median {statistics.median(ratios):.3f}, most {max(ratios):.3f}")
@@ -61,6 +61,7 @@ def row(seed: int) -> list[str]:
         seen = train(case, Path(folder))
     check(case, seen)
     more = [f"share {case.share:.2g}"] * bool(case.share) + ["early"] * case.early + ["minimal"] * case.is_minimal
+    more += [f"{case.pieces} pieces"] * (case.pieces > 1)
     beside = [seen.prepared - seen.planned, seen.between_steps - seen.planned, seen.peak - seen.prepared]
     numbers = [seen.planned, *beside, most_beside_the_plan(case.name, case.policy)]
     resting = f"{case.policy}, {case.activations}" if case.policy != "recompute" else case.policy

@@ -20,8 +20,17 @@ LOOP = [
     TESTS / "loop" / f"test_{name}.py"
     for name in ("presence", "recompute", "gradients", "select", "activations", "in_pieces")
 ]
-ENGINE = "not test_delays_on_each_lane or early"  # of three kinds of plans one
-PARITY = "test_all_lanes_late or test_skipped_frozen_and_shared_parts or by_results_without"
+# Of cases that differ in what is no device's matter (host lanes, micro-batches, dtypes) one or two. The rehearsal of
+# ``benchmarks/gpu.sh`` runs the others.
+ENGINE = (
+    "test_delays_on_each_lane and early and (None or H2D or D2H or WRITE_BACK) or test_updates_inside and -1- or "
+    "test_first_loss and host or test_states_on and not dtype0 and not dtype2 or test_states_that and dtype1 or "
+    "test_overlap_off or test_three_steps or test_a_recompute or test_device_memory or test_where_everything"
+)
+PARITY = (
+    "test_all_lanes_late and not patchwork-disk and not llama-device and not gpt2-resident or "
+    "test_skipped_frozen_and_shared_parts and patchwork or by_results_without"
+)
 # A new run, one that stops and goes on, adapters, an evaluation: each by what its user calls.
 PROGRAMS = (
     "test_trainer or test_sft_lora or test_conversations_with_evaluation or TestResume and test_adapters or "
@@ -30,7 +39,7 @@ PROGRAMS = (
 # Parameters whose values are elsewhere for a moment, tensors that blocks make, and those that meet gradients; what is
 # saved of every policy, on every tier, with graphs that wait for one another, autocast and exceptions.
 CALLS = (
-    "test_a_state_dict or test_the_default_device or test_scaled_by_hand or test_any_block and Dropping or "
+    "test_a_state_dict_between or test_the_default_device or test_scaled_by_hand or test_any_block and Dropping or "
     "test_whatever_a_loop_does and two_forwards or test_an_argument_that_is_cast_twice or "
     "test_an_exception_in_the_middle and backward or test_an_interrupt_when or test_nothing_is_left or "
     "test_is_accumulation and mixed or test_late_and_permuted_lanes"
