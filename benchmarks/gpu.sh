@@ -62,7 +62,7 @@ failed=0
 run() { # run SECTION SECONDS EXTENSION COMMAND...
   local name=$1 limit=$2 file="$out/$1.$3"
   shift 3
-  [ -z "${TINY:-}" ] || limit=$((limit < 150 ? limit : 150))
+  [ -z "${TINY:-}" ] || limit=$((limit < 180 ? limit : 180))
   if grep -qx "$name" "$out/done.txt"; then echo "== $name: done before"; return; fi
   if ((SECONDS > 20 && SECONDS + limit > limit_s)); then echo "== $name: left for the next call"; return; fi
   echo "== $name (at $SECONDS s, $limit s at most)"
