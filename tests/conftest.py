@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import os
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,10 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; tests/simulated_gpu runs it on one"))
         if item.path.parent.name in EVERY_OPTIMIZER:  # said once per process, by whichever test comes first
             item.add_marker(pytest.mark.filterwarnings("ignore:torch._fused_sgd_ .* cannot be used:RuntimeWarning"))
-        group = _stays_together(item)
-        if group is not None:
-            item.add_marker(pytest.mark.xdist_group(group))
-    yield  # here pytest-randomly shuffles them, and pytest-xdist reads their groups
+    yield  # here pytest-randomly shuffles them
     items.sort(key=_turn)
 
 
@@ -54,24 +53,41 @@ def _leave_pairs(items: list[pytest.Item]) -> None:
     items[:] = [item for item in items if item not in dropped]
 
 
-def pytest_collection_finish() -> None:
+@pytest.fixture(autouse=True, scope="module")
+def _little_to_search() -> None:
     """What was imported is no garbage: searching it takes longer than most of the tests that collect garbage."""
     gc.collect()
     gc.freeze()
 
 
-def _stays_together(item: pytest.Item) -> str | None:
-    """Which tests run one behind the other: of control groups and signals, and those that share a costly fixture."""
-    if item.path.parent.name == "system":
-        return "system"
-    shares = any(found[-1].scope == "module" for found in item._fixtureinfo.name2fixturedefs.values())
-    return item.path.name if shares else None
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler.loadgroup import LoadGroupScheduling
+
+    class Together(LoadGroupScheduling):
+        """By files: marks of groups do not reach who hands tests out (pytest-xdist 3.8 with pytest 9.2)."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            return _stays_together(config.rootpath / nodeid.partition("::")[0]) or nodeid
+
+    return Together(config, log)
+
+
+@functools.cache
+def _stays_together(path: Path) -> str | None:
+    """Which tests run one behind the other: of control groups and signals, and of files that share what is costly."""
+    text, folder = path.read_text(), path.parent.name
+    if folder == "system":
+        return folder
+    if "import nursery\n" in text and folder not in FIRST:
+        return "nursery"
+    return path.name if 'scope="module"' in text else None
 
 
 def _turn(item: pytest.Item) -> int:
     """What one process does for longest begins first, so that at the end none is left that others wait for."""
     folder = item.path.parent.name
-    return FIRST.index(folder) if folder in FIRST else len(FIRST) + (item.get_closest_marker("xdist_group") is None)
+    return FIRST.index(folder) if folder in FIRST else len(FIRST) + (_stays_together(item.path) is None)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -66,12 +66,28 @@ def trained(path: Path) -> tuple[bytes, list[tuple[float, float]]]:
     return weights, [(line["loss"], line["grad_norm"]) for line in lines]
 
 
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    """A run that keeps its plan."""
+
+    trained: tuple[bytes, list[tuple[float, float]]]
+    plan: Any
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[Plain]:
+    """The plain one, when it has run."""
+    return []
+
+
 @pytest.fixture
-def plain(train: Any, tmp_path: Path) -> tuple[bytes, list[tuple[float, float]]]:
-    done = train("plain")
-    assert done.status == 0, done.err
-    assert "; outcore probe measures the machine again" in done.out
-    return trained(tmp_path / "plain")
+def plain(runs: list[Plain], train: Any, tmp_path: Path) -> Plain:
+    if not runs:
+        done = train("plain")
+        assert done.status == 0, done.err
+        assert "; outcore probe measures the machine again" in done.out
+        runs.append(Plain(trained(tmp_path / "plain"), plan_of(tmp_path / "plain")))
+    return runs[0]
 
 
 def test_the_training_is_the_same(train, plain, tmp_path):
@@ -79,13 +95,13 @@ def test_the_training_is_the_same(train, plain, tmp_path):
     assert done.status == 0, done.err
     assert "the run goes on with another plan" in done.out
     assert "outcore probe" not in done.out
-    assert plan_of(tmp_path / "other") != plan_of(tmp_path / "plain")
+    assert plan_of(tmp_path / "other") != plain.plan
     assert Hardware.load(tmp_path / "other" / "hardware.json") == slow_updates()
     assert not list((tmp_path / "cache").rglob("*.json")), "what is measured beside a run is no measure for others"
     assert [path.name for path in (tmp_path / "other").glob("checkpoint-*")] == [f"checkpoint-{OFF_AT}"]
     lines = read_jsonl(tmp_path / "other" / "metrics.jsonl")
     assert lines[OFF_AT - 1]["predicted_step_s"] != lines[OFF_AT]["predicted_step_s"]
-    assert trained(tmp_path / "other") == plain
+    assert trained(tmp_path / "other") == plain.trained
 
 
 def test_a_run_that_is_told_to_stop_meanwhile_goes_on_later(train, plain, tmp_path, monkeypatch):
@@ -98,7 +114,7 @@ def test_a_run_that_is_told_to_stop_meanwhile_goes_on_later(train, plain, tmp_pa
     assert stopped.status == 143
     assert stopped.err.splitlines()[-1].startswith(f"{tmp_path / 'other' / f'checkpoint-{OFF_AT}'} holds everything")
     assert train("other", "--resume").status == 0
-    assert trained(tmp_path / "other") == plain
+    assert trained(tmp_path / "other") == plain.trained
 
 
 def test_nothing_is_lost_where_it_fails(train, plain, tmp_path, monkeypatch):
@@ -109,7 +125,7 @@ def test_nothing_is_lost_where_it_fails(train, plain, tmp_path, monkeypatch):
     done = train("other", "--replan")
     assert done.status == 0, done.err
     assert "the run goes on with its plan, since no other could be made: the drive is full" in done.out
-    assert trained(tmp_path / "other") == plain
+    assert trained(tmp_path / "other") == plain.trained
     monkeypatch.setattr(kept, "measure", slow_updates)
     build, tried = job.Job.trainer, []
 
@@ -124,7 +140,7 @@ def test_nothing_is_lost_where_it_fails(train, plain, tmp_path, monkeypatch):
     assert done.status == 0, done.err
     assert "the run goes on with the plan that it had, since the other one fails: no room" in done.out
     assert tried[2] is tried[0]
-    assert trained(tmp_path / "third") == plain
+    assert trained(tmp_path / "third") == plain.trained
 
 
 def test_where_the_same_plan_is_the_best_it_stays(train, tmp_path, monkeypatch):
@@ -149,7 +165,7 @@ def test_a_run_that_was_killed_goes_on_with_another_plan(train, plain, tmp_path,
     assert done.status == 0, done.err
     assert "the run goes on with another plan" in done.out
     assert not (tmp_path / "other" / ".outcore-data-old").exists()
-    assert trained(tmp_path / "other")[0] == plain[0]
+    assert trained(tmp_path / "other")[0] == plain.trained[0]
 
 
 def test_the_run_goes_on_where_there_is_no_memory_to_measure_in(train, monkeypatch):
@@ -178,7 +194,7 @@ def test_only_a_plan_that_makes_no_step_is_given_up(train, plain, tmp_path, monk
         done = train("other", "--replan")
         assert done.status == 0, done.err
         assert "the run goes on with the plan that it had, since the other one fails: no room" in done.out
-        assert trained(tmp_path / "other") == plain
+        assert trained(tmp_path / "other") == plain.trained
     else:
         with pytest.raises(torch.OutOfMemoryError, match="no room"):
             train("other", "--replan")
