@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -93,6 +93,18 @@ def busiest_s(
 
 def _taken(parts: Mapping[Any, float], seconds: Mapping[str, float]) -> float:
     return sum(part * seconds.get(link, 0.0) for link, part in parts.items())
+
+
+class _Places(NamedTuple):
+    """Jobs of three steps between nodes."""
+
+    row: Any
+    column: Any
+    seconds: _Matrix
+    begins_s: _Matrix
+    left_s: _Matrix
+    is_slack: Any
+    shift: Any
 
 
 class _Graph:
@@ -190,10 +202,11 @@ class _Graph:
         jobs = [job for job in self._work.jobs if job.link == link and job.is_slack in (None, is_slack)]
         if not is_swept:
             jobs += [job for sweep in sweeps for job in sweep.firsts if job is not None]
-        heads, tails = self._ends(jobs)
-        sums = self._sums_of([job for job in jobs if not job.is_slack], range(3))
+        places = self._places(jobs)
+        heads, tails = self._ends(places)
+        sums = self._sums_of(places, ~places.is_slack)
         for shift in range(3) if is_slack else ():  # slots may hold so much in every step
-            some = self._sums_of([job for job in jobs if job.is_slack], [shift])
+            some = self._sums_of(places, places.is_slack & (places.shift == shift))
             sums = sums + np.maximum(some - self._work.slack_s.get(link, 0.0), 0.0)
         for sweep in sweeps:
             swept, begins = self._swept(sweep, is_swept=is_swept)
@@ -202,37 +215,46 @@ class _Graph:
             sums = sums + swept
         return sums, np.where(sums > 0, sums + heads + tails, 0.0)
 
-    def _sums_of(self, jobs: Sequence[Job], shifts: Iterable[int]) -> _Matrix:
-        """Seconds of the jobs of some steps that lie between two nodes."""
-        size = len(self._unrolled)
+    def _sums_of(self, places: _Places, chosen: Any) -> _Matrix:
+        """Seconds of the chosen ones that lie between two nodes."""
+        size, n = len(self._unrolled), self._n
+        if not chosen.any():
+            return np.zeros((n, size))
         found = np.zeros((size, size))
-        for shift in shifts if jobs else ():
-            row, column, _, _, columns = self._places(jobs, shift)
-            np.add.at(found, (row, column), columns[0])
-        return np.cumsum(np.cumsum(found[::-1], axis=0)[::-1], axis=1)[: self._n]
+        np.add.at(found, (places.row[chosen], places.column[chosen]), places.seconds[chosen])
+        return found[::-1].cumsum(axis=0)[::-1][:n].cumsum(axis=1)
 
-    def _ends(self, jobs: Sequence[Job]) -> tuple[_Matrix, _Matrix]:
+    def _ends(self, places: _Places) -> tuple[_Matrix, _Matrix]:
         """The least before any of the jobs between two nodes can begin, and the least after any of them."""
         size, n = len(self._unrolled), self._n
         heads, tails = np.full((size, size), np.inf), np.full((size, size), np.inf)
-        for shift in range(3) if jobs else ():
-            row, column, first, last, columns = self._places(jobs, shift)
-            np.minimum.at(heads, (row, column), columns[2] + self._sums[first])
-            np.minimum.at(tails, (row, column), columns[4] - self._sums[last])
+        np.minimum.at(heads, (places.row, places.column), places.begins_s)
+        np.minimum.at(tails, (places.row, places.column), places.left_s)
         heads, tails = (
-            np.minimum.accumulate(np.minimum.accumulate(found[::-1], axis=0)[::-1], axis=1)[:n]
+            np.minimum.accumulate(np.minimum.accumulate(found[::-1], axis=0)[::-1][:n], axis=1)
             for found in (heads, tails)
         )
         return heads - self._at[:n, None], tails + self._at[None, :]
 
-    def _places(self, jobs: Sequence[Job], shift: int) -> tuple[Any, Any, Any, Any, _Matrix]:
-        """Rows and columns of jobs, the visits between which they lie, and their numbers; of those that are inside."""
-        columns = np.array([job[1:6] for job in jobs]).T
-        first, last = (columns[i].astype(int) + shift * len(self._work.compute_s) for i in (1, 3))
+    def _places(self, jobs: Sequence[Job]) -> _Places:
+        """Where the jobs of three steps lie; of those that are inside."""
+        numbers = np.array([(*job[1:6], bool(job.is_slack)) for job in jobs]).reshape(len(jobs), 6)
+        seconds, after, head_s, before, tail_s, slack = np.tile(numbers, (3, 1)).T
+        shift = np.repeat(np.arange(3), len(jobs))
+        first, last = (visits.astype(int) + shift * len(self._work.compute_s) for visits in (after, before))
         row = np.searchsorted(self._unrolled, first, side="right") - 1
         column = np.searchsorted(self._unrolled, last, side="left")
         inside = (column < len(self._unrolled)) & (last < len(self._sums))
-        return row[inside], column[inside], first[inside], last[inside], columns[:, inside]
+        first, last = first[inside], last[inside]
+        return _Places(
+            row=row[inside],
+            column=column[inside],
+            seconds=seconds[inside],
+            begins_s=head_s[inside] + self._sums[first],
+            left_s=tail_s[inside] - self._sums[last],
+            is_slack=slack[inside] > 0,
+            shift=shift[inside],
+        )
 
     def _swept(self, sweep: Sweep, *, is_swept: bool) -> tuple[_Matrix, _Matrix]:
         """What a sweep's visits between two nodes need beyond what slots hold, and the least before that."""
