@@ -22,7 +22,7 @@ from . import zoo
 from .cases import Case, run, run_checked
 from .loops import Record, Setting, assert_equal, plain_loop, streamed_loop
 
-STEPS = 5
+STEPS = 4
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ from outcore.spec.plan import TIERS, Plan, UnitPlan
 from outcore.spec.schedule import ROOT, Kind, Operation, Visit
 from outcore.spec.timeline import COMPUTE, HOST
 
-NUM_PLANS = int(os.environ.get("OUTCORE_VIRTUAL_PLANS", "30"))
+NUM_PLANS = int(os.environ.get("OUTCORE_VIRTUAL_PLANS", "20"))
 """Random plans. 1,000 take some ten minutes."""
 STEPS = 4
 WIDTH, ROWS = 6, 8
