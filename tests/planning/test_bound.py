@@ -24,7 +24,7 @@ from .random_steps import random_step, steps_s
 
 MIB = 2**20
 NUM_LAYERS = 8
-NUM_STEPS = 60
+NUM_STEPS = 30
 
 
 def plan_of(model: ModelSpec, *, depth: int = 1, buckets: int = 2, steps: int = 1, **changes: Any) -> Plan:
