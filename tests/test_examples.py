@@ -39,6 +39,7 @@ SETTINGS = sorted(p.name for p in FOLDER.rglob("*.yaml"))
 FROM_NOTHING = [name for name in SETTINGS if "\nmodel:" in (FOLDER / name).read_text()]
 CONFIG = FOLDER / "data" / "config.json"
 OUTCORE = [sys.executable, "-c", "from outcore.cli.main import main; main()"]
+TRAINED: dict[str, Path] = {}
 COMMAND = typer.main.get_command(app).commands["train"]
 OPTIONS = {name for option in COMMAND.params for name in option.opts if name.startswith("--")}
 
@@ -76,12 +77,14 @@ def test_script(name: str, tmp_path: Path):
 
 @pytest.fixture(scope="module", params=FROM_NOTHING)
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the command wrote to."""
-    before = files()
-    folder = tmp_path_factory.mktemp("trained") / "out"
-    run(*OUTCORE, "train", f"examples/{request.param}", "--out", str(folder))
-    assert files() == before
-    return folder
+    """Where the command wrote to. Tests come in any order, and each file is trained once."""
+    if request.param not in TRAINED:
+        before = files()
+        folder = tmp_path_factory.mktemp("trained") / "out"
+        run(*OUTCORE, "train", f"examples/{request.param}", "--out", str(folder))
+        assert files() == before
+        TRAINED[request.param] = folder
+    return TRAINED[request.param]
 
 
 def test_settings(trained: Path):
