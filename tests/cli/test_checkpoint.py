@@ -9,7 +9,7 @@ from saving import small
 
 import outcore
 from outcore.cli import main as cli
-from outcore.saving.checkpoint import find
+from outcore.saving.found import find
 
 
 @pytest.fixture(scope="module")

@@ -62,13 +62,14 @@ def test_there_are_enough_waits_to_drop(users: dict[str, list[Case]]) -> None:
     assert len(users) >= LEAST_LABELS, sorted(users)
 
 
-IMPLIED = {"states read", "activations written"}
+IMPLIED = {"states read", "activations written", "next states read", "next weights read"}
 """Activations come back from host memory after the host waited for the copy that took them there. Those that are read
 from disk have lost their slot to a later call, whose own write comes behind theirs on one lane.
 
 Of the operations that write states at home each comes after whoever read them in any case: it is on that one's lane
 (an update on the host behind an early one), or what it writes was made of what was read (states that pass through the
-device, or a slot). Only a user who writes states has to wait, see the last test."""
+device, or a slot). Only a user who writes states has to wait, see the last test. Second homes are read by nobody but a
+save, see ``tests/saving/test_checkpoint_parity.py``."""
 
 
 def test_no_wait_can_be_dropped_unnoticed(users: dict[str, list[Case]], tmp_path: Path) -> None:

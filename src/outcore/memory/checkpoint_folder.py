@@ -3,14 +3,14 @@
 [Note: one commit] Everything is written into a hidden folder beside the final one and synced; the manifest comes last,
 then one rename, then a sync of the parent. So whoever dies leaves either the whole checkpoint or none. The hidden
 folder is locked (``flock``) while its writer lives; the next writer removes those of the dead. A checkpoint of the same
-name changes places with the new one in one call where the kernel can.
+name changes places with the new one in one call where the kernel can. Who reads a checkpoint locks it too, and it is
+not removed meanwhile. Where a filesystem has no locks, folders of the dead stay.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import mmap
 import os
 import re
@@ -19,6 +19,7 @@ import shutil
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, final
@@ -28,6 +29,7 @@ import torch
 from outcore.core.errors import ConfigError, OutcoreError
 from outcore.core.quantities import PAGE_BYTES, format_bytes
 from outcore.memory.disk_file import disk_error
+from outcore.memory.locked_folder import make_locked, taken_alone, unlock
 from outcore.memory.piece_pool import PiecePool, StalledError
 from outcore.spec.checkpoint import BLOCK_BYTES, MANIFEST_NAME, Block, Manifest
 
@@ -157,15 +159,13 @@ class UnfinishedCheckpoint:
             DiskError: The parent cannot be written.
         """
         self.target = target
+        self._pid = os.getpid()
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
+            _make_durably(target.parent)
             clear_away(target.parent)
-            self.path = target.parent / f".{target.name}.{secrets.token_hex(4)}.partial"
-            self.path.mkdir()
-            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self.path, self._lock = make_locked(lambda: _aside(target, "partial"))
         except OSError as error:
             raise self.error(error) from error
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._pool = BlockPool()
         self._files: list[CheckpointFile] = []
 
@@ -203,49 +203,69 @@ class UnfinishedCheckpoint:
         self._end()
 
     def abandon(self) -> None:
-        """Remove everything. Idempotent."""
-        if self._lock >= 0:
+        """Remove everything. Idempotent. In a forked child nothing happens: it is the parent's."""
+        if self._lock >= 0 and os.getpid() == self._pid:
+            self._pool.close()  # first: what is still written would stay behind
             shutil.rmtree(self.path, ignore_errors=True)
             self._end()
 
     def _end(self) -> None:
-        os.close(self._lock)
-        self._lock = -1
+        lock, self._lock = self._lock, -1
+        unlock(lock)
         self._pool.close()
 
 
+def _make_durably(folder: Path) -> None:
+    """With the folders above it: a name is durable when the folder that it stands in was synced."""
+    if not folder.is_dir():
+        _make_durably(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync(folder.parent)
+
+
+def _aside(target: Path, kind: str) -> Path:
+    return target.parent / f".{target.name}.{secrets.token_hex(4)}.{kind}"
+
+
 def clear_away(parent: Path) -> None:
-    """Remove what dead writers left in a folder of checkpoints; an old one whose name is missing gets it back."""
+    """Remove what dead writers left in a folder of checkpoints; an old one whose name is missing gets it back.
+
+    What cannot be removed is left to the next one: nobody takes it for a checkpoint.
+    """
     for path in sorted(parent.glob(".*")):
         match = _ASIDE.fullmatch(path.name)
         if match is None or path.is_symlink() or not path.is_dir():
             continue
-        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with suppress(OSError), taken_alone(path, needs_lock=True):
             if match[2] == "old" and not (parent / match[1]).exists():
                 path.rename(parent / match[1])
             else:
                 shutil.rmtree(path)
-        except BlockingIOError:
-            pass  # its writer lives
-        finally:
-            os.close(lock)
 
 
-def remove(path: Path) -> None:
-    """Remove a checkpoint: its name goes first, so that nobody ever takes a part for the whole.
+def remove(path: Path) -> bool:
+    """Remove a checkpoint: its name goes first, so that nobody ever takes a part for the whole. A link goes alone.
+
+    Returns:
+        Whether it is gone. Not if somebody reads it, or has removed it already.
 
     Raises:
         DiskError: It cannot be removed.
     """
-    aside = path.parent / f".{path.name}.{secrets.token_hex(4)}.partial"
+    aside = _aside(path, "partial")
     try:
-        path.rename(aside)
+        if path.is_symlink():
+            path.unlink()
+            return True
+        with taken_alone(path, needs_lock=False):
+            path.rename(aside)
         sync(path.parent)
         shutil.rmtree(aside)
+    except (BlockingIOError, FileNotFoundError):
+        return not path.exists()
     except OSError as error:
         raise disk_error(f"checkpoint '{path}': expected that it can be removed", error) from error
+    return True
 
 
 def read_manifest(path: Path, *, check: bool) -> Manifest:
@@ -370,22 +390,24 @@ def sync(path: Path) -> None:
 
 
 def _put_in_place(path: Path, target: Path) -> None:
-    if not target.exists():
+    """What was there goes last. If it cannot be removed, the next writer tries again."""
+    old = path
+    try:
         path.rename(target)
-        sync(target.parent)
-        return
-    old = target.parent / f".{target.name}.{secrets.token_hex(4)}.old"
-    if _exchange(path, target):
-        path.rename(old)
-    else:
-        target.rename(old)
-        path.rename(target)
+    except OSError:
+        if not os.path.lexists(target):
+            raise
+        if not _exchange(path, target):
+            old = _aside(target, "old")
+            target.rename(old)
+            path.rename(target)
     sync(target.parent)
-    shutil.rmtree(old)
+    with suppress(OSError):
+        old.unlink() if old.is_symlink() or not old.is_dir() else shutil.rmtree(old)
 
 
 def _exchange(a: Path, b: Path) -> bool:
     """Let two folders change names, in one call. False: this system cannot."""
-    libc = ctypes.CDLL(None, use_errno=True)
+    call = getattr(ctypes.CDLL(None), "renameat2", None)
     names = os.fsencode(a), os.fsencode(b)
-    return not libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE)
+    return call is not None and not call(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE)

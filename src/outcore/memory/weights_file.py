@@ -49,6 +49,8 @@ _ADVICE_ON_DTYPES = (
     "quantized: name the model that they were made from"
 )
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+STORED_DTYPES = frozenset(_DTYPE_NAMES)
+"""Of tensors that files can hold."""
 _MAX_HEADER_BYTES = 100 * 10**6  # what the format allows
 
 _SAMPLE_BYTES = 256  # of a tensor, to tell weights apart

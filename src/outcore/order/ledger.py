@@ -87,6 +87,10 @@ class Home(Generic[H]):
         """An operation that writes was submitted, and came after ``before_write``."""
         self.ready, self.readers = writer, []
 
+    def perhaps_written_by(self, writer: H) -> None:
+        """The same of one that may be skipped: then it has waited for nobody, and readers are still there."""
+        self.ready = writer
+
 
 @dataclass(slots=True, eq=False)
 class Slot(Generic[H]):

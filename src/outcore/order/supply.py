@@ -69,12 +69,15 @@ class Supply(Generic[H]):
         return Borrowed(target, {"gradients fetched": fetched}, taken)
 
     def states(self, unit: Ledger[H], is_due: Answer | None = None) -> Borrowed[H] | None:
-        """States in host memory: their home, or a slot that is being filled from disk. None where there are none."""
+        """States in host memory: their home, or a slot that is being filled from disk. None where there are none.
+
+        With ``is_due`` they are read only: new ones go to the second home.
+        """
         home = unit.states
         if not home.nbytes:
             return None
         if home.tier == "host":
-            return Borrowed(home.span(), home.before_write())
+            return Borrowed(home.span(), home.before_write() if is_due is None else home.before_read())
         kept = self._pools.take_kept("states", home)
         if kept is not None:
             return Borrowed(kept.slot.span(home.nbytes), {"kept states written": kept.slot.free_after}, kept)
@@ -126,7 +129,8 @@ class Supply(Generic[H]):
             is_wanted: See there.
         """
         read = home.readers  # by a save, from the place that is written now
-        home.written_by(done)
+        written_by = home.written_by if is_due is None else home.perhaps_written_by
+        written_by(done)
         if states.taken is None:
             return
         written = self._port.submit(
@@ -139,4 +143,4 @@ class Supply(Generic[H]):
             work=Work(is_due=is_due, is_wanted=is_wanted),
         )
         self._pools.give_kept(states.taken, home, done, written)
-        home.written_by(written)
+        written_by(written)

@@ -197,7 +197,7 @@ class UpdateOrder(Generic[H]):
         unit.states.read_by(updated)
         if old_weights is not None:
             unit.weights.read_by(updated)
-        unit.next_weights.written_by(updated)
+        unit.next_weights.perhaps_written_by(updated)
         if old is not None:
             self._supply.write_states(unit, old, unit.next_states, updated, is_due, work.is_wanted)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -41,10 +44,16 @@ class Save:
         """Args: path: Where it will be. abandon: Leaves nothing of it. told: The error for the user."""
         self.path = path
         self.error: BaseException | None = None
+        self.complaint: Exception | None = None
+        """What went wrong after it was durable: older ones could not be removed."""
         self.is_told = False
         """Whether somebody has waited for it."""
+        self.num_pieces = 0
+        """That were submitted. Counted apart from those that were written, which another thread counts."""
+        self.num_written = 0
         self._is_durable = False
         self._abandon, self._told = abandon, told
+        self._failing = threading.Lock()
         self._last: tuple[Handle, Device] | None = None
 
     def ends_with(self, last: Handle, device: Device) -> None:
@@ -52,12 +61,21 @@ class Save:
         self._last = last, device
 
     def fail(self, error: BaseException) -> None:
-        """It will not be."""
-        self.error = error
-        if isinstance(error, OSError) and not isinstance(error, OutcoreError):
-            self.error = self._told(error)
-            self.error.__cause__ = error
+        """It will not be. The first error counts: others follow from it."""
+        with self._failing:
+            if self.done:
+                return
+            if isinstance(error, OSError) and not isinstance(error, OutcoreError):
+                told = self._told(error)
+                told.__cause__ = error
+                error = told
+            self.error = error
         self._abandon()
+
+    def refuse_missing(self) -> None:
+        """Raise if something that was submitted was not written."""
+        if self.num_written < self.num_pieces:
+            raise OutcoreError("expected whole updates to save, but one has failed; see its own error")
 
     def complete(self) -> None:
         """It is durable."""
@@ -78,9 +96,11 @@ class Save:
             DiskError: It could not be written. Older checkpoints are untouched, and the model can go on.
             OutcoreError: What was to be saved has failed.
         """
-        if not self.done and self._last is not None:
+        if self.error is None and self._last is not None:
             handle, device = self._last
             device.wait("checkpoint saved", handle)
+        if self.complaint is not None and not self.is_told:
+            warnings.warn(f"checkpoint '{self.path}' is there, but: {self.complaint}", RuntimeWarning, stacklevel=2)
         self.is_told = True
         if self.error is not None:
             raise self.error
@@ -93,19 +113,22 @@ class Saves:
     def __init__(self, device: Device, port: LivePort, tiers: Tiers) -> None:
         self._device, self._port, self._tiers = device, port, tiers
         self._order: SaveOrder[Handle]
-        self._running: Save | None = None
-        self._missing = 0
-        """Pieces of the running one that were not written yet."""
+        self._running: list[Save] = []
+        """At most one."""
+        self._pid = os.getpid()
+        # For programs that end without close(). Called before the lanes are closed, which were opened earlier.
+        self._at_exit = weakref.finalize(self, _finish, self._running, self._pid)
 
     def make_room(self) -> None:
         """Wait for the one before. Raises: what that one ended with, if nobody was told."""
-        running, self._running = self._running, None
-        if running is not None and not running.is_told:
-            running.wait()
+        for save in self._running:
+            if not save.is_told:
+                save.wait()
+        self._running.clear()
 
     def begin(self, save: Save) -> None:
         """Nothing of it was submitted."""
-        self._running, self._missing = save, 0
+        self._running.append(save)
         if not hasattr(self, "_order"):
             arena = Arena("save", aligned_bytes(2 * SLOT_BYTES, torch.device("cpu")))
             slots = [Slot[Handle](f"save slot {i}", "host", SLOT_BYTES, arena.take(SLOT_BYTES)) for i in range(2)]
@@ -113,18 +136,13 @@ class Saves:
 
     def finish(self) -> None:
         """Wait for the one that is under way; say it if it failed and nobody was told."""
-        running, self._running = self._running, None
-        if running is None or running.is_told:
-            return
-        try:
-            running.wait()
-        except OutcoreError as error:
-            warnings.warn(f"the last checkpoint was not saved: {error}", RuntimeWarning, stacklevel=2)
+        _finish(self._running, self._pid)
 
     def abandon(self) -> None:
         """The lanes have stopped: leave nothing of what was not written."""
-        if self._running is not None and not self._running.done:
-            self._running.fail(OutcoreError("expected a model whose checkpoint can be written, but it was closed"))
+        self._at_exit.detach()
+        for save in self._running if os.getpid() == self._pid else ():
+            save.fail(OutcoreError("expected a model whose checkpoint can be written, but it was closed"))
 
     def home(self, unit: Ledger[Handle], home: Home[Handle], span: tuple[int, int], save: Save, file: Writer) -> None:
         """Let the bytes [start, stop) of a home be appended to a file, with zeros up to a multiple of 4 KiB.
@@ -137,29 +155,30 @@ class Saves:
 
         def copy(start: int, stop: int, slot: Slot[Handle] | None) -> Callable[[], None]:
             memory = home.span(start, stop).memory if slot is None else slot.span(stop - start).memory
-            self._missing += 1
+            save.num_pieces += 1
             return partial(self._write, save, file, memory)
 
         self._order.home(unit, home, span, copy)
 
-    def last(self, save: Save, name: str, finish: Callable[[], None]) -> None:
+    def last(self, save: Save, name: str, commit: Callable[[], None], tidy_up: Callable[[], object]) -> None:
         """Behind everything that was submitted."""
-
-        def end() -> None:
-            if save.error is not None:
-                return
-            try:
-                self._refuse_missing()
-                finish()
-                save.complete()
-            except Exception as error:
-                save.fail(error)
-
+        end = partial(self._end, save, commit, tidy_up)
         save.ends_with(self._device.submit(Lane.SAVE, name, end), self._device)
 
-    def _refuse_missing(self) -> None:
-        if self._missing:
-            raise OutcoreError("expected whole updates to save, but one has failed; see its own error")
+    def _end(self, save: Save, commit: Callable[[], None], tidy_up: Callable[[], object]) -> None:
+        if save.error is not None:
+            return
+        try:
+            save.refuse_missing()
+            commit()
+            save.complete()
+        except Exception as error:
+            save.fail(error)
+            return
+        try:
+            tidy_up()
+        except Exception as error:
+            save.complaint = error
 
     def _write(self, save: Save, file: Writer, memory: Buffer | Extent) -> None:
         """What fails fails the save, and not the training."""
@@ -167,7 +186,7 @@ class Saves:
             return
         try:
             file.write(align_up(memory.nbytes, PAGE_BYTES), partial(self._fill, memory))
-            self._missing -= 1
+            save.num_written += 1
         except Exception as error:
             save.fail(error)
 
@@ -187,3 +206,17 @@ class Saves:
         else:  # numpy's copies let other threads run, and begin none of their own
             np.copyto(to[:inside].numpy(), memory.bytes[start : start + inside].numpy())
         to[inside:].zero_()
+
+
+def _finish(running: list[Save], pid: int) -> None:
+    """See ``Saves.finish``. A forked child has nothing to wait for."""
+    if os.getpid() != pid:
+        return
+    for save in running:
+        if save.is_told:
+            continue
+        try:
+            save.wait()
+        except Exception as error:
+            warnings.warn(f"the last checkpoint was not saved: {error}", RuntimeWarning, stacklevel=3)
+    running.clear()

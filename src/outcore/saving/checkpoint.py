@@ -11,24 +11,22 @@ from __future__ import annotations
 import copy
 import errno
 import json
-import re
-import warnings
+import os
+import weakref
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.core.errors import ConfigError, OutcoreError, UnsupportedError
 from outcore.core.quantities import PAGE_BYTES, align_up, format_bytes
 from outcore.memory.checkpoint_folder import (
     CheckpointFile,
     UnfinishedCheckpoint,
-    clear_away,
-    read_manifest,
-    remove,
     small_file,
     write_durably,
 )
@@ -41,13 +39,13 @@ from outcore.runtime.saves import Save
 from outcore.runtime.unit.unit import Beneath, Unit
 from outcore.runtime.values.edits import take_edits
 from outcore.saving.conversions import is_adapter_model, is_pretrained_model
+from outcore.saving.found import found, prune
 from outcore.saving.small_state import decode, encode, random_states, restore_random_states
 from outcore.saving.state_names import places
 from outcore.saving.training_state import like_setting, plain_setting
 from outcore.saving.unit_files import Section, file_name, load_param, records, sections, tensors_in
 from outcore.spec.checkpoint import MANIFEST_NAME, Manifest, PartRecord, TensorRecord
 
-_STEP = re.compile(r"(?:step|checkpoint)-(\d+)")
 _BUFFERS, _STATE = "buffers", "state"
 LIBRARY = "library"
 """Folder in a checkpoint; see ``export_checkpoint``."""
@@ -113,24 +111,33 @@ def _begin_save(
     described = _description(engine, groups, step)
     saves = engine.opened.saves
     saves.make_room()
-    unfinished = UnfinishedCheckpoint(directory / f"step-{step:08d}")
+    target = directory / f"step-{step:08d}"
+    _refuse_to_replace(target)
+    unfinished = UnfinishedCheckpoint(target)
     save = Save(unfinished.target, unfinished.abandon, unfinished.error)
+
+    def tidy_up() -> None:
+        if keep is not None:
+            prune(directory, keep, newest=step)
+
     try:
         saves.begin(save)
         _write_small(unfinished.path, engine, small, tensors)
         _submit(engine, unfinished, save)
+        saves.last(save, f"commit checkpoint of step {step}", lambda: unfinished.commit(described), tidy_up)
     except BaseException as error:
         save.fail(error)
         save.wait()
         raise
-
-    def finish() -> None:
-        unfinished.commit(described)
-        if keep is not None:
-            _remove_older(directory, step, keep)
-
-    saves.last(save, f"commit checkpoint of step {step}", finish)
     return save
+
+
+def _refuse_to_replace(target: Path) -> None:
+    if os.path.lexists(target) and not (target / MANIFEST_NAME).is_file():
+        raise ConfigError(
+            f"save_checkpoint: expected a checkpoint at '{target}', or nothing, but something else is there; move it "
+            "away, or name another folder"
+        )
 
 
 def load_checkpoint(
@@ -155,24 +162,27 @@ def load_checkpoint(
 
     Raises:
         ConfigError: None is there or whole, or it is of another model, optimizer or precision. Nothing was changed.
-        DiskError: It can no longer be read.
+        DiskError: It can no longer be read. The model is of no use then until another one is loaded.
 
     Memory: host, 16 MiB while it is verified, then 4 MiB.
     """
     engine = engine_of(model, "load_checkpoint")
     _refuse_other_optimizer(engine, optimizer, "load_checkpoint")
-    engine.refuse_if_closed()
+    if not isinstance(engine.weights.refusal, _HalfLoadedError):
+        engine.refuse_if_closed()
     engine.device.check()
     engine.opened.saves.finish()
     return Resumed(directory, step=step, verify=verify).take_over(optimizer)
 
 
 class Resumed:
-    """A checkpoint that was found, and checked, to go on from."""
+    """A checkpoint that was found, and checked, to go on from. Nobody removes it until it is taken over."""
 
     def __init__(self, directory: str | Path, *, step: int | None = None, verify: bool = True) -> None:
         """As for ``load_checkpoint``. Raises: ConfigError."""
-        self._path, self._manifest = find(Path(directory), step=step, check=verify)
+        holding = ExitStack()
+        self._let_go = weakref.finalize(self, holding.close)
+        self._path, self._manifest = holding.enter_context(found(Path(directory), step=step, check=verify))
 
     @property
     def names(self) -> set[str]:
@@ -190,76 +200,36 @@ class Resumed:
         small = json.loads(small_file(path / f"{_STATE}.json"))
         saved = WeightsDirectory.open(path, _STATE) if WeightsDirectory.is_there(path, _STATE) else None
         small = decode(small, saved.read if saved is not None else _no_tensor)
-        for unit in engine.units:
-            take_edits(unit, engine.access)
-            for i, spec in enumerate(unit.spec.params[: unit.num_trainable]):
-                load_param(engine.access, unit, i, path, manifest)
-                unit.steps[i] = manifest.steps[spec.name]
-        _load_buffers(engine, path, manifest)
-        for group, settings in zip(optimizer.param_groups, manifest.groups, strict=True):
-            group.update({k: like_setting(group.get(k), v) for k, v in settings.items() if k != "params"})
-        restore_random_states(small["random"], engine.device)
+        with _whole_or_refused(engine, path):
+            for unit in engine.units:
+                take_edits(unit, engine.access)
+                for i, spec in enumerate(unit.spec.params[: unit.num_trainable]):
+                    load_param(engine.access, unit, i, path, manifest)
+                    unit.steps[i] = manifest.steps[spec.name]
+            _load_buffers(engine, path, manifest)
+            for group, settings in zip(optimizer.param_groups, manifest.groups, strict=True):
+                group.update({k: like_setting(group.get(k), v) for k, v in settings.items() if k != "params"})
+            restore_random_states(small["random"], engine.device)
+        self._let_go()
         return {**small["extra"], "step": manifest.step}
 
 
-def found_in(directory: Path) -> list[tuple[int, Path]]:
-    """Checkpoints in a folder, by step, the newest first. Whether they are whole is another question."""
-    if not directory.is_dir():
-        return []
-    steps = [(int(match[1]), path) for path in directory.iterdir() if (match := _STEP.fullmatch(path.name))]
-    return sorted((pair for pair in steps if (pair[1] / MANIFEST_NAME).is_file()), reverse=True)
+class _HalfLoadedError(OutcoreError):
+    """Some of the model is of a checkpoint, and some is not."""
 
 
-def find(directory: Path, *, step: int | None = None, check: bool = True) -> tuple[Path, Manifest]:
-    """The newest checkpoint that is as it was saved, or that of a step.
-
-    Args:
-        directory: One checkpoint, or a folder of them.
-        step: Which. None: of damaged ones it is said, and the one before is taken.
-        check: Read everything, and compare with its checksums.
-
-    Raises:
-        ConfigError: There is none, or it is damaged.
-    """
-    if (directory / MANIFEST_NAME).is_file() and step is None:
-        return directory, read_manifest(directory, check=check)
-    if directory.is_dir():
-        clear_away(directory)
-    there = [(number, path) for number, path in found_in(directory) if step in (None, number)]
-    for _, path in there:
-        try:
-            return path, read_manifest(path, check=check)
-        except ConfigError as damaged:
-            if step is not None or path == there[-1][1]:
-                raise
-            warnings.warn(f"{damaged}. The one before is taken", stacklevel=4)
-    what = "a checkpoint" if step is None else f"a checkpoint of step {step}"
-    raise ConfigError(
-        f"load_checkpoint: expected {what} in '{directory}', but there is none; name a folder that "
-        "outcore.save_checkpoint() wrote"
-    )
-
-
-def prune(directory: Path, keep: int) -> list[Path]:
-    """Remove all but the newest ``keep`` that are whole, and older ones that are not. Returns: what was removed."""
-    whole = 0
-    removed = []
-    for _, path in found_in(directory):
-        if whole >= keep:
-            remove(path)
-            removed.append(path)
-            continue
-        try:
-            read_manifest(path, check=False)
-        except ConfigError:
-            continue
-        whole += 1
-    return removed
-
-
-def _remove_older(directory: Path, step: int, keep: int) -> None:
-    for _, path in [pair for pair in found_in(directory) if pair[0] <= step][keep:]:
-        remove(path)
+@contextmanager
+def _whole_or_refused(engine: Engine, path: Path) -> Iterator[None]:
+    """A load that is cut short leaves a mixture, which nobody may train."""
+    try:
+        yield
+    except BaseException as error:
+        engine.weights.refusal = _HalfLoadedError(
+            f"expected a whole checkpoint, but loading '{path}' was cut short by {type(error).__name__}: {error}; "
+            "load it again, or another one"
+        )
+        raise
+    engine.weights.refusal = None
 
 
 def _refuse_other_optimizer(engine: Engine, optimizer: object, what: str) -> None:
@@ -399,7 +369,10 @@ def _refuse_others(optimizer: StreamedOptimizer, path: Path, manifest: Manifest)
             f"differ: '{name}' is {_shown(wanted.get(name))} here and {_shown(there.get(name))} there; resume with "
             "the settings of the run that saved it"
         )
-    if [group["params"] for group in manifest.groups] != _group_names(optimizer):
+    trained = {s.name for u in engine.units for s in u.spec.params[: u.num_trainable]}
+    if trained != manifest.steps.keys():
+        raise ConfigError(f"checkpoint '{path}': expected step counts of all trained parameters, but some are missing")
+    if [group.get("params") for group in manifest.groups] != _group_names(optimizer):
         raise ConfigError(
             f"checkpoint '{path}': expected the same parameters in the same param groups, but {len(manifest.groups)} "
             f"groups were saved, and the optimizer has {len(optimizer.param_groups)} or others in them; build it as in "

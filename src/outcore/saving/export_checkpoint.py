@@ -18,9 +18,10 @@ from outcore.core.extra import refuse_missing
 from outcore.memory.checkpoint_folder import mapped_tensors
 from outcore.memory.staged_files import copy_files
 from outcore.memory.weights_file import write_safetensors
-from outcore.saving.checkpoint import LIBRARY, find
+from outcore.saving.checkpoint import LIBRARY
 from outcore.saving.conversions import Group, saving_groups
 from outcore.saving.export import adapter_names, saved_state
+from outcore.saving.found import find
 from outcore.saving.state_names import places
 from outcore.spec.checkpoint import Manifest
 

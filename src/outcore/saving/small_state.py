@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from outcore.core.errors import ConfigError
 from outcore.device.device import Device
 from outcore.memory.checkpoint_folder import small_file, write_durably
-from outcore.memory.weights_file import WeightsDirectory, write_safetensors
+from outcore.memory.weights_file import STORED_DTYPES, WeightsDirectory, write_safetensors
 
 _SCALARS = (str, int, float, bool, type(None))
 _OF_TENSOR: Mapping[str, Callable[[torch.Tensor], Any]] = {
@@ -27,7 +28,11 @@ _OF_TENSOR: Mapping[str, Callable[[torch.Tensor], Any]] = {
     "$array": lambda tensor: tensor.numpy(),
     "$number": lambda tensor: tensor.numpy()[()],
 }
-_OF_ITEMS: Mapping[str, Callable[[list[Any]], Any]] = {"$tuple": tuple, "$pairs": dict}
+_OF_ITEMS: Mapping[str, Callable[[list[Any]], Any]] = {
+    "$tuple": tuple,
+    "$pairs": dict,
+    "$counter": lambda pairs: Counter(dict(pairs)),
+}
 
 
 def encode(value: Any, tensors: dict[str, torch.Tensor], where: str = "extra") -> Any:
@@ -46,11 +51,11 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], where: str = "extra") -
     if isinstance(value, list | tuple):
         items = [encode(item, tensors, f"{where}[{i}]") for i, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
-    if type(value) in (dict, OrderedDict):
-        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+    if type(value) in (dict, OrderedDict, Counter):
+        if type(value) is not Counter and all(isinstance(key, str) and not key.startswith("$") for key in value):
             return {key: encode(item, tensors, f"{where}[{key!r}]") for key, item in value.items()}
         pairs = [(encode(k, tensors, where), encode(v, tensors, f"{where}[{k!r}]")) for k, v in value.items()]
-        return {"$pairs": pairs}
+        return {"$counter" if type(value) is Counter else "$pairs": pairs}
     kind, tensor = _as_tensor(value, where)
     name = str(len(tensors))
     tensors[name] = tensor
@@ -58,10 +63,11 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], where: str = "extra") -
 
 
 def _as_tensor(value: Any, where: str) -> tuple[str, torch.Tensor]:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.dtype in STORED_DTYPES:
         return "$tensor", value.detach().to("cpu", copy=True).contiguous()
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
-        return "$array" if isinstance(value, np.ndarray) else "$number", torch.from_numpy(np.array(value))
+        with suppress(TypeError, ValueError):  # long doubles, other byte orders
+            return "$array" if isinstance(value, np.ndarray) else "$number", torch.from_numpy(np.array(value))
     raise ConfigError(
         f"save_checkpoint: expected numbers, strings, tensors, arrays, lists, tuples and dicts, but {where} is a "
         f"{type(value).__module__}.{type(value).__qualname__}; give its state_dict(), or leave it out"

@@ -8,9 +8,11 @@ lie in several files: one for each rank that saved a part of it.
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple, Self
 
 MANIFEST_NAME = "manifest.json"
@@ -85,7 +87,7 @@ class Manifest:
         if _signed({"format": _FORMAT, **fields}) != text:
             raise ValueError("its checksum is another one")
         try:
-            return cls(
+            manifest = cls(
                 step=fields["step"],
                 files={name: tuple(Block(*b) for b in blocks) for name, blocks in fields["files"].items()},
                 tensors={name: _tensor(record) for name, record in fields["tensors"].items()},
@@ -93,8 +95,33 @@ class Manifest:
                 steps=fields["steps"],
                 groups=tuple(fields["groups"]),
             )
+            manifest._refuse_unfit()
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"something in it is missing: {error!r}") from error
+            raise ValueError(f"something in it is missing, or is something else: {error!r}") from error
+        return manifest
+
+    def _refuse_unfit(self) -> None:
+        """Raises: ValueError: Names that leave the folder, numbers that no checkpoint has."""
+        numbers = [self.step, *self.steps.values(), *self.frozen.values()]
+        for name, blocks in self.files.items():
+            path = PurePosixPath(name)
+            if path.is_absolute() or ".." in path.parts or str(path) != name or name in (".", MANIFEST_NAME):
+                raise ValueError(f"'{name}' is no file of a checkpoint")
+            if any(block.nbytes > BLOCK_BYTES for block in blocks):
+                raise ValueError(f"a block of '{name}' is too large")
+            numbers += [number for block in blocks for number in block]
+        for name, record in self.tensors.items():
+            if any(part.file not in self.files for part in record.parts):
+                raise ValueError(f"tensor '{name}' lies in a file that it does not list")
+            if record.order is not None and sorted(record.order) != list(range(len(record.shape))):
+                raise ValueError(f"tensor '{name}' has no such order of dimensions")
+            if [p.start for p in record.parts] + [math.prod(record.shape)] != [0, *(p.stop for p in record.parts)]:
+                raise ValueError(f"parts of tensor '{name}' do not follow one another")
+            numbers += [*record.shape, *(n for part in record.parts for n in part[1:])]
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise ValueError("a number in it is none of a checkpoint")
+        if not all(isinstance(group, dict) for group in self.groups):
+            raise ValueError("a param group in it is none")
 
 
 def _signed(fields: Mapping[str, Any]) -> bytes:

@@ -38,8 +38,8 @@ class PlainUpdates:
         self._frozen = [(p, name) for p, name in self._frozen if id(p) not in self._places]
         self._states: dict[int, dict[str, torch.Tensor]] = {}
         self._is_closed = False
-        homes = [home.memory for unit in units for home in (unit.ledger.weights, unit.ledger.states)]
-        self._regions = [memory.region for memory in homes if isinstance(memory, Buffer)]
+        self._homes = [home for unit in units for home in (unit.ledger.weights, unit.ledger.states)]
+        self._regions = [home.memory.region for home in self._homes if isinstance(home.memory, Buffer)]
 
     def deposit(self, unit: Unit, grads: dict[int, torch.Tensor]) -> NoReturn:
         """Never called."""
@@ -75,13 +75,17 @@ class PlainUpdates:
     @torch.no_grad()
     def take(self, steps: Sequence[FusedStep]) -> None:
         """Do it."""
-        self._device.compute("update all units", writes=self._regions)
+        read = [reader for home in self._homes for reader in home.readers]  # by a save
+        self._device.compute("update all units", writes=self._regions, after={"states read": read})
         for step in steps:
             apply(step)
             torch.autograd.graph.increment_version(step.targets)  # a graph of the old weights must not be walked
             for param in step.targets:
                 unit, i = self._places[id(param)]
                 unit.steps[i] += 1
+        updated = self._device.mark("updated")
+        for home in self._homes:
+            home.written_by(updated)
         for unit in self._units:
             unit.presence.watch.note_versions()
 
@@ -129,4 +133,5 @@ class PlainUpdates:
         """Let go of all memory, so that it can be given back: no graph that has saved weights may be walked."""
         self._is_closed = True
         self._states.clear()
+        self._homes.clear()
         torch.autograd.graph.increment_version([p for unit in self._units for p in unit.params])

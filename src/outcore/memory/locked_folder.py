@@ -1,0 +1,78 @@
+"""Folders that somebody works in or reads: locked (``flock``), so that nobody else removes them meanwhile.
+
+A lock ends with its process. Filesystems without locks on folders (NFS) refuse: there work goes on without.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+def make_locked(new_name: Callable[[], Path]) -> tuple[Path, int]:
+    """A new folder, and its lock. Somebody who clears away may remove it before it is locked: then another one.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    while True:
+        path = new_name()
+        path.mkdir()
+        with suppress(FileNotFoundError):
+            lock = os.open(path, _FLAGS)
+            try:
+                with suppress(OSError):
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                if os.path.samestat(os.fstat(lock), path.stat()):
+                    return path, lock
+            except BaseException:
+                os.close(lock)
+                raise
+
+
+def unlock(lock: int) -> None:
+    """Also for children that were forked meanwhile: they have the lock until it is taken off."""
+    with suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_UN)
+    os.close(lock)
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Nobody takes the folder alone inside the block."""
+    lock = -1
+    with suppress(OSError):  # gone already: whoever reads it says so
+        lock = os.open(path, _FLAGS)
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    try:
+        yield
+    finally:
+        if lock >= 0:
+            unlock(lock)
+
+
+@contextmanager
+def taken_alone(path: Path, *, needs_lock: bool) -> Iterator[None]:
+    """Nobody else has the folder inside the block.
+
+    Raises:
+        BlockingIOError: Somebody has it.
+        OSError: It cannot be opened; or, with ``needs_lock``, the filesystem has no locks.
+    """
+    lock = os.open(path, _FLAGS)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:
+            if needs_lock:
+                raise
+        yield
+    finally:
+        unlock(lock)

@@ -1,0 +1,98 @@
+"""Which checkpoints a folder holds: the newest that is as it was saved, and those that are too many."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from outcore.core.errors import ConfigError
+from outcore.memory.checkpoint_folder import clear_away, read_manifest, remove
+from outcore.memory.locked_folder import held
+from outcore.spec.checkpoint import MANIFEST_NAME, Manifest
+
+_STEP = re.compile(r"(?:step|checkpoint)-(\d+)")
+
+
+def found_in(directory: Path) -> list[tuple[int, Path]]:
+    """Checkpoints in a folder, by step, the newest first. Whether they are whole is another question."""
+    if not directory.is_dir():
+        return []
+    steps = [(int(match[1]), path) for path in directory.iterdir() if (match := _STEP.fullmatch(path.name))]
+    return sorted((pair for pair in steps if (pair[1] / MANIFEST_NAME).is_file()), reverse=True)
+
+
+def find(directory: Path, *, step: int | None = None, check: bool = True) -> tuple[Path, Manifest]:
+    """The newest checkpoint that is as it was saved, or that of a step.
+
+    Args:
+        directory: One checkpoint, or a folder of them.
+        step: Which. None: of damaged ones it is said, and the one before is taken.
+        check: Read everything, and compare with its checksums.
+
+    Raises:
+        ConfigError: There is none, or it is damaged.
+    """
+    with found(directory, step=step, check=check) as pair:
+        return pair
+
+
+@contextmanager
+def found(directory: Path, *, step: int | None = None, check: bool = True) -> Iterator[tuple[Path, Manifest]]:
+    """``find``, and nobody removes it inside the block."""
+    with ExitStack() as holding:
+        if (directory / MANIFEST_NAME).is_file() and step is None:
+            holding.enter_context(held(directory))
+            yield directory, read_manifest(directory, check=check)
+            return
+        if directory.is_dir():
+            clear_away(directory)
+        yield _newest(directory, step, holding, check=check)
+
+
+def _newest(directory: Path, step: int | None, holding: ExitStack, *, check: bool) -> tuple[Path, Manifest]:
+    there = [(number, path) for number, path in found_in(directory) if step in (None, number)]
+    for _, path in there:
+        holding.enter_context(held(path))
+        try:
+            return path, read_manifest(path, check=check)
+        except ConfigError as damaged:
+            if not path.exists():  # removed since, behind a newer one
+                return _newest(directory, step, holding, check=check)
+            if step is not None or path == there[-1][1]:
+                raise
+            warnings.warn(f"{damaged}. The one before is taken", stacklevel=6)
+    what = "a checkpoint" if step is None else f"a checkpoint of step {step}"
+    raise ConfigError(
+        f"load_checkpoint: expected {what} in '{directory}', but there is none; name a folder that "
+        "outcore.save_checkpoint() wrote"
+    )
+
+
+def prune(directory: Path, keep: int, *, newest: int | None = None) -> list[Path]:
+    """Remove all but the newest ``keep`` that are whole, and older ones that are not. What somebody reads stays.
+
+    Args:
+        directory: Of checkpoints.
+        keep: How many.
+        newest: Leave those of later steps alone. None: there are none.
+
+    Returns:
+        What was removed.
+
+    Raises:
+        DiskError: One cannot be removed.
+    """
+    whole, removed = 0, []
+    for step, path in found_in(directory):
+        if newest is not None and step > newest:
+            continue
+        if whole >= keep:
+            removed += [path] if remove(path) else []
+            continue
+        with suppress(ConfigError):
+            read_manifest(path, check=False)
+            whole += 1
+    return removed

@@ -1,0 +1,367 @@
+"""What can go wrong around a checkpoint: drives that fail, power that goes, bytes that change, processes that die."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nursery
+import pytest
+import torch
+from outside import power_loss
+from outside.calls import Call, watched
+from plans import forced
+
+import outcore
+from outcore.core.errors import ConfigError, DiskError, OutcoreError
+from outcore.memory.checkpoint_folder import find_damage, read_manifest
+from outcore.saving.found import find, found_in, prune
+from outcore.spec.checkpoint import Manifest
+
+from . import small
+from .test_training_state import state_of
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Any]:
+    with small.prepared(small.build("plain", num_blocks=1), tmp_path) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Two checkpoints that nobody may change, and a model that they fit."""
+    folder = tmp_path_factory.mktemp("saved")
+    with small.prepared(small.build("plain", num_blocks=1), folder) as (model, optimizer):
+        for step in (1, 2):
+            small.train(model, optimizer, range(step, step + 1))
+            extra = {"tensor": torch.arange(3)}
+            outcore.save_checkpoint(model, optimizer, folder / "c", step=step, extra=extra, wait=True)
+    return folder / "c", folder
+
+
+class Fault:
+    """Lets one call fail, the one with a number: with an error, or by writing half of what it is given."""
+
+    def __init__(self, number: int, *, is_short: bool) -> None:
+        self._left, self._code = number, 0 if is_short else (errno.ENOSPC, errno.EIO)[number % 2]
+        self.hit = ""
+
+    def __call__(self, call: Call, do: Any) -> Any:
+        if not self._code and call.name not in ("write", "pwrite"):
+            return do()
+        self._left -= 1
+        if self._left != -1:
+            return do()
+        self.hit = call.name
+        if self._code:
+            raise OSError(self._code, os.strerror(self._code), call.path)
+        return do(memoryview(call.data)[: len(call.data) // 2])
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_every_call_of_a_save_fails_once(is_short: bool, run: Any, tmp_path: Path):
+    """The error is typed, the older checkpoint is whole, nothing stays behind, and training goes on bit for bit."""
+    model, optimizer = run
+    folder, hit, failed, fault = tmp_path / "c", Counter[str](), 0, None
+    for number in range(1000):
+        if number % 8 == 0:
+            small.train(model, optimizer, range(number // 8, number // 8 + 1))
+        before, fault = found_in(folder), Fault(number, is_short=is_short)
+        with warnings.catch_warnings(), watched(tmp_path, fault):
+            warnings.simplefilter("ignore")  # an older one that cannot be removed
+            try:
+                outcore.save_checkpoint(model, optimizer, folder, step=number + 1, keep=1, wait=True)
+            except DiskError:
+                failed += 1
+        hit[fault.hit] += 1
+        if not fault.hit:
+            break
+        assert found_in(folder) or not before
+        for _, path in found_in(folder):
+            read_manifest(path, check=number % 8 == 0)
+    assert [path.name for path in folder.iterdir()] == [f"step-{number + 1:08d}"]
+    kinds = {"write", "pwrite"} if is_short else {"write", "pwrite", "create", "mkdir", "fsync", "rename"}
+    assert kinds < hit.keys()
+    assert is_short or failed > 20
+    _same_as_a_run_without_faults(run, number // 8 + 1, tmp_path)
+
+
+def _same_as_a_run_without_faults(run: Any, num_steps: int, folder: Path) -> None:
+    outcore.load_checkpoint(*run, folder / "c")
+    with small.prepared(small.build("plain", num_blocks=1), folder) as (model, optimizer):
+        small.train(model, optimizer, range(num_steps))
+        small.same(state_of(model, optimizer), state_of(*run))
+
+
+def test_flipped_bytes(saved: Any):
+    """All of the manifest; of other files, many. None is believed."""
+    rng, path = random.Random(0), saved[0] / "step-00000002"
+    text = (path / "manifest.json").read_bytes()
+    flipped = (text[:i] + bytes([text[i] ^ 1 << rng.randrange(8)]) + text[i + 1 :] for i in range(len(text)))
+    assert not [changed for changed in flipped if _is_read(changed)]
+    manifest = Manifest.from_json(text)
+    places = [(path / name, rng.randrange(sum(b.nbytes for b in manifest.files[name]))) for name in manifest.files]
+    places += rng.choices(places, k=100)
+    assert not [place for place in places if find_damage_at(*place, 1 << rng.randrange(8), path, manifest) is None]
+
+
+def _is_read(text: bytes) -> bool:
+    try:
+        Manifest.from_json(text)
+    except ValueError:
+        return False
+    return True
+
+
+def find_damage_at(file: Path, place: int, bit: int, path: Path, manifest: Manifest) -> str | None:
+    """Flip a bit, look, and flip it back."""
+    with file.open("r+b", buffering=0) as opened:
+        was = os.pread(opened.fileno(), 1, place)
+        os.pwrite(opened.fileno(), bytes([was[0] ^ bit]), place)
+        try:
+            return find_damage(path, manifest)
+        finally:
+            os.pwrite(opened.fileno(), was, place)
+
+
+def test_the_one_before_is_taken(saved: Any):
+    source, _ = saved
+    file = source / "step-00000002" / "state.safetensors"
+    text = file.read_bytes()
+    file.write_bytes(text[:-1] + bytes([text[-1] ^ 1]))
+    with pytest.warns(UserWarning, match="step-00000002.*not those that were saved.*The one before is taken"):
+        assert find(source)[1].step == 1
+    with pytest.raises(ConfigError, match="not those that were saved"):
+        find(source, step=2)
+    file.write_bytes(text)
+    assert find(source)[1].step == 2
+
+
+def test_power_loss(tmp_path: Path):
+    found = power_loss.cut(tmp_path, 60, seed=0, num_steps=2)
+    assert not found["wrong"]
+    assert found["newest is durable"] > 5
+    assert found["newest is later"] + found["none yet"] > 0
+
+
+def test_killed_while_saving(tmp_path: Path):
+    """LoRA on disk, and full training on the device, until both are done."""
+    script = Path(power_loss.__file__).with_name("checkpoint_kills.py")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    command = [sys.executable, str(script), "--kills", "4", "--seed", "5"]
+    done = nursery.run(command, check=False, capture_output=True, timeout=300, env=environment, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "| most lives in a row" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.replace("buffers.safetensors", "../x.safetensors"),
+        lambda text: text.replace("buffers.safetensors", "/tmp/x.safetensors"),
+        lambda text: text.replace('"step":2', '"step":-2'),
+        lambda text: text.replace('"step":2', '"step":2.0'),
+        lambda text: text.replace('"step":2', '"step":true'),
+        lambda text: text.replace('"groups":[{', '"groups":[3,{'),
+        lambda text: text.replace('"shape":[131,19]', '"shape":[131,20]'),
+        lambda text: text.replace('"shape":[131,19]', '"shape":[-131,-19]'),
+        lambda text: text.replace('"frozen":{', '"frozen":{"x":"y",'),
+        lambda text: text.replace(",0,2489]", ",5,2489]"),
+    ],
+)
+def test_manifests_that_nobody_writes(change: Any, saved: Any):
+    """With a right checksum all the same."""
+    import json
+
+    from outcore.spec.checkpoint import _signed
+
+    text = (saved[0] / "step-00000002" / "manifest.json").read_text()
+    fields = json.loads(text)
+    del fields["crc32"]
+    assert _signed(fields) == text.encode()
+    changed = change(text)
+    assert changed != text
+    fields = json.loads(changed)
+    del fields["crc32"]
+    with pytest.raises(ValueError, match=r"in it|no file|file that|parts of|tensor|no checkpoint"):
+        Manifest.from_json(_signed(fields))
+
+
+def test_what_is_no_checkpoint_is_not_replaced(run: Any, tmp_path: Path):
+    for target in ("step-00000001", "step-00000002"):
+        (tmp_path / "c" / target).parent.mkdir(exist_ok=True)
+    (tmp_path / "c" / "step-00000001").write_text("mine")
+    (tmp_path / "c" / "step-00000002").mkdir()
+    for step in (1, 2):
+        with pytest.raises(ConfigError, match="expected a checkpoint at .* or nothing"):
+            outcore.save_checkpoint(*run, tmp_path / "c", step=step)
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["step-00000001", "step-00000002"]
+
+
+def test_links_are_removed_and_not_what_they_lead_to(run: Any, tmp_path: Path):
+    first = outcore.save_checkpoint(*run, tmp_path / "c", step=1, wait=True).path
+    elsewhere = first.rename(tmp_path / "elsewhere")
+    first.symlink_to(elsewhere)
+    assert find(tmp_path / "c")[1].step == 1
+    outcore.save_checkpoint(*run, tmp_path / "c", step=1, wait=True)  # the link is replaced
+    assert not first.is_symlink()
+    (tmp_path / "c" / "step-00000000").symlink_to(elsewhere)
+    outcore.save_checkpoint(*run, tmp_path / "c", step=2, keep=1, wait=True)
+    assert [path.name for path in (tmp_path / "c").iterdir()] == ["step-00000002"]
+    read_manifest(elsewhere, check=True)
+
+
+def test_damaged_ones_do_not_count_among_those_that_are_kept(run: Any, tmp_path: Path):
+    for step in (1, 2, 3):
+        outcore.save_checkpoint(*run, tmp_path / "c", step=step, wait=True)
+    (tmp_path / "c" / "step-00000003" / "buffers.safetensors").unlink()
+    outcore.save_checkpoint(*run, tmp_path / "c", step=4, keep=2, wait=True)
+    assert [step for step, _ in found_in(tmp_path / "c")] == [4, 3, 2]
+    assert prune(tmp_path / "c", 1) == [tmp_path / "c" / f"step-0000000{step}" for step in (3, 2)]
+
+
+def test_who_reads_a_checkpoint_keeps_it(run: Any, tmp_path: Path):
+    from outcore.saving.found import found
+
+    outcore.save_checkpoint(*run, tmp_path / "c", step=1, wait=True)
+    with found(tmp_path / "c") as (path, _):
+        outcore.save_checkpoint(*run, tmp_path / "c", step=2, keep=1, wait=True)
+        read_manifest(path, check=True)
+    outcore.save_checkpoint(*run, tmp_path / "c", step=3, keep=1, wait=True)
+    assert [step for step, _ in found_in(tmp_path / "c")] == [3]
+
+
+def test_two_runs_save_into_one_folder(run: Any, tmp_path: Path):
+    """Nobody removes what the other one is writing."""
+    with small.prepared(small.build("plain", num_blocks=1, seed=1), tmp_path) as other:
+        saves = [outcore.save_checkpoint(*pair, tmp_path / "c", step=i) for pair in (run, other) for i in (1, 2)]
+        for save in saves:
+            save.wait()
+    for _, path in found_in(tmp_path / "c"):
+        read_manifest(path, check=True)
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["step-00000001", "step-00000002"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(errno.EIO, "broken")])
+def test_a_load_that_is_cut_short(error: Any, run: Any, tmp_path: Path, monkeypatch: Any):
+    """Nobody trains a mixture; another load mends it."""
+    model, optimizer = run
+    small.train(model, optimizer)
+    outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1, wait=True)
+    want = state_of(model, optimizer)
+    small.train(model, optimizer, range(1, 2))
+
+    def interrupt(*_: Any) -> Any:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr("outcore.saving.checkpoint._load_buffers", interrupt)
+        with pytest.raises((KeyboardInterrupt, OSError)):
+            outcore.load_checkpoint(model, optimizer, tmp_path / "c")
+    for use in (lambda: small.train(model, optimizer), optimizer.step):
+        with pytest.raises(OutcoreError, match="expected a whole checkpoint, but loading .* was cut short"):
+            use()
+    outcore.load_checkpoint(model, optimizer, tmp_path / "c")
+    small.same(want, state_of(model, optimizer))
+    small.train(model, optimizer, range(1, 2))
+
+
+def test_ctrl_c_while_small_files_are_written(run: Any, tmp_path: Path, monkeypatch: Any):
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("outcore.saving.checkpoint._submit", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            outcore.save_checkpoint(*run, tmp_path / "c", step=1)
+    assert not list((tmp_path / "c").iterdir())
+    outcore.save_checkpoint(*run, tmp_path / "c", step=1, wait=True)
+
+
+def test_a_forked_child_leaves_the_save_alone(run: Any, tmp_path: Path, monkeypatch: Any):
+    """Also if it closes what it has inherited."""
+    import threading
+
+    go_on, model = threading.Event(), run[0]
+    from outcore.memory.checkpoint_folder import UnfinishedCheckpoint
+
+    commit = UnfinishedCheckpoint.commit
+    monkeypatch.setattr(UnfinishedCheckpoint, "commit", lambda self, what: (go_on.wait(20), commit(self, what))[1])
+    save = outcore.save_checkpoint(*run, tmp_path / "c", step=1)
+    pid = os.fork()
+    if pid == 0:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            try:
+                outcore.close(model, keep_weights=False)
+            except BaseException:
+                os._exit(1)
+        os._exit(0)
+    status = os.waitpid(pid, 0)[1]
+    go_on.set()
+    read_manifest(save.wait(), check=True)
+    assert status == 0
+
+
+def test_models_and_optimizers_with_little_to_save(tmp_path: Path):
+    """Parameters and buffers without elements, an optimizer without states, rates that are tensors."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 3))
+    model[0].register_parameter("empty", torch.nn.Parameter(torch.empty(0, 3)))
+    model[1].register_buffer("nothing", torch.empty(0))
+    first, second = (list(layer.parameters()) for layer in model)
+    groups = [{"params": first}, {"params": second, "lr": torch.tensor(0.5)}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    options: dict[str, Any] = {"units": [torch.nn.Linear]}
+    plan = forced(model, optimizer, "disk", depth=1, **options)[1]
+    options |= {"budget": outcore.Budget(disk=str(tmp_path)), "device": small.DEVICE}
+    with outcore.prepare(model, optimizer, plan=plan, **options) as (model, optimizer):
+
+        def step() -> None:
+            model(torch.ones(2, 3, device=small.DEVICE)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1, wait=True)
+        want = state_of(model, optimizer)
+        optimizer.param_groups[1]["lr"].fill_(7.0)
+        step()
+        outcore.load_checkpoint(model, optimizer, tmp_path / "c")
+        small.same(want, state_of(model, optimizer))
+        assert float(optimizer.param_groups[1]["lr"]) == 0.5
+
+
+def test_small_state_of_schedulers(run: Any, tmp_path: Path):
+    """What torch's schedulers give comes back and goes on."""
+    from torch.optim import lr_scheduler
+
+    makers = {
+        "multistep": lambda o: lr_scheduler.MultiStepLR(o, [2, 4, 4]),
+        "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=9),
+        "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o),
+        "in turn": lambda o: lr_scheduler.SequentialLR(
+            o, [lr_scheduler.LinearLR(o), lr_scheduler.CosineAnnealingLR(o, 9)], milestones=[3]
+        ),
+    }
+    plain = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+    states = {name: make(plain).state_dict() for name, make in makers.items()}
+    outcore.save_checkpoint(*run, tmp_path / "c", step=1, extra=states, wait=True)
+    got = outcore.load_checkpoint(*run, tmp_path / "c")
+    assert {name: got[name] for name in states} == states
+    assert type(got["multistep"]["milestones"]) is type(states["multistep"]["milestones"])
+
+
+@pytest.mark.parametrize("value", [torch.zeros(2, dtype=torch.complex64), torch.eye(2).to_sparse(), {1, 2}, object()])
+def test_small_state_that_cannot_be_saved(value: Any, run: Any, tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"extra\['x'\] is a"):
+        outcore.save_checkpoint(*run, tmp_path / "c", step=1, extra={"x": value})
+    assert not (tmp_path / "c").exists()
