@@ -1,8 +1,10 @@
 """What the sums of the disk tier cost: as a rate, in transfers of the store, and in whole training steps.
 
 Prints one JSON object. ``rates`` has one thread, over memory that is in no cache: the sum, a copy, and ``zlib.crc32``.
-``transfers`` moves whole extents by a store with sums and by one without. ``step`` is the disk plan of
-benchmarks/step.py, with weights and states on disk, prepared twice. In each pair both run, and the one that begins
+``paced`` moves whole extents by a store with sums and by one without, both over a drive that takes known time and none
+of the machine's cores. ``transfers`` does it over the drive that is there: one whose bytes come from the memory of a
+virtual machine's host binds at nothing but cores. ``step`` is the disk plan of benchmarks/step.py, with weights and
+states on disk, prepared twice. In each pair both run, and the one that begins
 changes; ratios are taken within pairs, since machines are noisy. ``cpu_over`` is the same for the processor time of the
 whole process, and ``share_of_cpu`` that part of it which goes into sums.
 
@@ -13,10 +15,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -26,11 +31,13 @@ from measuring import context, spread
 
 from outcore.core.quantities import parse_bytes
 from outcore.memory import disk
+from outcore.memory.disk_file import OsDiskIO
 from outcore.memory.host import HostMemory
 from outcore.memory.sums import Segment, Sums
 
 GOAL_FRACTION = 0.02
 NAMES = ("without", "with")
+PACES = (0.5, 1, 3)  # GB/s
 
 
 class NoSums:
@@ -66,6 +73,24 @@ class TimedSums(NoSums):
         return found
 
 
+class PacedDrive(OsDiskIO):
+    """Takes its time, one request behind the other, and moves nothing: memory keeps what was written from there."""
+
+    def __init__(self) -> None:
+        self.bytes_per_s = math.inf
+        self._free_s, self._lock = 0.0, threading.Lock()
+
+    def pread(self, fd: int, memory: memoryview, offset: int) -> int:
+        """See ``DiskIO``."""
+        with self._lock:
+            self._free_s = max(self._free_s, time.perf_counter()) + memory.nbytes / self.bytes_per_s
+            end_s = self._free_s
+        time.sleep(max(0.0, end_s - time.perf_counter()))
+        return memory.nbytes
+
+    pwrite = pread
+
+
 @contextmanager
 def knowing(name: str) -> Iterator[None]:
     """Stores that are opened inside have them, or not."""
@@ -79,8 +104,10 @@ def knowing(name: str) -> Iterator[None]:
 
 def main() -> None:
     args = _arguments()
-    report = {"benchmark": "sums", "goal_fraction": GOAL_FRACTION}
-    print(json.dumps(report | {"rates": rates(args), "transfers": transfers(args), "step": steps(args)} | context()))
+    report: dict[str, object] = {"benchmark": "sums", "goal_fraction": GOAL_FRACTION}
+    parts = {"rates": rates, "paced": paced, "transfers": transfers, "step": steps}
+    report |= {name: part(args) for name, part in parts.items() if name in args.parts}
+    print(json.dumps(report | context()))
 
 
 def rates(args: argparse.Namespace) -> dict[str, object]:
@@ -107,23 +134,37 @@ def rates(args: argparse.Namespace) -> dict[str, object]:
     return {f"{name}_bytes_per_s": spread(values) for name, values in found.items()}
 
 
+def paced(args: argparse.Namespace) -> dict[str, object]:
+    """Rate of the drive in GB/s -> seconds for one extent."""
+    drive, found = PacedDrive(), {}
+    with _both_stores(args, drive) as moves:
+        for rate in PACES:
+            drive.bytes_per_s = 1e9 * rate
+            found[f"{rate:g}"] = {verb: _in_pairs(both, args.pairs) for verb, both in moves.items()}
+    return found
+
+
 def transfers(args: argparse.Namespace) -> dict[str, object]:
     """Seconds for one extent."""
+    with _both_stores(args, None) as moves:
+        return {verb: _in_pairs(both, args.pairs) for verb, both in moves.items()}
+
+
+@contextmanager
+def _both_stores(args: argparse.Namespace, io: OsDiskIO | None) -> Iterator[dict[str, dict[str, Callable[[], None]]]]:
     nbytes = parse_bytes(args.nbytes, what="--nbytes")
     with ExitStack() as closing:
         memory = closing.enter_context(HostMemory.open(nbytes)).tensor
         memory.random_(generator=torch.Generator().manual_seed(0))
-        stores = {}
+        moves: dict[str, dict[str, Callable[[], None]]] = {"write": {}, "read": {}}
         for name in NAMES:
             with knowing(name):
-                store = closing.enter_context(disk.DiskStore.open([args.disk], nbytes))
-            stores[name] = store, store.take(nbytes, owner="benchmark")
-            store.write(stores[name][1], memory)
-        moves: dict[str, dict[str, Callable[[], None]]] = {
-            "write": {n: lambda s=s, e=e: s.write(e, memory) for n, (s, e) in stores.items()},  # type: ignore[misc]
-            "read": {n: lambda s=s, e=e: s.read(e, memory) for n, (s, e) in stores.items()},  # type: ignore[misc]
-        }
-        return {verb: _in_pairs(both, args.pairs) for verb, both in moves.items()}
+                store = closing.enter_context(disk.DiskStore.open([args.disk], nbytes, io=io))
+            extent = store.take(nbytes, owner="benchmark")
+            store.write(extent, memory)
+            moves["write"][name] = partial(store.write, extent, memory)
+            moves["read"][name] = partial(store.read, extent, memory)
+        yield moves
 
 
 def steps(args: argparse.Namespace) -> dict[str, object]:
@@ -172,6 +213,7 @@ def _in_pairs(both: dict[str, Callable[[], None]], pairs: int) -> dict[str, obje
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--disk", type=Path, default=Path(), help="folder of the disk tier")
+    parser.add_argument("--parts", nargs="*", default=["rates", "paced", "transfers", "step"])
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--nbytes", default="256MiB", help="of the rates and transfers; needed twice on disk")
     parser.add_argument("--steps", type=int, default=2, help="of one turn")
