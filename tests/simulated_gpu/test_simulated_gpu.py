@@ -50,7 +50,7 @@ RUNS = {
     "parity": ["-k", PARITY, TESTS / "parity"],  # the promise as on CPU lanes, but a device computes and streams wait
     "programs": ["-k", PROGRAMS, TESTS / "cli" / "test_train.py", TESTS / "integrations", TESTS / "saving"],
     "loop": ["-k", CALLS, *LOOP],
-    "memory": ["-m", "gpu", FOLDER / "memory_tests.py"],
+    "memory": ["-m", "gpu", FOLDER / "memory_tests.py", FOLDER / "footprint_tests.py"],
     "faults": [
         *("-m", "gpu", FOLDER / "fault_tests.py", FOLDER / "stall_tests.py"),
         *(GPU / "test_streams_cuda.py", GPU / "test_interrupts_cuda.py"),

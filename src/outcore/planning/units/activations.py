@@ -79,7 +79,17 @@ def footprint_of(
             shapes.forward(backward)
     saved = {name: unit.saved for name, unit in units.items()}
     found = Footprint(saved=saved, steps=watch.steps if is_whole else [], pieces=count)
-    return found if count == 1 else found.with_sums(cut.spec.units[0].update_bytes)
+    if count == 1:
+        return found
+    casts = _head_bytes(cut.modules[0], Autocast.now(device))
+    return found.with_casts((count - 1) * casts).with_sums(cut.spec.units[0].update_bytes)
+
+
+def _head_bytes(model: nn.Module, autocast: Autocast) -> int:
+    """Of what autocast makes of output embeddings, for each piece anew."""
+    weights = [w for head in output_embeddings(model) if isinstance(w := getattr(head, "weight", None), torch.Tensor)]
+    cast = [w for w in weights if autocast.is_on and w.dtype != autocast.dtype]
+    return sum(w.numel() * autocast.dtype.itemsize for w in cast)
 
 
 def _loss_in_tiles(model: nn.Module, tokens: int) -> int:

@@ -89,6 +89,15 @@ class Footprint:
             )
         return replace(self, steps=steps)
 
+    def with_casts(self, nbytes: int) -> Footprint:
+        """With so much more alive behind the last forward, where the root computes results and loss."""
+        steps = list(self.steps)
+        last = next((i for i, step in enumerate(steps) if step.is_backward), 0) - 1
+        if last >= 0:
+            more = {name: getattr(steps[last], name) + nbytes for name in ("peak_bytes", "select_bytes", "keep_bytes")}
+            steps[last] = replace(steps[last], **more)
+        return replace(self, steps=steps)
+
     def with_sums(self, nbytes: int) -> Footprint:
         """With so much more alive from the first backward on, and shortly before."""
         more = self.with_loss(nbytes)
@@ -166,7 +175,9 @@ class _Waiting:
 
     def ran(self, step: Step) -> int:
         """What is alive at most while its forward runs, without what other calls have beyond their arguments."""
-        return {"keep": step.keep_bytes, "select": step.select_bytes, "recompute": step.peak_bytes}[self.plan.policy]
+        most = {"keep": step.keep_bytes, "select": step.select_bytes, "recompute": step.peak_bytes}[self.plan.policy]
+        stays = self.plan.policy == "keep" and not self.leaves and self.saved.cast > 0
+        return most + (self.saved.kept - self.saved.keep if stays else 0)  # casts of weights stay, too
 
     def walked(self, step: Step) -> int:
         """What is alive at most while its backward runs, without other calls."""
