@@ -84,7 +84,7 @@ def prepared(args: argparse.Namespace, pieces: int) -> Iterator[Any]:
         for unit, (tier, policy) in zip(cut.spec.units, tiers, strict=True)
     ]
     pools = pools_for(cut.spec, units, Comfort(prefetch_depth=2, num_buckets=2, max_slots_host=3))
-    plan = Plan(precision="fp32", units=tuple(units), pools=pools, prefetch_depth=2)
+    plan = Plan(precision="fp32", units=tuple(units), pools=pools, prefetch_depth=2, micro_batches_in_unit=pieces)
     fetch_s = args.weights * args.milliseconds / 1e3
     throttle = {"h2d": cut.spec.units[-1].weight_bytes / fetch_s}
     options = {"plan": plan, "units": [Block], "device": "cpu", "micro_batches_in_unit": pieces}
