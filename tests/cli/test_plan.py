@@ -93,7 +93,7 @@ def test_json_has_the_plan_that_out_has_too(command: Run, config_json: Path, tmp
     [
         ("1GiB", "1GiB", {}, {("keep", "device")}),
         ("2MiB", "4MiB", {}, {("recompute", "device"), ("keep", "device")}),
-        ("2MiB", "4MiB", {"bf16_flops": 1e9}, {("select", "device"), ("keep", "device")}),
+        ("1700KiB", "4MiB", {"bf16_flops": 1e9}, {("select", "device"), ("keep", "device")}),
         ("700KiB", "4MiB", {"bf16_flops": 1e9}, {("recompute", "device"), ("keep", "device")}),
     ],
     ids=["all on the device", "computed again", "what is dear is saved", "no room for that"],
