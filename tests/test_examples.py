@@ -54,7 +54,7 @@ def run(*command: str) -> str:
 
 
 def files() -> list[Path]:
-    return sorted(FOLDER.rglob("*"))
+    return sorted(path for path in FOLDER.rglob("*") if "__pycache__" not in path.parts)
 
 
 def test_there_are_examples_of_each_kind_and_the_list_names_all():

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from outcore.api import prepare_for_test
-from outcore.core.errors import OutcoreError, RaceError, UnsupportedError
+from outcore.core.errors import DiskError, OutcoreError, RaceError, UnsupportedError
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
 
@@ -176,8 +176,9 @@ def test_wrong_by_results_without(label: str, tmp_path: Path) -> None:
     for late_s in LATE_S:
         try:
             _train(how, tmp_path, skip=frozenset({label}), delays={how.lane: late_s}, poison=how.poison)
-        except (AssertionError, UnsupportedError) as error:  # or recompute finds another result than forward
-            assert isinstance(error, AssertionError) or "recompute gave another result" in str(error)
+        except (AssertionError, UnsupportedError, DiskError) as error:
+            seen = "recompute gave another result", "are not what was written there"  # and by the disk tier's sums
+            assert isinstance(error, AssertionError) or any(said in str(error) for said in seen)
             return
     pytest.fail("all results are those of the plain loop")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,10 @@ import pytest
 import torch
 
 import outcore
-from outcore.core.errors import ConfigError
+from outcore.core.errors import ConfigError, DiskError
+from outcore.memory.checkpoint_folder import UnfinishedCheckpoint
+from outcore.saving.export_checkpoint import export_checkpoint
+from outcore.spec.checkpoint import Manifest
 
 from . import small
 from .test_training_state import state_of
@@ -146,3 +151,48 @@ def test_bad_input_changes_nothing(tmp_path: Path):
         pytest.raises(ConfigError, match=r"is missing here and float32"),
     ):
         outcore.load_checkpoint(model, optimizer, tmp_path / "c")
+
+
+def test_what_a_trainer_wrote_is_not_taken_for_one(tmp_path: Path):
+    """Nor is it removed: the Trainer knows which is the best."""
+    unfinished = UnfinishedCheckpoint(tmp_path / "c" / "checkpoint-9")
+    (unfinished.path / "trainer_state.json").write_text("{}")
+    unfinished.commit(lambda files: Manifest(step=9, files=files))
+    with small.prepared(small.build("plain"), tmp_path) as (model, optimizer):
+        with pytest.raises(ConfigError, match="it is a Trainer's"):
+            outcore.load_checkpoint(model, optimizer, tmp_path / "c")
+        with pytest.raises(ConfigError, match="it is a Trainer's"):
+            export_checkpoint(tmp_path / "c", tmp_path / "out", "hf")
+        for step in (1, 2):
+            with pytest.warns(UserWarning, match=r"has checkpoints of later steps than \d, up to checkpoint-9"):
+                outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=step, keep=1, wait=True)
+    assert {path.name for path in (tmp_path / "c").iterdir()} == {"checkpoint-9", "step-00000002"}
+
+
+def test_one_that_failed_does_not_cost_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    with small.prepared(small.build("plain"), tmp_path, "disk") as (model, optimizer):
+        with monkeypatch.context() as patch:
+            patch.setattr("outcore.memory.checkpoint_folder._write", full)
+            with pytest.raises(DiskError, match="ENOSPC"):
+                outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1, wait=True)
+        assert _fails_beside(model, optimizer, tmp_path / "c", monkeypatch)
+        with pytest.raises(DiskError, match="ENOSPC"):
+            outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=3)
+    assert [path.name for path in (tmp_path / "c").iterdir()] == ["step-00000003"]
+
+
+def _fails_beside(model: Any, optimizer: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """A save whose commit fails while training goes on; nobody waits for it."""
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(UnfinishedCheckpoint, "commit", fails)
+        save = outcore.save_checkpoint(model, optimizer, folder, step=2)
+        while not save.done:
+            time.sleep(0.001)
+    return save.error is not None

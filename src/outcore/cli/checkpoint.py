@@ -38,9 +38,9 @@ def listed(directory: Path, *, check: bool) -> tuple[str, bool]:
 
 
 def pruned(directory: Path, *, keep: int) -> str:
-    """Remove all but the newest whole ones. Raises: ConfigError: There is none."""
+    """Remove all but the newest that are as they were saved. Raises: ConfigError: There is none."""
     _some(directory)
-    removed = prune(directory, keep)
+    removed = prune(directory, keep, check=True)
     return "\n".join(_removed(removed)) or "nothing to remove"
 
 

@@ -54,7 +54,7 @@ def demo(
     ] = None,
     *,
     fit: Annotated[
-        bool, typer.Option("--fit", help="The largest Llama whose run is predicted to take three minutes here.")
+        bool, typer.Option("--fit", help="The largest Llama whose run is predicted to take at most three minutes.")
     ] = False,
 ) -> None:
     """Train a small Llama on Python's own source over all three tiers, and compare with the plain loop."""
@@ -216,9 +216,12 @@ def verify_checkpoints(directory: _Directory) -> None:
 
 @checkpoints.command("prune")
 def prune_checkpoints(
-    directory: _Directory, *, keep: Annotated[int, typer.Option(min=1, help="So many whole ones stay.")] = 1
+    directory: _Directory, *, keep: Annotated[int, typer.Option(min=1, help="So many of the newest stay.")]
 ) -> None:
-    """Remove all but the newest checkpoints that are whole."""
+    """Read checkpoints from the newest on, and remove all but those first ones that are as they were saved.
+
+    Those of a Trainer stay: outcore train --keep removes them.
+    """
     from outcore.cli.checkpoint import pruned
 
     print(pruned(directory, keep=keep))

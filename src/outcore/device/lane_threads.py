@@ -37,7 +37,8 @@ STALL_TIMEOUT_S = 300.0
 CLOSE_TIMEOUT_S = 20.0  # an operation that runs longer than this while its lane closes is left behind, and said
 _END_TIMEOUT_S = 1.0  # for threads to end once what they wait for was given up
 _LOOK_S = 1.0
-_WATCHED_BY_THE_STORE = frozenset({Lane.WEIGHTS_READ, Lane.STATES_READ, Lane.DISK_WRITE})
+_WATCHED_ELSEWHERE = frozenset({Lane.WEIGHTS_READ, Lane.STATES_READ, Lane.DISK_WRITE, Lane.SAVE})
+"""By the disk store, and by the files of a checkpoint: piece by piece, so that slow drives have their time."""
 
 
 @final
@@ -115,7 +116,7 @@ class ThreadedLanes:
             if awaited is None:
                 break
             lane = awaited.lane
-        if operation is None or operation.lane in _WATCHED_BY_THE_STORE:
+        if operation is None or operation.lane in _WATCHED_ELSEWHERE:
             return None
         began_s = operation.handle.began_s
         if began_s is None or time.perf_counter() - began_s < STALL_TIMEOUT_S:

@@ -246,14 +246,16 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
         folder, state = Path(self._get_output_dir(trial)), self.state
         target = folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         with committed(target, state.global_step) as aside:
-            self._outcore_aside = aside
+            self._outcore_aside, before = aside, state.best_model_checkpoint
             try:
                 super()._save_checkpoint(model, trial)
+            except BaseException:
+                state.best_model_checkpoint = before
+                raise
             finally:
                 self._outcore_aside = None
-                is_best = state.best_model_checkpoint == str(aside / target.name)
-                state.best_model_checkpoint = str(target) if is_best else state.best_model_checkpoint
-            if is_best:
+            if state.best_model_checkpoint == str(aside / target.name):
+                state.best_model_checkpoint = str(target)
                 state.save_to_json(aside / target.name / TRAINER_STATE_NAME)
         best = {Path(state.best_model_checkpoint)} if state.best_model_checkpoint else set()
         rotate(folder, self.args.save_total_limit, {target, *best})
@@ -346,7 +348,7 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
 
 def _has_a_known_loop(trainer: type[Trainer]) -> bool:
     """Whether a step has as many backward passes as the arguments say: not where somebody else writes it."""
-    names = ("training_step", "_inner_training_loop")
+    names = ("training_step", "_inner_training_loop", "_run_epoch", "get_batch_samples")
     makers = (kind.__module__ for kind in trainer.__mro__ if any(name in vars(kind) for name in names))
     return all(maker.partition(".")[0] in ("transformers", "trl") for maker in makers)
 

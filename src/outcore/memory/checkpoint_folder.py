@@ -30,7 +30,7 @@ from outcore.core.errors import ConfigError, OutcoreError
 from outcore.core.quantities import PAGE_BYTES, format_bytes
 from outcore.memory.disk_file import disk_error
 from outcore.memory.locked_folder import make_locked, taken_alone, unlock
-from outcore.memory.piece_pool import PiecePool, StalledError
+from outcore.memory.piece_pool import ClosedError, PiecePool, StalledError
 from outcore.spec.checkpoint import BLOCK_BYTES, MANIFEST_NAME, Block, Manifest
 
 _NUM_THREADS = 4
@@ -87,22 +87,33 @@ class CheckpointFile:
         pieces = [_Piece(s, min(s + BLOCK_BYTES, nbytes), fill, self._sums, first + i) for i, s in enumerate(starts)]
         base = self._written
         self._written += nbytes
-        fd, is_direct = _open(self.path)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_DIRECT if self._pool.is_direct else 0)
+        fd, is_idle = os.open(self.path, flags, 0o666), True
         try:
-            self._pool.run(partial(_write, fd, base, is_direct), pieces)
+            self._pool.run(partial(_write, fd, base, self._pool.is_direct), pieces)
+        except (TimeoutError, ClosedError):
+            is_idle = False  # a thread may still write: its descriptor must not come to mean another file
+            raise
+        finally:
+            if is_idle:
+                os.close(fd)
+
+
+def _takes_direct_io(folder: Path) -> bool:
+    """Whether a page can be written there past the page cache: some filesystems only accept the flag."""
+    path = folder / ".direct"
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_DIRECT, 0o600)
+        try:
+            return os.pwrite(fd, mmap.mmap(-1, PAGE_BYTES), 0) == PAGE_BYTES
         finally:
             os.close(fd)
-
-
-def _open(path: Path) -> tuple[int, bool]:
-    """To write; with direct I/O if the filesystem takes it."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-    try:
-        return os.open(path, flags | os.O_DIRECT, 0o666), True
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
-        return os.open(path, flags, 0o666), False
+        return False
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def _write(fd: int, base: int, is_direct: bool, piece: _Piece, memory: torch.Tensor) -> None:  # noqa: FBT001 (bound)
@@ -122,7 +133,9 @@ def _write(fd: int, base: int, is_direct: bool, piece: _Piece, memory: torch.Ten
 class BlockPool:
     """A few threads with a block of host memory each: 16 MiB in all, until ``close``."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_direct: bool = True) -> None:
+        """Args: is_direct: Whether files are written past the page cache."""
+        self.is_direct = is_direct
         self._pool: PiecePool[Callable[[], None]] = PiecePool(_NUM_THREADS, name="outcore-checkpoint")
         self._local = threading.local()
 
@@ -159,14 +172,17 @@ class UnfinishedCheckpoint:
             DiskError: The parent cannot be written.
         """
         self.target = target
-        self._pid = os.getpid()
+        self._pid, self._lock = os.getpid(), -1
         try:
             _make_durably(target.parent)
             clear_away(target.parent)
             self.path, self._lock = make_locked(lambda: _aside(target, "partial"))
+            self._pool = BlockPool(is_direct=_takes_direct_io(self.path))
         except OSError as error:
+            if self._lock >= 0:
+                shutil.rmtree(self.path, ignore_errors=True)
+                unlock(self._lock)
             raise self.error(error) from error
-        self._pool = BlockPool()
         self._files: list[CheckpointFile] = []
 
     def error(self, error: OSError) -> OutcoreError:
@@ -197,7 +213,7 @@ class UnfinishedCheckpoint:
                 known[name] = tuple(_summed(path))
                 sync(path)
         write_durably(self.path / MANIFEST_NAME, describe(known).to_json())
-        for folder in sorted({*(p.parent for p in _files_in(self.path)), self.path}, reverse=True):
+        for folder in sorted((p for p in (self.path, *self.path.rglob("*")) if p.is_dir()), reverse=True):
             sync(folder)
         _put_in_place(self.path, self.target)
         self._end()
@@ -236,11 +252,9 @@ def clear_away(parent: Path) -> None:
         match = _ASIDE.fullmatch(path.name)
         if match is None or path.is_symlink() or not path.is_dir():
             continue
-        with suppress(OSError), taken_alone(path, needs_lock=True):
-            if match[2] == "old" and not (parent / match[1]).exists():
-                path.rename(parent / match[1])
-            else:
-                shutil.rmtree(path)
+        is_lost = match[2] == "old" and not (parent / match[1]).exists()
+        with suppress(OSError), taken_alone(path, needs_lock=not is_lost):  # a rename loses nothing
+            path.rename(parent / match[1]) if is_lost else shutil.rmtree(path)
 
 
 def remove(path: Path) -> bool:

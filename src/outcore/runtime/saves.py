@@ -7,6 +7,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -52,6 +53,7 @@ class Save:
         """That were submitted. Counted apart from those that were written, which another thread counts."""
         self.num_written = 0
         self._is_durable = False
+        self._is_committing = False
         self._abandon, self._told = abandon, told
         self._failing = threading.Lock()
         self._last: tuple[Handle, Device] | None = None
@@ -63,7 +65,7 @@ class Save:
     def fail(self, error: BaseException) -> None:
         """It will not be. The first error counts: others follow from it."""
         with self._failing:
-            if self.done:
+            if self.done or self._is_committing:
                 return
             if isinstance(error, OSError) and not isinstance(error, OutcoreError):
                 told = self._told(error)
@@ -77,9 +79,17 @@ class Save:
         if self.num_written < self.num_pieces:
             raise OutcoreError("expected whole updates to save, but one has failed; see its own error")
 
-    def complete(self) -> None:
-        """It is durable."""
-        self._is_durable = True
+    def commit(self, work: Callable[[], None]) -> None:
+        """Do what makes it durable, unless it has failed. Meanwhile nobody else may end it."""
+        with self._failing:
+            if self.done:
+                return
+            self._is_committing = True
+        try:
+            work()
+            self._is_durable = True
+        finally:
+            self._is_committing = False
 
     @property
     def done(self) -> bool:
@@ -113,24 +123,31 @@ class Saves:
     def __init__(self, device: Device, port: LivePort, tiers: Tiers) -> None:
         self._device, self._port, self._tiers = device, port, tiers
         self._order: SaveOrder[Handle]
+        self._pinned: list[torch.Tensor] = []
         self._running: list[Save] = []
         """At most one."""
         self._pid = os.getpid()
         # For programs that end without close(). Called before the lanes are closed, which were opened earlier.
         self._at_exit = weakref.finalize(self, _finish, self._running, self._pid)
 
-    def make_room(self) -> None:
-        """Wait for the one before. Raises: what that one ended with, if nobody was told."""
+    def make_room(self) -> Save | None:
+        """Wait for the one before. Returns: it, if it failed and nobody was told."""
+        failed = None
         for save in self._running:
             if not save.is_told:
-                save.wait()
+                with suppress(Exception):
+                    save.wait()
+                failed = save if save.error is not None else None
         self._running.clear()
+        return failed
 
     def begin(self, save: Save) -> None:
         """Nothing of it was submitted."""
         self._running.append(save)
         if not hasattr(self, "_order"):
-            arena = Arena("save", aligned_bytes(2 * SLOT_BYTES, torch.device("cpu")))
+            memory = aligned_bytes(2 * SLOT_BYTES, torch.device("cpu"))
+            self._pinned = [memory] if self._device.register_host(memory) else []
+            arena = Arena("save", memory)
             slots = [Slot[Handle](f"save slot {i}", "host", SLOT_BYTES, arena.take(SLOT_BYTES)) for i in range(2)]
             self._order = SaveOrder(self._port, slots)
 
@@ -141,6 +158,8 @@ class Saves:
     def abandon(self) -> None:
         """The lanes have stopped: leave nothing of what was not written."""
         self._at_exit.detach()
+        while self._pinned:
+            self._device.unregister_host(self._pinned.pop())
         for save in self._running if os.getpid() == self._pid else ():
             save.fail(OutcoreError("expected a model whose checkpoint can be written, but it was closed"))
 
@@ -170,8 +189,7 @@ class Saves:
             return
         try:
             save.refuse_missing()
-            commit()
-            save.complete()
+            save.commit(commit)
         except Exception as error:
             save.fail(error)
             return

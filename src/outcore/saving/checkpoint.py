@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 import errno
-import json
 import os
+import warnings
 import weakref
 import zlib
 from collections.abc import Iterator, Mapping
@@ -24,12 +24,7 @@ from torch import nn
 
 from outcore.core.errors import ConfigError, OutcoreError, UnsupportedError
 from outcore.core.quantities import PAGE_BYTES, align_up, format_bytes
-from outcore.memory.checkpoint_folder import (
-    CheckpointFile,
-    UnfinishedCheckpoint,
-    small_file,
-    write_durably,
-)
+from outcore.memory.checkpoint_folder import CheckpointFile, UnfinishedCheckpoint
 from outcore.memory.limits import disk_free_bytes
 from outcore.memory.weights_file import WeightsDirectory, safetensors_header, write_safetensors
 from outcore.runtime.engine import Engine
@@ -39,8 +34,8 @@ from outcore.runtime.saves import Save
 from outcore.runtime.unit.unit import Beneath, Unit
 from outcore.runtime.values.edits import take_edits
 from outcore.saving.conversions import is_adapter_model, is_pretrained_model
-from outcore.saving.found import found, prune
-from outcore.saving.small_state import decode, encode, random_states, restore_random_states
+from outcore.saving.found import found, found_in, prune
+from outcore.saving.small_state import encode, random_states, read_small, restore_random_states, write_small
 from outcore.saving.state_names import places
 from outcore.saving.training_state import like_setting, plain_setting
 from outcore.saving.unit_files import Section, file_name, load_param, records, sections, tensors_in
@@ -83,11 +78,14 @@ def save_checkpoint(
 
     Raises:
         ConfigError: An argument that cannot be used.
-        DiskError: There is no room, or nothing can be written. Older checkpoints are untouched.
+        DiskError: There is no room, or nothing can be written. Older checkpoints are untouched. Or: the checkpoint
+            before this one could not be written, and nobody was told; this one is on its way then.
 
-    Memory: host, 48 MiB from the first save on. Weights that live on the device are written before it returns.
+    Memory: host, at most 64 MiB from the first save on, beside all buffers and ``extra`` until it returns.
 
-    Order: each unit is copied behind its update. Its next update waits for its own copy only.
+    Order: each unit is copied behind its update, and its next update waits for its own copy only. Weights that live on
+    the device are written before this returns, and its states pass through two slots of 16 MiB: there the next step
+    waits for most of the save.
     """
     save = _begin_save(engine_of(model, "save_checkpoint"), optimizer, Path(directory), step, extra or {}, keep)
     if wait:
@@ -100,8 +98,8 @@ def _begin_save(
 ) -> Save:
     _refuse_other_optimizer(engine, optimizer, "save_checkpoint")
     _refuse_unfit(engine, step, extra, keep)
-    tensors: dict[str, torch.Tensor] = {}
-    small = {"extra": encode(dict(extra), tensors), "random": encode(random_states(engine.device), tensors, "random")}
+    small = {"extra": dict(extra), "random": random_states(engine.device)}
+    encode(small["extra"], {})  # before anything is written
     groups = [
         {"params": names, **{k: plain_setting(k, v) for k, v in group.items() if k != "params"}}
         for group, names in zip(optimizer.param_groups, _group_names(optimizer), strict=True)
@@ -110,9 +108,16 @@ def _begin_save(
         take_edits(unit, engine.access)
     described = _description(engine, groups, step)
     saves = engine.opened.saves
-    saves.make_room()
+    failed = saves.make_room()
     target = directory / f"step-{step:08d}"
     _refuse_to_replace(target)
+    later = [path.name for number, path in found_in(directory) if number > step]
+    if later:
+        warnings.warn(
+            f"save_checkpoint: '{directory}' has checkpoints of later steps than {step}, up to {later[0]}, and the "
+            "highest step is what load_checkpoint takes; remove them if this run takes their place",
+            stacklevel=3,
+        )
     unfinished = UnfinishedCheckpoint(target)
     save = Save(unfinished.target, unfinished.abandon, unfinished.error)
 
@@ -122,13 +127,15 @@ def _begin_save(
 
     try:
         saves.begin(save)
-        _write_small(unfinished.path, engine, small, tensors)
+        _write_small(unfinished.path, engine, small)
         _submit(engine, unfinished, save)
         saves.last(save, f"commit checkpoint of step {step}", lambda: unfinished.commit(described), tidy_up)
     except BaseException as error:
         save.fail(error)
         save.wait()
         raise
+    if failed is not None:
+        failed.wait()
     return save
 
 
@@ -164,7 +171,8 @@ def load_checkpoint(
         ConfigError: None is there or whole, or it is of another model, optimizer or precision. Nothing was changed.
         DiskError: It can no longer be read. The model is of no use then until another one is loaded.
 
-    Memory: host, 16 MiB while it is verified, then 4 MiB.
+    Memory: host, 16 MiB while it is verified, then 4 MiB, all buffers, and each tensor whose dimensions lie in memory
+    in another order here.
     """
     engine = engine_of(model, "load_checkpoint")
     _refuse_other_optimizer(engine, optimizer, "load_checkpoint")
@@ -197,9 +205,7 @@ class Resumed:
         """
         engine, path, manifest = optimizer.engine, self._path, self._manifest
         _refuse_others(optimizer, path, manifest)
-        small = json.loads(small_file(path / f"{_STATE}.json"))
-        saved = WeightsDirectory.open(path, _STATE) if WeightsDirectory.is_there(path, _STATE) else None
-        small = decode(small, saved.read if saved is not None else _no_tensor)
+        small = _read_state(path)
         with _whole_or_refused(engine, path):
             for unit in engine.units:
                 take_edits(unit, engine.access)
@@ -212,6 +218,16 @@ class Resumed:
             restore_random_states(small["random"], engine.device)
         self._let_go()
         return {**small["extra"], "step": manifest.step}
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    try:
+        small = read_small(path, _STATE)
+        return {"extra": dict(small["extra"]), "random": small["random"]}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            f"checkpoint '{path}': expected its small state as it was saved, but got {error!r}"
+        ) from error
 
 
 class _HalfLoadedError(OutcoreError):
@@ -298,14 +314,16 @@ def _buffers(engine: Engine) -> dict[str, torch.Tensor]:
     return dict(found.values())
 
 
-def _write_small(folder: Path, engine: Engine, small: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+def _write_small(folder: Path, engine: Engine, small: Any) -> None:
     buffers = {f"model.{name}": tensor.detach().cpu() for name, tensor in _buffers(engine).items()}
-    for stem, values in ((_BUFFERS, buffers), (_STATE, tensors)):
-        if values:
-            specs = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in values.items()]
-            write_safetensors(folder, specs, values.items(), stem=stem, max_shard_bytes=2**62)
-    _write_library(folder / LIBRARY, engine.model)
-    write_durably(folder / f"{_STATE}.json", json.dumps(small).encode() + b"\n")
+    if buffers:
+        specs = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in buffers.items()]
+        write_safetensors(folder, specs, buffers.items(), stem=_BUFFERS, max_shard_bytes=2**62)
+    write_small(folder, _STATE, small)
+    try:
+        _write_library(folder / LIBRARY, engine.model)
+    except Exception as error:
+        warnings.warn(f"save_checkpoint: outcore export will not know this model: {error}", stacklevel=5)
 
 
 def _write_library(folder: Path, model: nn.Module) -> None:
@@ -326,7 +344,7 @@ def _write_library(folder: Path, model: nn.Module) -> None:
 def _submit(engine: Engine, unfinished: UnfinishedCheckpoint, save: Save) -> None:
     """Let every unit be written, each behind its update."""
     files: list[tuple[Unit, list[Section], CheckpointFile, bytes]] = []
-    for unit in engine.units:
+    for unit in engine.weights.units_to_update():  # whose turn comes first in the next step
         found = sections(unit)
         if found:
             specs = [spec for section in found for spec in tensors_in(section)]
@@ -404,7 +422,3 @@ def _load_buffers(engine: Engine, path: Path, manifest: Manifest) -> None:
         with torch.no_grad():
             for name, buffer in buffers.items():
                 buffer.copy_(saved.read(f"model.{name}"))
-
-
-def _no_tensor(name: str) -> torch.Tensor:
-    raise ConfigError(f"checkpoint: expected the tensor '{name}' of its small state, but there is none")

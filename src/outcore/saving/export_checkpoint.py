@@ -6,7 +6,10 @@
 
 from __future__ import annotations
 
+import tempfile
 import warnings
+import zlib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +21,7 @@ from outcore.core.extra import refuse_missing
 from outcore.memory.checkpoint_folder import mapped_tensors
 from outcore.memory.staged_files import copy_files
 from outcore.memory.weights_file import write_safetensors
+from outcore.runtime.values.access import sample_of
 from outcore.saving.checkpoint import LIBRARY
 from outcore.saving.conversions import Group, saving_groups
 from outcore.saving.export import adapter_names, saved_state
@@ -141,17 +145,23 @@ def _copy_library(saved: _Saved, directory: Path) -> None:
 
 
 def _write_adapters(saved: _Saved, directory: Path, *, merge: bool) -> None:
-    from peft import PeftModel, get_peft_model_state_dict
+    from peft import get_peft_model_state_dict
 
     model: Any = _built(saved.library)
     values = {name: saved.weight(name).contiguous() for name in sorted(adapter_names(model))}
     adapters = get_peft_model_state_dict(model, state_dict=values)
     specs = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in adapters.items()]
-    write_safetensors(directory, specs, adapters.items(), stem="adapter_model")
-    _copy_library(saved, directory)
-    directory.joinpath("config.json").unlink()  # the base model's
-    if not merge:
-        return
+    with tempfile.TemporaryDirectory() if merge else nullcontext(directory) as folder:
+        write_safetensors(folder, specs, adapters.items(), stem="adapter_model")
+        _copy_library(saved, Path(folder))
+        Path(folder, "config.json").unlink()  # the base model's
+        if merge:
+            _merged(saved, model, Path(folder)).save_pretrained(directory)
+
+
+def _merged(saved: _Saved, model: Any, adapters: Path) -> Any:
+    from peft import PeftModel
+
     base = model.peft_config["default"].base_model_name_or_path
     if not base:
         raise ConfigError(
@@ -159,11 +169,17 @@ def _write_adapters(saved: _Saved, directory: Path, *, merge: bool) -> None:
         )
     import transformers
 
-    kind = getattr(transformers, transformers.AutoConfig.from_pretrained(saved.library).architectures[0])
-    merged: Any = PeftModel.from_pretrained(kind.from_pretrained(base), str(directory)).merge_and_unload()
-    for file in directory.iterdir():
-        file.unlink()
-    merged.save_pretrained(directory)
+    config = transformers.AutoConfig.from_pretrained(saved.library)
+    plain = getattr(transformers, config.architectures[0]).from_pretrained(base, dtype=config.dtype)
+    whole: Any = PeftModel.from_pretrained(plain, str(adapters))
+    for name, param in whole.named_parameters():
+        frozen = saved.manifest.frozen.get(name)
+        if frozen is not None and frozen != zlib.crc32(sample_of(param)):
+            raise ConfigError(
+                f"--merge: expected the base model that the adapters were trained on, but of '{base}' the weight "
+                f"'{name}' has other values; put the base model's files back that the run had"
+            )
+    return whole.merge_and_unload()
 
 
 def _write_dcp(saved: _Saved, directory: Path) -> None:

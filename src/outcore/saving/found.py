@@ -14,6 +14,9 @@ from outcore.memory.locked_folder import held
 from outcore.spec.checkpoint import MANIFEST_NAME, Manifest
 
 _STEP = re.compile(r"(?:step|checkpoint)-(\d+)")
+_OURS = "step-"
+"""Others are a Trainer's, who rotates them himself."""
+_TRAINER_STATE = "trainer_state.json"
 
 
 def found_in(directory: Path) -> list[tuple[int, Path]]:
@@ -45,11 +48,20 @@ def found(directory: Path, *, step: int | None = None, check: bool = True) -> It
     with ExitStack() as holding:
         if (directory / MANIFEST_NAME).is_file() and step is None:
             holding.enter_context(held(directory))
-            yield directory, read_manifest(directory, check=check)
+            yield _of_a_run(directory, read_manifest(directory, check=check))
             return
         if directory.is_dir():
             clear_away(directory)
-        yield _newest(directory, step, holding, check=check)
+        yield _of_a_run(*_newest(directory, step, holding, check=check))
+
+
+def _of_a_run(path: Path, manifest: Manifest) -> tuple[Path, Manifest]:
+    if _TRAINER_STATE in manifest.files:
+        raise ConfigError(
+            f"checkpoint '{path}': expected what outcore.save_checkpoint() wrote, but it is a Trainer's; give it to "
+            "--resume or resume_from_checkpoint. from_pretrained reads the model in it as it is"
+        )
+    return path, manifest
 
 
 def _newest(directory: Path, step: int | None, holding: ExitStack, *, check: bool) -> tuple[Path, Manifest]:
@@ -71,13 +83,16 @@ def _newest(directory: Path, step: int | None, holding: ExitStack, *, check: boo
     )
 
 
-def prune(directory: Path, keep: int, *, newest: int | None = None) -> list[Path]:
-    """Remove all but the newest ``keep`` that are whole, and older ones that are not. What somebody reads stays.
+def prune(directory: Path, keep: int, *, newest: int | None = None, check: bool = False) -> list[Path]:
+    """Remove all but the newest ``keep`` that are whole, and older ones that are not.
+
+    What somebody reads stays, and what a Trainer wrote.
 
     Args:
         directory: Of checkpoints.
         keep: How many.
         newest: Leave those of later steps alone. None: there are none.
+        check: Take those for whole of which every byte is as it was saved; else their files' sizes are compared.
 
     Returns:
         What was removed.
@@ -87,12 +102,12 @@ def prune(directory: Path, keep: int, *, newest: int | None = None) -> list[Path
     """
     whole, removed = 0, []
     for step, path in found_in(directory):
-        if newest is not None and step > newest:
+        if (newest is not None and step > newest) or not path.name.startswith(_OURS):
             continue
         if whole >= keep:
             removed += [path] if remove(path) else []
             continue
         with suppress(ConfigError):
-            read_manifest(path, check=False)
+            read_manifest(path, check=check)
             whole += 1
     return removed

@@ -90,8 +90,8 @@ class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no t
         if 0 < left_s >= needs_s:
             return None
         return (
-            f"step {self._step} was not saved: that would take about {needs_s:.2g} s, and of --grace "
-            f"({self.grace_s:g} s) {max(0.0, left_s):.2g} s were left"
+            f"step {self._step} was not saved: that would take about {_shown(needs_s)} s, and of --grace "
+            f"({self.grace_s:g} s) {_shown(max(0.0, left_s))} s were left"
         )
 
     @staticmethod
@@ -162,14 +162,13 @@ class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no t
             raise self.exit()
         if self.is_asked:
             is_over = time.monotonic() >= self._soft_end_s
-            raise self.exit(f"step {self._step} was not saved within --grace ({self.grace_s:g} s)" if is_over else None)
+            late = f"step {self._step} was not saved within --grace ({self.grace_s:g} s)"
+            raise self.exit(late if is_over and self.saves.step != self._step else None)
         self._ask()
 
     def _ask(self) -> None:
         self._end_s = time.monotonic() + self.grace_s
         self._soft_end_s = self._end_s - min(_TO_CLOSE_S, self.grace_s / 10)
-        if late := self.late(self.saves.needs_s()):
-            raise self.exit(late)
         main = threading.main_thread().ident or 0
         self._timers = [
             threading.Timer(self._soft_end_s - time.monotonic(), partial(signal.pthread_kill, main, signal.SIGTERM)),
@@ -178,12 +177,18 @@ class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no t
         for timer in self._timers:
             timer.daemon = True
             timer.start()
+        if late := self.late(self.saves.needs_s()):  # which may write a sample: no longer than the timers allow
+            raise self.exit(late)
         if self._gives_way:
             raise _AskedError(STATUS)
 
 
 class _AskedError(SystemExit):
     """Ends work that the run can do without."""
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.2g}"
 
 
 def _end_process() -> None:

@@ -38,7 +38,7 @@ class StoppableRuns(RecordedRuns):
     def _save_and_stop(self, preemption: Preemption, *, owes_evaluation: bool, is_last: bool) -> None:
         """End the run behind a checkpoint of this step, which may be there already."""
         late = None
-        if preemption.saves.step != self.state.global_step:
+        if owes_evaluation or preemption.saves.step != self.state.global_step:
             if owes_evaluation and is_last and self.args.load_best_model_at_end:
                 late = "the last step was not saved: its evaluation, on which the best model depends, was not over"
             else:

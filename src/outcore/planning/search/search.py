@@ -54,7 +54,7 @@ _ESTIMATED = 2
 _GAIN = 1e-4
 """Smaller ones are not worth another plan."""
 _BINDS = 0.03
-"""A link whose part of a step is smaller is not looked at."""
+"""Other orders of updates are tried where gradients and updates each bind a larger part of a step."""
 _BALANCED_BYTES = (16.0, 14.0)  # fp32 master, moments and gradient there; master, moments and a bf16 weight back
 
 
@@ -158,8 +158,8 @@ def estimate(job: Job, known: Iterable[Candidate], simulated: Simulated | None =
 
     Args:
         job: Much like one that was searched.
-        known: What is good for jobs like it. None that fits is faster than the estimate; if none does, neither is the
-            plan of the rule.
+        known: What is good for jobs like it. The estimate is no slower than any of these that fits, or, where none
+            fits, than the rule's plan.
         simulated: What was simulated before for jobs that differ in limits alone; grows.
 
     Returns:

@@ -8,7 +8,8 @@ disk are sent there. They differ if gradients were clipped, scaled or dropped, i
 weights, states or gradients. Then the attempt is forgotten, and the unit is updated as ever. So the result never
 depends on it.
 
-The second homes need no wait: their last reader finished before the gradients of the next attempt existed.
+The second homes need no wait but for a save, which may still read them: their other readers finished before the
+gradients of the next attempt existed.
 
 With ``clipping=False`` no attempt is lost to a factor (the backward window); with clipping those of steps that clip are
 (speculation).

@@ -152,7 +152,7 @@ class Access:
             return
         self._wait(home)
         self.device.host_access("write to disk", writes=[part.region])
-        self._tiers.store().write(part, source.cpu().clone())
+        self._tiers.store().write(part, source.detach().cpu())
         self._pools.forget(home)
 
     def _wait(self, home: Home[Handle]) -> None:
@@ -166,6 +166,14 @@ class Access:
         else:
             self._wait(home)
             self.device.host_access("access to one parameter", **regions)
+
+
+def sample_of(param: torch.Tensor) -> bytes:
+    """What ``Access.sample`` gives of a parameter outside of an engine, if it is row-major."""
+    data = param.detach().contiguous().reshape(-1).view(torch.uint8)
+    nbytes = min(data.numel(), _SAMPLE_BYTES)
+    start = (data.numel() - nbytes) // 2
+    return data[start : start + nbytes].cpu().numpy().tobytes()
 
 
 def own_states(unit: Unit, index: int) -> list[StateSpec]:

@@ -63,8 +63,8 @@ under outcore: the options for memory. Options and --set go over the file.
                  tokens_per_s, step_s, compute_s, bytes moved and seconds
                  waited for per lane, peak bytes per tier; and a line per
                  evaluation
-  checkpoint-N/  with --save-every, and where a signal stops the run: all
-                 that --resume needs
+  checkpoint-N/  with --save-every or --save-every-minutes, and where a
+                 signal stops the run: all that --resume needs
 
 [bold]Exit status[/bold]: 0 done; 2 a mistake in what was asked for, said before anything
 is written; 130 stopped by Ctrl-C; 143 by SIGTERM or SIGUSR1; 1 anything else.
