@@ -146,7 +146,13 @@ class Timed:
             loop=options.loop or Loop(steps or 1, clips=options.clipping, is_promised=steps is not None),
             footprint=self.footprint,
             activation_share=device.activation_share,
+            keeps_what_fits=self.keeps_what_fits,
         )
+
+    @property
+    def keeps_what_fits(self) -> bool:
+        """Not under autocast with its cache of casts, unless the plan is plain; see docs/units.md, Keep what fits."""
+        return not (Autocast.now(self._device.torch_device).is_on and torch.is_autocast_cache_enabled())
 
     def _work(self) -> Mapping[str, UnitWork] | None:
         """None, with a warning, if the model cannot be followed on shapes alone."""
@@ -269,7 +275,10 @@ class Planner:
         See [Note: worth it].
         """
         tries = [*self._selected(), *self._anywhere()]
-        if not tries or self._footprint is None or self._footprint.keep_bytes <= staying.plan.kept_bytes:
+        if not tries or self._footprint is None:
+            return staying
+        keeps = staying.plan.plain or self._timed.keeps_what_fits
+        if keeps and self._footprint.keep_bytes <= staying.plan.kept_bytes:
             return staying
         forecast = self._timed.forecast()
         if forecast is None:

@@ -79,6 +79,8 @@ class Forecast:
     footprint: Footprint | None
     activation_share: float
     """See ``DeviceFacts``."""
+    keeps_what_fits: bool = True
+    """Whether calls keep their activations while there is room, where the plan has them recomputed."""
 
     @property
     def _may_be_early(self) -> bool:
@@ -88,13 +90,15 @@ class Forecast:
         """What is to be searched. Args: sending: Which activations leave the device; None: none."""
         share, early = self.activation_share, self._may_be_early
         job = job_for(self.model, limits, self.rates, self.footprint, sending, activation_share=share)
-        return dataclasses.replace(job, micro_batches=self.loop.micro_batches, is_promised=early, clipping=not early)
+        job = dataclasses.replace(job, micro_batches=self.loop.micro_batches, is_promised=early, clipping=not early)
+        return job if self.keeps_what_fits else dataclasses.replace(job, saved={})
 
     def simulate(self, plan: Plan) -> Simulation:
         """Steps of a plan, with the activations that there is room to keep."""
+        keeps = plan.plain or self.keeps_what_fits
         if plan.plain:  # runs as others do for which slots are there
             plan = dataclasses.replace(plan, plain=False, pools=pools_for(self.model, plan.units, LEAST))
-        saved = {} if self.footprint is None else self.footprint.saved
+        saved = {} if self.footprint is None or not keeps else self.footprint.saved
         visits = usual_visits(self.model, self.loop.micro_batches)
         run = as_run(plan, saved, plan.kept_bytes // self.model.micro_batches_in_unit)
         circumstances, warm_up = Circumstances(clips=self.loop.clips), steps_until_settled(run)

@@ -94,6 +94,22 @@ class TestTheFastest:
         assert any(unit.states == "disk" for unit in plan.units)
         assert forecast.simulate(plan).step_s == simulated(forecast.job(limits), plan).step_s
 
+    def test_what_autocast_never_keeps_is_not_counted_on(self):
+        """Calls are recomputed under its cache of casts, however much room there is."""
+        plan = dataclasses.replace(planned(hardware="none"), kept_bytes=2**30)
+        assert not plan.plain
+        assert any(unit.policy == "recompute" for unit in plan.units)
+
+        def step_s(*, has_cache: bool) -> float:
+            with torch.autocast(DEVICE, torch.bfloat16, cache_enabled=has_cache):
+                cut = partition(make(), state_names=("exp_avg", "exp_avg_sq"))
+                device = CpuDevice(NO_FAULTS, None)
+                simulation = Timed(cut, Options(sample=SAMPLE, hardware=MACHINE), device).predict(plan)
+                device.close()
+            return simulation.step_s
+
+        assert step_s(has_cache=True) > step_s(has_cache=False)
+
     def test_a_plan_that_is_given_wins(self):
         plan = planned(hardware="none")
         assert planned(hardware=slow_updates(), plan=plan) == plan

@@ -34,7 +34,8 @@ PARITY = (
 # A new run, one that stops and goes on, adapters, an evaluation: each by what its user calls.
 PROGRAMS = (
     "test_trainer or test_sft_lora or test_conversations_with_evaluation or TestResume and test_adapters or "
-    "test_a_run_goes_on_under_another_plan and bf16 and not pure or test_goes_on_from_a_plain_run"
+    "test_a_run_goes_on_under_another_plan and bf16 and not pure or test_goes_on_from_a_plain_run or "
+    "test_saving_at_every_step and not llama-host and not mixed"
 )
 # Parameters whose values are elsewhere for a moment, tensors that blocks make, and those that meet gradients; what is
 # saved of every policy, on every tier, with graphs that wait for one another, autocast and exceptions.

@@ -31,6 +31,7 @@ from outcore.core.quantities import PAGE_BYTES, format_bytes
 from outcore.memory.disk_file import disk_error
 from outcore.memory.locked_folder import make_locked, taken_alone, unlock
 from outcore.memory.piece_pool import ClosedError, PiecePool, StalledError
+from outcore.memory.staged_files import sync
 from outcore.spec.checkpoint import BLOCK_BYTES, MANIFEST_NAME, Block, Manifest
 
 _NUM_THREADS = 4
@@ -392,15 +393,6 @@ def mapped_tensors(path: Path) -> Callable[[str], torch.Tensor]:
     from safetensors import safe_open
 
     return safe_open(path, framework="pt").get_tensor
-
-
-def sync(path: Path) -> None:
-    """Make a file, or the names in a folder, durable. Raises: OSError."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _put_in_place(path: Path, target: Path) -> None:

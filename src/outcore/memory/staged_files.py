@@ -35,11 +35,11 @@ def staged_files(directory: str | Path, *, edited: Sequence[str] = ()) -> Iterat
                     shutil.copyfile(folder / file, staged / file)
             yield staged
             for path in sorted(p for p in staged.rglob("*") if p.is_file()):
-                _sync(path)
+                sync(path)
                 target = folder / path.relative_to(staged)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 path.replace(target)
-        _sync(folder)
+        sync(folder)
     except OSError as error:
         raise disk_error(f"'{folder}': expected a folder that can be written", error) from error
 
@@ -51,7 +51,8 @@ def copy_files(source: Path, directory: Path) -> None:
             shutil.copyfile(file, staged / file.name)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Make a file, or the names in a folder, durable. Raises: OSError."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

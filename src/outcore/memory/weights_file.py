@@ -26,6 +26,7 @@ import torch
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import align_up
 from outcore.memory.disk_file import disk_error
+from outcore.memory.staged_files import sync
 
 _DTYPES = {
     "F64": torch.float64,
@@ -442,9 +443,5 @@ def _put_in_place(folder: Path, partial: Sequence[Path], names: Sequence[str], s
     for path in list(folder.iterdir()):
         if shard.fullmatch(path.name) and path.name not in names:
             path.unlink()
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    sync(folder)
     return [folder / name for name in names]

@@ -78,7 +78,7 @@ def _newest(directory: Path, step: int | None, holding: ExitStack, *, check: boo
             warnings.warn(f"{damaged}. The one before is taken", stacklevel=6)
     what = "a checkpoint" if step is None else f"a checkpoint of step {step}"
     raise ConfigError(
-        f"load_checkpoint: expected {what} in '{directory}', but there is none; name a folder that "
+        f"checkpoint: expected {what} in '{directory}', but there is none; name a folder that "
         "outcore.save_checkpoint() wrote"
     )
 
