@@ -16,11 +16,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import sdpa_flop_count
 
 from outcore.planning.timing.profile import UnitWork
 from outcore.planning.units.alike import Shape, arguments_of, kind_of, stand_in
-from outcore.planning.units.dear import flops_of, may_be_dear
+from outcore.planning.units.dear import attention_flops, flops_of, may_be_dear
 from outcore.planning.units.partition import Partition
 from outcore.planning.units.shapes import on_shapes
 
@@ -129,7 +128,7 @@ class _Counter(TorchDispatchMode):
         if _ATTENTION in name:
             by_mask = self._may_be_causal and self._is_causal and len(given) > _OPERANDS
             is_causal = by_mask or _is_causal(args, kwargs)
-            work["attention_flops"] += sdpa_flop_count(*(t.shape for t in given[:_OPERANDS])) / (1 + is_causal)
+            work["attention_flops"] += attention_flops(*given[:_OPERANDS]) / (1 + is_causal)
         elif may_be_dear(func):
             flops = flops_of(func, args, kwargs, result)
             operands = [t for t in given if t.is_floating_point()][-2:]

@@ -12,15 +12,16 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 DEAR_FLOP_PER_BYTE = 200
 """Of the result. An A100 computes so many for each byte that it reads: 312 TFLOP/s in bf16 over 1.555 TB/s (NVIDIA,
 "A100 Tensor Core GPU Architecture"). Below that, computing takes no longer than moving."""
 
 
-_CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 (torch has no other name)
-"""The one that torch's table of work leaves out."""
+_ATTENTION = "_scaled_dot_product"
+"""Begins the names of attention kernels. Torch's table leaves the CPU's out, and up to torch 2.11 it refuses queries with
+more heads than keys."""
 
 
 _GROUPED = "grouped_mm"
@@ -30,7 +31,18 @@ _GROUPED = "grouped_mm"
 def may_be_dear(func: Any) -> bool:
     """Whether an operation is one of which the work is known."""
     packet = getattr(func, "overloadpacket", None)  # operations of higher order have none
-    return packet is _CPU_ATTENTION or packet in flop_registry or _is_grouped(packet)
+    return packet in flop_registry or _is_attention(packet) or _is_grouped(packet)
+
+
+def attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
+    """What attention of every query to every key computes. Args: ``(batch, heads, length, features)``."""
+    batch, heads, queries, features = query.shape
+    return 2 * batch * heads * queries * key.shape[-2] * (features + value.shape[-1])
+
+
+def _is_attention(packet: Any) -> bool:
+    name = getattr(packet, "__name__", "")
+    return name.startswith(_ATTENTION) and "backward" not in name
 
 
 def _is_grouped(packet: Any) -> bool:
@@ -39,8 +51,8 @@ def _is_grouped(packet: Any) -> bool:
 
 def flops_of(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:
     """What an operation computes. Args: func: ``may_be_dear``. result: What it gave for these arguments."""
-    if func.overloadpacket is _CPU_ATTENTION:
-        return float(sdpa_flop_count(*(t.shape for t in args[:3])))
+    if _is_attention(func.overloadpacket):
+        return float(attention_flops(*args[:3]))
     if _is_grouped(func.overloadpacket):  # a row of the first operand meets one matrix
         return 2.0 * args[0].shape[-1] * result.numel()
     return float(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result))
