@@ -68,7 +68,8 @@ class Streamed:
         batch = batch_of(self._args, layout.sequences)
         for _ in range(layout.micro_batches):
             (self.model(**batch).loss / layout.micro_batches).backward()
-        clip_grad_norm_(self.model.parameters(), self._args.max_norm)
+        if not self._args.early:
+            clip_grad_norm_(self.model.parameters(), self._args.max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
 

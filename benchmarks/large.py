@@ -25,6 +25,7 @@ import json
 import math
 import signal
 import sys
+import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,18 +37,18 @@ from llama import add_shape_arguments, config_of, on_meta, shape_name
 from measuring import context, spread
 from picture import last_step, svg
 from rates import Machine, free_cached, measure_machine, time_passes
-from step import STATES
+from step import HYPER, STATES
 
 import outcore
+from outcore.api import plan_in_time
 from outcore.core.errors import OutcoreError, PlanInfeasibleError
 from outcore.core.quantities import format_bytes, parse_bytes
 from outcore.memory.limits import disk_free_bytes, host_free_bytes
 from outcore.planning.bound.bound import Bound, bound_of
-from outcore.planning.homes.early import with_early_updates
-from outcore.planning.homes.placement import place
 from outcore.planning.homes.table import plan_table
 from outcore.planning.paper.schedule import usual_visits
 from outcore.planning.timing.rates import Rates
+from outcore.planning.timing.simulate import Simulation
 from outcore.planning.units.partition import partition
 from outcore.spec.budget import Limits
 from outcore.spec.model import ModelSpec, UnitSpec
@@ -56,27 +57,35 @@ from outcore.spec.timeline import COMPUTE, Timeline
 
 HOST_SHARE, DISK_SHARE = 0.94, 0.9
 """Of what is free; the rest is for the interpreter, the driver and first values on their way."""
-RESERVE_SHARE, RESERVE_BYTES = 1.1, 256 * 2**20
-"""Device memory beyond the activations that were measured: fragments, and kernels' workspace."""
+FRAGMENTS_SHARE, FRAGMENTS_BYTES = 0.03, 256 * 2**20
+"""Device memory that no plan has: what the allocator cannot give again, and kernels' workspace."""
 
 
-def lay_out(args: argparse.Namespace, spec: ModelSpec, limits: Limits) -> tuple[list[Layout], Plan]:
-    """Micro-batches as large as the cap allows under recompute, and the plan for what they leave.
+def lay_out(args: argparse.Namespace, limits: Limits) -> tuple[list[Layout], Plan, Simulation | None]:
+    """Micro-batches as large as memory allows, and what ``prepare`` plans for the largest step, in time.
 
     Raises:
         PlanInfeasibleError: Not even one sequence at a time will do.
     """
     most = max(args.tokens) // args.seq_len
     while True:
+        steps = {tokens // args.seq_len // math.gcd(tokens // args.seq_len, most) for tokens in args.tokens}
         try:
-            layouts = [_layout(args, tokens, most) for tokens in args.tokens]
-            reserve_bytes = max(_reserve_bytes(args, spec, layout) for layout in layouts)
-            return layouts, _plan(args, spec, limits, layouts, reserve_bytes)
-        except (torch.OutOfMemoryError, PlanInfeasibleError):
+            _, plan, predicted = plan_in_time(
+                model := on_meta(config_of(args)),
+                torch.optim.AdamW(model.parameters(), **HYPER),
+                sample=batch_of(args, most),
+                budget=budget_of(args, limits),
+                accumulation_steps=steps.pop() if len(steps) == 1 else None,
+                clipping=not args.early,
+                device=args.device,
+            )
+        except PlanInfeasibleError:
             if most == 1:
                 raise
             most //= 2
-            free_cached(args.device)
+        else:
+            return [_layout(args, tokens, most) for tokens in args.tokens], plan, predicted
 
 
 def _layout(args: argparse.Namespace, tokens: int, most: int) -> Layout:
@@ -85,19 +94,11 @@ def _layout(args: argparse.Namespace, tokens: int, most: int) -> Layout:
     return Layout(tokens, sequences, tokens // (sequences * args.seq_len), passes)
 
 
-def _reserve_bytes(args: argparse.Namespace, spec: ModelSpec, layout: Layout) -> int:
-    """What one block and the loss take was measured; every other block keeps its input."""
-    if args.device == "cpu":
-        return 0
-    inputs = layout.sequences * args.seq_len * config_of(args).hidden_size * 2
-    return int(RESERVE_SHARE * (layout.passes.peak_bytes + inputs * (len(spec.units) - 1))) + RESERVE_BYTES
-
-
-def _plan(args: argparse.Namespace, spec: ModelSpec, limits: Limits, layouts: list[Layout], reserve_bytes: int) -> Plan:
-    steps = {layout.micro_batches for layout in layouts}
-    promised = steps.pop() if len(steps) == 1 else None
-    plan = place(spec, limits, accumulation_steps=promised, activation_reserve_bytes=reserve_bytes)
-    return with_early_updates(spec, plan, limits) if args.early and promised is not None else plan
+def budget_of(args: argparse.Namespace, limits: Limits) -> outcore.Budget:
+    """What a plan may take."""
+    return outcore.Budget(
+        device=limits.device_bytes, host=limits.host_bytes, disk=args.disk, disk_bytes=limits.disk_bytes
+    )
 
 
 def rates_of(spec: ModelSpec, layout: Layout, machine: Machine, which: str) -> Rates:
@@ -183,7 +184,8 @@ def limits_of(args: argparse.Namespace, cap_bytes: int) -> Limits:
     """What is free, and the cap."""
     host_bytes = int(HOST_SHARE * host_free_bytes()) if args.host_memory is None else args.host_memory
     disk_bytes = int(DISK_SHARE * disk_free_bytes(args.disk)) if args.disk_memory is None else args.disk_memory
-    return Limits(device_bytes=cap_bytes, host_bytes=host_bytes, disk_bytes=disk_bytes)
+    fragments = 0 if args.device == "cpu" else int(FRAGMENTS_SHARE * cap_bytes) + FRAGMENTS_BYTES
+    return Limits(device_bytes=cap_bytes - fragments, host_bytes=host_bytes, disk_bytes=disk_bytes)
 
 
 def run_cap(args: argparse.Namespace, spec: ModelSpec, cap_bytes: int, found: dict[str, Any]) -> None:
@@ -210,7 +212,9 @@ def _measure_cap(args: argparse.Namespace, spec: ModelSpec, cap_bytes: int, foun
     limits = limits_of(args, cap_bytes)
     found["limits"] = dataclasses.asdict(limits)
     try:
-        layouts, plan = lay_out(args, spec, limits)
+        started_s = time.perf_counter()
+        layouts, plan, predicted = lay_out(args, limits)
+        found["plan_s"] = round(time.perf_counter() - started_s, 2)
     except (torch.OutOfMemoryError, PlanInfeasibleError) as error:
         say(f"{format_bytes(cap_bytes)}: refused\n{error}")
         found["refused"] = str(error)
@@ -218,10 +222,10 @@ def _measure_cap(args: argparse.Namespace, spec: ModelSpec, cap_bytes: int, foun
     say(plan_table(spec, plan, limits))
     machine = measure_machine(args.device, blocks(spec)[0], args.disk if plan.tier_bytes.get("disk") else None)
     say(f"rates per second: {rates_line(machine)}")
-    budget = outcore.Budget(
-        device=limits.device_bytes, host=limits.host_bytes, disk=args.disk, disk_bytes=limits.disk_bytes
-    )
-    streamed = Streamed(args, plan, budget)
+    if predicted is not None:
+        found["predicted_s"] = predicted.step_s
+        say(f"predicted for the largest step: {predicted.step_s:.3f} s")
+    streamed = Streamed(args, plan, budget_of(args, limits))
     found |= {
         "plan": summary(plan),
         "prepare_s": round(streamed.prepare_s, 2),
@@ -243,9 +247,8 @@ def _measure_cap(args: argparse.Namespace, spec: ModelSpec, cap_bytes: int, foun
 
 def summary(plan: Plan) -> dict[str, Any]:
     """Where things live, in numbers."""
-    homes = {
-        kind: dict(Counter(getattr(unit, kind) for unit in plan.units)) for kind in ("weights", "gradients", "states")
-    }
+    kinds = ("weights", "gradients", "states", "update", "policy", "activations")
+    homes = {kind: dict(Counter(getattr(unit, kind) for unit in plan.units)) for kind in kinds}
     slots = {f"{pool.tier} {pool.kind}": pool.num_slots for pool in plan.pools}
     early = sum(unit.early for unit in plan.units)
     return {"tier_bytes": dict(plan.tier_bytes), "units": homes, "slots": slots, "early_units": early}
@@ -290,7 +293,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--recorded-steps", type=int, default=2)
     parser.add_argument("--serial-steps", type=int, default=1, help="with overlap off, after one; 0: none")
     parser.add_argument("--max-norm", type=float, default=1.0, help="of gradients, clipped to")
-    parser.add_argument("--early", action="store_true", help="update inside backward, where memory has room for it")
+    parser.add_argument("--early", action="store_true", help="clip nothing, and promise it: updates inside backward")
     parser.add_argument("--against", nargs="*", default=[], choices=["plain", "deepspeed"])
     parser.add_argument("--only-against", action="store_true", help="measure the others alone, under the largest cap")
     parser.add_argument("--svg", type=Path, help="folder for a picture of one step per case")

@@ -53,6 +53,7 @@ from outcore.spec.plan import Plan
 
 HOMES: Mapping[str, Kind] = {"device": ALL_DEVICE, "host": ALL_HOST, "disk": ALL_DISK}
 PLENTY = Limits(device_bytes=2**40, host_bytes=2**40, disk_bytes=2**40)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WARM_UP = 2
 
 
@@ -126,20 +127,20 @@ def models(args: argparse.Namespace, hardware: Hardware) -> Iterator[dict[str, A
     """Small Llamas, wherever their bytes live."""
     for hidden, length, home in itertools.product(args.hidden, args.lengths, HOMES):
         torch.manual_seed(0)
-        model = LlamaForCausalLM(_config(hidden, args.layers))
-        cut = partition(model, state_names=STATES, precision="fp32")
+        model = LlamaForCausalLM(_config(hidden, args.layers)).to(DTYPES[args.precision])
+        cut = partition(model, state_names=STATES, precision=args.precision)
         choice = Choice(cut.spec, policy="recompute", accumulation_steps=None, may_be_early=False)
         plan = choice.plan(choice.uniform(HOMES[home], ROOMY))
         plan = with_room(cut.spec, plan, PLENTY, clipping=True) if home == "device" else plan
-        ids = torch.randint(0, 1000, (args.batch_size, length))
+        ids = torch.randint(0, 1000, (args.batch_size, length)).to(args.device)
         sample = {"input_ids": ids, "labels": ids, "use_cache": False}
-        with open_device("cpu") as device:
+        with open_device(args.device) as device:
             found = Timed(cut, Options(sample=sample, hardware=hardware), device).predict(plan)
             step_s = math.nan if found is None else found.step_s
         loss = partial(lambda model, sample: model(**sample).loss, model, sample)
         numel = sum(p.numel() for p in model.parameters())
         with tempfile.TemporaryDirectory(dir=args.disk) as folder:
-            run = partial(steps_s, model, plan, args.steps, loss, folder, precision="fp32", device="cpu")
+            run = partial(steps_s, model, plan, args.steps, loss, folder, precision=args.precision, device=args.device)
             yield compared(f"{numel / 1e6:.0f}M, {args.batch_size} x {length} tokens, {home}", step_s, run)
 
 
@@ -174,6 +175,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, nargs="*", default=[256, 512])
     parser.add_argument("--lengths", type=int, nargs="*", default=[64, 256])
     parser.add_argument("--batch-size", type=int, default=2)
+    parser.add_argument("--precision", choices=DTYPES, default="fp32", help="of models")
+    parser.add_argument("--device", default="cpu", help="that models run on")
     parser.add_argument("--quick", action="store_true", help="measure the machine in little time")
     parser.add_argument("--disk", type=Path, default=Path(), help="folder of the disk tier")
     return parser.parse_args()
@@ -188,7 +191,7 @@ def main() -> None:
         results["throttled"] = {**summary(lines), "lines": lines}
     if "models" in args.what:
         effort = Effort(window_s=0.01, buffer_bytes=2**21, sizes=(2**16, 2**20), disk_bytes=2**22, steps=4)
-        hardware = measure(partial(open_device, "cpu"), [args.disk], effort if args.quick else WHOLE)
+        hardware = measure(partial(open_device, args.device), [args.disk], effort if args.quick else WHOLE)
         lines = list(models(args, hardware))
         results["models"] = {**summary(lines), "lines": lines, "machine": json.loads(hardware.to_json())}
     print(json.dumps({"benchmark": "predict", "results": results, **context("transformers")}))

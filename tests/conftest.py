@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     _leave_pairs(items)
     has_gpu = torch.cuda.is_available()
     for item in items:
-        if "gpu" in item.keywords and not has_gpu:
+        if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; tests/simulated_gpu runs it on one"))
         if item.path.parent.name in EVERY_OPTIMIZER:  # said once per process, by whichever test comes first
             item.add_marker(pytest.mark.filterwarnings("ignore:torch._fused_sgd_ .* cannot be used:RuntimeWarning"))
@@ -40,7 +40,7 @@ def _leave_pairs(items: list[pytest.Item]) -> None:
     """Of tests marked so, those that have a pair of values that none before them has: most new pairs first."""
     tests: dict[str, list[Any]] = {}
     for item in items:
-        if "pairs" in item.keywords:
+        if item.get_closest_marker("pairs"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     dropped: set[pytest.Item] = set()
     for left in tests.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator
 
@@ -25,11 +26,14 @@ _HYPER = AdamHyper(
 UPDATED_BYTES = 16
 """Of memory per parameter: fp32 master and moments, a bf16 gradient and weight."""
 _LEAST_TURN_S = 4e-3
-"""Of compute: what takes less is doubled, as long as it is no larger than a large model's."""
+"""Of compute: what takes less is doubled, as long as it is no larger than a large model's, and then repeated."""
 _MOST_WIDTH, _MOST_TOKENS = 8192, 4096
-_HEADS, _HEAD_SIZE = 8, 64
-_QUEUED = 4
-"""Copies at a time, so that the link does not wait for whoever submits."""
+_HEADS = {True: (8, 64), False: (32, 128)}
+"""By whether the host computes: how many and how large. Fewer would not fill an accelerator."""
+_PARTS = 8
+"""Of an accelerator's memory, that activation functions go round: together more than its caches hold."""
+_QUEUED = 16
+"""Copies at a time, so that the link does not wait for whoever submits, and who waits for the last costs little."""
 _WRITTEN_BYTES = 14
 """By an update, per parameter: master, moments and a bf16 weight."""
 _TRANSFERS = {
@@ -104,11 +108,12 @@ def products(device: Device, dtype: torch.dtype) -> Load:
 
 def attention(device: Device, dtype: torch.dtype) -> Load:
     """Causal attention, so long that one call takes some milliseconds."""
+    heads, head_size = _HEADS[device.computes_on_host]
 
     def sized(tokens: int) -> tuple[float, Callable[[], object]]:
-        shape = (1, _HEADS, tokens, _HEAD_SIZE)
+        shape = (1, heads, tokens, head_size)
         q, k, v = (torch.full(shape, 0.01, dtype=dtype, device=device.torch_device) for _ in range(3))
-        operations = 4 * tokens**2 / 2 * _HEADS * _HEAD_SIZE
+        operations = 4 * tokens**2 / 2 * heads * head_size
         return operations, lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     return _sized(device, sized, 256, _MOST_TOKENS)
@@ -116,8 +121,10 @@ def attention(device: Device, dtype: torch.dtype) -> Load:
 
 def elementwise(device: Device, nbytes: int) -> Load:
     """Activation functions into new memory, as between the products of a model."""
-    values = torch.full((nbytes // 4,), 0.01, dtype=torch.float32, device=device.torch_device)
-    return _compute(device, 2.0 * values.nbytes, lambda: functional.relu(values))
+    number = 1 if device.computes_on_host else _PARTS
+    parts = torch.full((number, nbytes // 4), 0.01, dtype=torch.float32, device=device.torch_device).unbind()
+    places = itertools.cycle(parts)
+    return _sized(device, lambda _: (2.0 * parts[0].nbytes, lambda: functional.relu(next(places))), 1, 1)
 
 
 def kernels(device: Device, number: int) -> Load:
@@ -133,14 +140,26 @@ def kernels(device: Device, number: int) -> Load:
 
 
 def _sized(device: Device, sized: Callable[[int], tuple[float, Callable[[], object]]], size: int, most: int) -> Load:
+    """The smallest load that takes long enough; if none does, the largest one some times over."""
     while True:
         load = _compute(device, *sized(size))
         load.turn()
         start_s = time.perf_counter()
         load.turn()
-        if time.perf_counter() - start_s >= _LEAST_TURN_S or size >= most:
+        taken_s = time.perf_counter() - start_s
+        if taken_s >= _LEAST_TURN_S:
             return load
+        if size >= most:
+            return _repeated(device, *sized(size), math.ceil(_LEAST_TURN_S / taken_s))
         size *= 2
+
+
+def _repeated(device: Device, amount: float, work: Callable[[], object], times: int) -> Load:
+    def works() -> None:
+        for _ in range(times):
+            work()
+
+    return _compute(device, times * amount, works)
 
 
 def _compute(device: Device, amount: float, work: Callable[[], object]) -> Load:

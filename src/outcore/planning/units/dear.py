@@ -20,8 +20,8 @@ DEAR_FLOP_PER_BYTE = 200
 
 
 _ATTENTION = "_scaled_dot_product"
-"""Begins the names of attention kernels. Torch's table leaves the CPU's out, and up to torch 2.11 it refuses queries with
-more heads than keys."""
+"""Begins the names of attention kernels. Torch's table leaves out the CPU's, and that of torch 2.11 refuses queries that
+have more heads than keys."""
 
 
 _GROUPED = "grouped_mm"
