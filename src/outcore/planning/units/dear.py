@@ -20,7 +20,7 @@ DEAR_FLOP_PER_BYTE = 200
 
 
 _ATTENTION = "_scaled_dot_product"
-"""Begins the names of attention kernels. Torch's table leaves out the CPU's, and that of torch 2.11 refuses queries that
+"""Begins the names of attention kernels. Torch's table leaves out the CPU's, and torch 2.11's refuses queries that
 have more heads than keys."""
 
 
