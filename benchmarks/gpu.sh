@@ -44,9 +44,10 @@ echo "results in $out${SIMULATED:+, of a simulated GPU: no number here is one of
 touch "$out/done.txt" "$out/failed.txt"
 if [ -z "${TINY:-}" ]; then
   cap24=24GiB cap80=80GiB
-  large=(--tokens 8192 16384 32768 --steps 3 --recorded-steps 1 --svg "$out")
+  large=(--tokens 8192 32768 --steps 3 --recorded-steps 1 --svg "$out")
   few=(--tokens 8192 --steps 3 --recorded-steps 1 --svg "$out")
-  step=(--turns 5 --steps 4 --batch-size 8 --seq-len 1024)
+  wide=(--tokens 16384 --steps 3 --recorded-steps 1 --svg "$out")
+  step=(--turns 3 --steps 2 --batch-size 8 --seq-len 1024)
   update=(--repeats 5) disk=(--nbytes 4GiB)
   tests="" sanitized="delays and window or plain_bits and gpt2 and recompute"
 else
@@ -56,6 +57,7 @@ else
   [ -z "${SIMULATED:-}" ] || cap24=257MiB cap80=512MiB
   large=("${tiny[@]}" --tokens 64 128 --steps 1 --recorded-steps 1 --svg "$out")
   few=("${tiny[@]}" --tokens 64 --steps 1 --recorded-steps 1 --svg "$out")
+  wide=("${few[@]}")
   step=(--turns 1 --steps 1 --layers 2 --hidden 64 --vocabulary 97 --batch-size 1 --seq-len 16)
   update=(--repeats 2 --numel 300000) disk=(--nbytes 8MiB --extent 4MiB --repetitions 1)
   tests="not delays" sanitized="plain_bits and gpt2 and recompute"
@@ -102,9 +104,9 @@ for section in "${wanted[@]}"; do
       run large_3b 320 json "${python[@]}" benchmarks/large.py --shape 3b "${large[@]}" --device-memory $cap24 $cap80 \
         --against plain --disk "$scratch" ;;
     large_7b_24)
-      run large_7b_24 340 json "${python[@]}" benchmarks/large.py --shape 7b "${large[@]}" --device-memory $cap24 --disk "$scratch" ;;
+      run large_7b_24 340 json "${python[@]}" benchmarks/large.py --shape 7b "${wide[@]}" --device-memory $cap24 --disk "$scratch" ;;
     large_7b_80)
-      run large_7b_80 300 json "${python[@]}" benchmarks/large.py --shape 7b "${large[@]}" --device-memory $cap80 --disk "$scratch" ;;
+      run large_7b_80 300 json "${python[@]}" benchmarks/large.py --shape 7b "${wide[@]}" --device-memory $cap80 --disk "$scratch" ;;
     # Apart, since it may compile its CPU Adam first; where it is not installed this says so.
     deepspeed)
       run deepspeed 300 json "${python[@]}" benchmarks/large.py --shape 3b "${large[@]}" --device-memory $cap80 \
@@ -113,7 +115,7 @@ for section in "${wanted[@]}"; do
     early)
       run early 150 json "${python[@]}" benchmarks/large.py --shape 3b "${few[@]}" --device-memory $cap24 --disk "$scratch" \
         --early ;;
-    step) run step 100 json "${python[@]}" benchmarks/step.py "${step[@]}" --disk "$scratch" ;;
+    step) run step 150 json "${python[@]}" benchmarks/step.py "${step[@]}" --disk "$scratch" ;;
     update) run update 40 json "${python[@]}" benchmarks/cpu_update.py "${update[@]}" ;;
     disk) run disk 60 json "${python[@]}" benchmarks/disk_io.py "${disk[@]}" --folder "$scratch" ;;
     sanitizer)

@@ -13,7 +13,7 @@ that of the next. Steps are measured without the recorder, then some more are re
 for, and are drawn with ``--svg``. ``serial`` is the same model and plan with every operation waited for at once.
 
     python benchmarks/large.py --shape 3b --device-memory 24GiB 80GiB --tokens 8192 16384 32768 --svg pictures
-    python benchmarks/large.py --shape tiny --device cpu --seq-len 32 --tokens 64 128 --device-memory 2MiB
+    python benchmarks/large.py --shape tiny --device cpu --seq-len 32 --tokens 64 128 --device-memory 24MiB
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
-import math
 import signal
 import sys
 import time
@@ -61,37 +61,31 @@ FRAGMENTS_SHARE, FRAGMENTS_BYTES = 0.03, 256 * 2**20
 """Device memory that no plan has: what the allocator cannot give again, and kernels' workspace."""
 
 
-def lay_out(args: argparse.Namespace, limits: Limits) -> tuple[list[Layout], Plan, Simulation | None]:
-    """Micro-batches as large as memory allows, and what ``prepare`` plans for the largest step, in time.
+def lay_out(args: argparse.Namespace, limits: Limits, tokens: int) -> tuple[Layout, Plan, Simulation | None]:
+    """Micro-batches as large as memory allows, and what ``prepare`` plans for them, in time.
 
     Raises:
         PlanInfeasibleError: Not even one sequence at a time will do.
     """
-    most = max(args.tokens) // args.seq_len
+    sequences = tokens // args.seq_len
     while True:
-        steps = {tokens // args.seq_len // math.gcd(tokens // args.seq_len, most) for tokens in args.tokens}
         try:
             _, plan, predicted = plan_in_time(
                 model := on_meta(config_of(args)),
                 torch.optim.AdamW(model.parameters(), **HYPER),
-                sample=batch_of(args, most),
+                sample=batch_of(args, sequences),
                 budget=budget_of(args, limits),
-                accumulation_steps=steps.pop() if len(steps) == 1 else None,
+                accumulation_steps=tokens // args.seq_len // sequences,
                 clipping=not args.early,
                 device=args.device,
             )
         except PlanInfeasibleError:
-            if most == 1:
+            if sequences == 1:
                 raise
-            most //= 2
+            sequences = next(n for n in range(sequences - 1, 0, -1) if tokens // args.seq_len % n == 0)
         else:
-            return [_layout(args, tokens, most) for tokens in args.tokens], plan, predicted
-
-
-def _layout(args: argparse.Namespace, tokens: int, most: int) -> Layout:
-    sequences = math.gcd(tokens // args.seq_len, most)
-    passes = time_passes(functools.partial(config_of, args), batch_of(args, sequences), args.device)
-    return Layout(tokens, sequences, tokens // (sequences * args.seq_len), passes)
+            passes = time_passes(functools.partial(config_of, args), batch_of(args, sequences), args.device)
+            return Layout(tokens, sequences, tokens // args.seq_len // sequences, passes), plan, predicted
 
 
 def budget_of(args: argparse.Namespace, limits: Limits) -> outcore.Budget:
@@ -188,43 +182,45 @@ def limits_of(args: argparse.Namespace, cap_bytes: int) -> Limits:
     return Limits(device_bytes=cap_bytes - fragments, host_bytes=host_bytes, disk_bytes=disk_bytes)
 
 
-def run_cap(args: argparse.Namespace, spec: ModelSpec, cap_bytes: int, found: dict[str, Any]) -> None:
-    """Measure all numbers of tokens under one cap, as far as that goes.
+def run_case(args: argparse.Namespace, spec: ModelSpec, cap_bytes: int, tokens: int, found: dict[str, Any]) -> None:
+    """Measure steps of some tokens under a cap, as far as that goes.
 
     Args:
         args: Of the command line.
         spec: Of the model.
         cap_bytes: Device memory.
+        tokens: Of a step.
         found: Gets what is known, as soon as it is.
     """
-    found |= {"cap_bytes": cap_bytes, "cases": []}
+    found |= {"cap_bytes": cap_bytes, "tokens": tokens}
     try:
         cap_device(args.device, cap_bytes)
-        _measure_cap(args, spec, cap_bytes, found)
+        _measure_case(args, spec, cap_bytes, tokens, found)
     except (torch.OutOfMemoryError, OutcoreError) as error:
         found["stopped"] = f"{type(error).__name__}: {error}".splitlines()[0]
-        say(f"{format_bytes(cap_bytes)}: stopped\n{error}")
+        say(f"{format_bytes(cap_bytes)}, {tokens} tokens: stopped\n{error}")
     finally:
         free_cached(args.device)
 
 
-def _measure_cap(args: argparse.Namespace, spec: ModelSpec, cap_bytes: int, found: dict[str, Any]) -> None:
+def _measure_case(
+    args: argparse.Namespace, spec: ModelSpec, cap_bytes: int, tokens: int, found: dict[str, Any]
+) -> None:
     limits = limits_of(args, cap_bytes)
     found["limits"] = dataclasses.asdict(limits)
     try:
         started_s = time.perf_counter()
-        layouts, plan, predicted = lay_out(args, limits)
+        layout, plan, predicted = lay_out(args, limits, tokens)
         found["plan_s"] = round(time.perf_counter() - started_s, 2)
-    except (torch.OutOfMemoryError, PlanInfeasibleError) as error:
-        say(f"{format_bytes(cap_bytes)}: refused\n{error}")
+    except PlanInfeasibleError as error:
+        say(f"{format_bytes(cap_bytes)}, {tokens} tokens: refused\n{error}")
         found["refused"] = str(error)
         return
     say(plan_table(spec, plan, limits))
     machine = measure_machine(args.device, blocks(spec)[0], args.disk if plan.tier_bytes.get("disk") else None)
     say(f"rates per second: {rates_line(machine)}")
-    if predicted is not None:
-        found["predicted_s"] = predicted.step_s
-        say(f"predicted for the largest step: {predicted.step_s:.3f} s")
+    found["predicted_s"] = None if predicted is None else predicted.step_s
+    say(f"{tokens} tokens: predicted {'nothing' if predicted is None else f'{predicted.step_s:.3f} s'}")
     streamed = Streamed(args, plan, budget_of(args, limits))
     found |= {
         "plan": summary(plan),
@@ -235,12 +231,11 @@ def _measure_cap(args: argparse.Namespace, spec: ModelSpec, cap_bytes: int, foun
     pinned = {True: "pinned", False: "not pinned", None: "not used"}[streamed.host_is_pinned]
     say(f"prepared in {streamed.prepare_s:.1f} s; host memory is {pinned}")
     try:
-        for layout in layouts:
-            case, timeline = describe(args, layout, streamed, machine)
-            found["cases"].append(case)
-            say(line_of(case))
-            if args.svg is not None:
-                draw(args, cap_bytes, case, last_step(timeline))
+        case, timeline = describe(args, layout, streamed, machine)
+        found |= case
+        say(line_of(case))
+        if args.svg is not None:
+            draw(args, cap_bytes, case, last_step(timeline))
     finally:
         streamed.close()
 
@@ -317,7 +312,7 @@ def main() -> None:
         "seq_len": args.seq_len,
     }
     del model
-    found: dict[str, Any] = {"benchmark": "large", **shape, "caps": [], "rivals": {}}
+    found: dict[str, Any] = {"benchmark": "large", **shape, "cases": [], "rivals": {}}
 
     stdout = sys.stdout  # rivals run with another
 
@@ -332,9 +327,9 @@ def main() -> None:
 
     signal.signal(signal.SIGTERM, stop)  # ``timeout`` sends it
     try:
-        for cap_bytes in () if args.only_against else args.device_memory:
-            found["caps"].append({})
-            run_cap(args, spec, cap_bytes, found["caps"][-1])
+        for cap_bytes, tokens in itertools.product(() if args.only_against else args.device_memory, args.tokens):
+            found["cases"].append({})
+            run_case(args, spec, cap_bytes, tokens, found["cases"][-1])
         for name in args.against:
             found["rivals"][name] = {}
             run_rival(args, name, found["rivals"][name])

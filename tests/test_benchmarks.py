@@ -73,13 +73,12 @@ def assert_no_step_beats_its_bound(results: dict[str, dict[str, dict[str, float]
 
 
 def assert_every_case_has_its_numbers(found: dict[str, Any]):
-    refused, cap = found["caps"]
-    assert "no placement fits" in refused["refused"]
-    assert refused["cases"] == []
+    *refused, first, second = found["cases"]
+    assert ["no placement fits" in case["refused"] for case in refused] == [True, True]
     assert found["shape"] == "custom"
-    assert [case["tokens"] for case in cap["cases"]] == [16, 32]
-    assert cap["plan"]["units"]["weights"] == {"device": 1, "host": 5}, "something must move"
-    for case in cap["cases"]:
+    assert [case["tokens"] for case in found["cases"]] == [16, 32, 16, 32]
+    for case in (first, second):
+        assert case["plan"]["units"]["weights"].get("host"), "something must move"
         assert case["bound_s"] > 0
         assert case["binding"]
         assert case["over_bound"] == pytest.approx(case["step_s"]["median"] / case["bound_s"], rel=0.01)
@@ -117,7 +116,7 @@ def test_an_error_ends_its_cap_and_stopping_prints_before_it_closes(
             large.main()
     finally:
         signal.signal(signal.SIGTERM, before)
-    first, second = json.loads(*printed)["caps"]
+    first, second = json.loads(*printed)["cases"]
     assert first["stopped"] == "MemoryBudgetError: expected more"
     assert second["cap_bytes"] == 520 * 2**10
     assert capsys.readouterr().out == ""
