@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import one_arithmetic
 import pytest
 import torch
 
@@ -21,6 +22,7 @@ os.environ["OUTCORE_HARDWARE"] = "none"
 LANE_EXIT_S = 5.0  # a closed lane's thread may still be on its last instructions
 FIRST = ("simulated_gpu", "system")  # folders
 EVERY_OPTIMIZER = ("parity", "loop")
+BIT_FOR_BIT = ("parity", "saving", "integrations", "loop")  # plans that update on the host, and plain loops
 
 
 @pytest.hookimpl(wrapper=True)
@@ -95,6 +97,15 @@ def _repeatable_arithmetic() -> None:
     # The bits of sums depend on the number of threads: one for every machine. It is 1, since kernels this small gain
     # nothing from a second thread, and wait for it a thousand times longer than they work when another has its core.
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_arithmetic(request: pytest.FixtureRequest) -> None:
+    """Nothing to do on a simulated GPU, whose kernels are the CPU's."""
+    is_real = torch.version.cuda is not None or torch.version.hip is not None
+    folders = {item.path.parent.name for item in request.session.items}
+    if is_real and os.environ.get("OUTCORE_TEST_DEVICE") == "cuda" and not folders.isdisjoint(BIT_FOR_BIT):
+        one_arithmetic.install()
 
 
 @pytest.fixture(autouse=True)

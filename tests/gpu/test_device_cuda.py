@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import weakref
+
 import pytest
 import torch
 
@@ -252,3 +256,20 @@ def test_the_host_arena_can_be_pinned(device):
         assert device.register_host(memory.tensor)
         assert memory.tensor[4096:].is_pinned()
         device.unregister_host(memory.tensor)
+
+
+def test_a_forked_child_destroys_no_event(device):
+    """Torch ends a process that does so and has no driver, such as a worker of a DataLoader."""
+    points = [device_cuda.Point(torch.cuda.current_stream()) for _ in range(2)]
+    events = [weakref.ref(point.event) for point in points]
+    held = points.pop()
+    points.append(points)  # left behind for whoever collects it
+    del points
+    child = os.fork()
+    if child == 0:
+        del held
+        gc.collect()
+        os._exit(any(event() is None for event in events))
+    assert os.waitpid(child, 0)[1] == 0
+    gc.collect()
+    assert events[0]() is None

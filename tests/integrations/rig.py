@@ -33,6 +33,8 @@ from outcore.integrations.transformers import OutcoreMixin
 from outcore.runtime.module_guard import attachment_of
 
 ON_CPU = os.environ.get("OUTCORE_TEST_DEVICE", "cpu") == "cpu"
+CHECKPOINTING = next(n for n in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, n))
+"""Transformers 5.23 has another name for it."""
 ALL_TIERS = {"device", "host", "disk"}
 
 WARNINGS = [

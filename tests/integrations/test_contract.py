@@ -15,7 +15,7 @@ from transformers import Trainer
 from outcore.integrations import refusals
 from outcore.integrations.transformers import _ACCELERATE_PREPARED, OutcoreMixin
 
-from .rig import ON_CPU, WARNINGS, llama
+from .rig import CHECKPOINTING, ON_CPU, WARNINGS, llama
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in WARNINGS]
 
@@ -84,7 +84,7 @@ def test_prepared_optimizers_are_left_alone():
 
 def test_activation_checkpointing_is_an_attribute_of_modules():
     model = llama()
-    model.activation_checkpointing_enable()
+    getattr(model, f"{CHECKPOINTING}_enable")()
     assert any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()), VERSIONS
 
 

@@ -17,6 +17,7 @@ from outcore.runtime.optimizer import StreamedOptimizer
 
 from .rig import (
     ALL_TIERS,
+    CHECKPOINTING,
     EVAL_TEXTS,
     WARNINGS,
     Plain,
@@ -224,7 +225,7 @@ def accuracy(prediction):
             "neftune_noise_alpha": 5.0,
             "label_smoothing_factor": 0.1,
             "max_grad_norm": 0.0,
-            "activation_checkpointing": True,
+            CHECKPOINTING: True,
         },
         {"parts": {"compute_metrics": accuracy}, "eval_on_start": True, "dataloader_num_workers": 1},
     ],
@@ -308,6 +309,6 @@ def test_no_second_recomputation(tmp_path):
     """TRL switches activation checkpointing on; inside of units it would run every block a third time."""
     with streamed(tmp_path) as side:
         trainer = sft(side, tmp_path / "outcore", max_steps=1, parts={"peft_config": lora()})
-        assert trainer.args.activation_checkpointing
+        assert getattr(trainer.args, CHECKPOINTING)
         trainer.train()
-        assert not trainer.model.is_activation_checkpointing
+        assert not getattr(trainer.model, f"is_{CHECKPOINTING}")

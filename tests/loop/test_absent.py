@@ -231,7 +231,7 @@ def test_edits_of_weights_on_the_device_count(kind, dtype, tmp_path):
         after = dict(outcore.named_tensors(model))
         masters = optimizer.state_dict()["state"]
         place = [n for n, _ in model.named_parameters()].index("head.weight")
-        assert torch.equal(after["head.weight"][2], torch.full((13,), 3.0, dtype=dtype))
+        assert torch.equal(after["head.weight"][2], torch.full((13,), 3.0, dtype=dtype, device="cpu"))
         assert torch.equal(after["head.weight"][3], before["head.weight"][3])
         assert (masters[place]["master"][2] - 3.0).abs().max() < 1e-5
 
@@ -371,15 +371,17 @@ def test_state_dict_to_a_file_and_back(kind, tmp_path):
         torch.save(model.state_dict(), tmp_path / "model.pt")
         state = torch.load(tmp_path / "model.pt")
         assert list(state) == list(plain.state_dict())
-        assert all(torch.equal(v, state[k]) for k, v in plain.state_dict().items())
+        assert all(torch.equal(v.cpu(), state[k].cpu()) for k, v in plain.state_dict().items())
         assert list(model.blocks[1].state_dict()) == list(plain.blocks[1].state_dict())
         kept = {k: v.clone() for k, v in state.items()}
         live = model.state_dict()
         train(model, optimizer, 1)
-        assert all(torch.equal(live[k], kept[k]) for k in kept if not k.startswith("blocks") or kind != "device")
+        assert all(
+            torch.equal(live[k].cpu(), kept[k].cpu()) for k in kept if not k.startswith("blocks") or kind != "device"
+        )
         changed = {k: v + 1 for k, v in state.items()}
         assert str(model.load_state_dict(changed)) == "<All keys matched successfully>"
-        assert all(torch.equal(v, changed[k]) for k, v in model.state_dict().items())
+        assert all(torch.equal(v.cpu(), changed[k].cpu()) for k, v in model.state_dict().items())
         part = {
             "blocks.1.scale": torch.full((13,), 9.0),
             "blocks.1.shift": torch.full((13,), 8.0),
@@ -395,7 +397,7 @@ def test_state_dict_to_a_file_and_back(kind, tmp_path):
         with pytest.raises(outcore.UnsupportedError, match="keep_vars=False"):
             model.state_dict(keep_vars=True)
         now = model.state_dict()
-        assert all(torch.equal(now[k], {**changed, **part}[k]) for k in now)
+        assert all(torch.equal(now[k].cpu(), {**changed, **part}[k].cpu()) for k in now)
         plain.load_state_dict(now)
         train(
             plain, reference, 1

@@ -26,7 +26,7 @@ from torch import nn
 import outcore
 from outcore.saving.training_state import load_states, load_weights, save_states
 
-from .rig import VOCAB, agrees, assert_same, batch, make, prepared, same
+from .rig import DEVICE, VOCAB, agrees, assert_same, batch, make, prepared, same
 from .test_transformers import llama, mixtral, step
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # peft's, about targets and generation
@@ -55,7 +55,8 @@ def adapted(kind, name="default"):
     build, config = KINDS[kind]
     model = build()
     torch.manual_seed(12)
-    return get_peft_model(model, copy.deepcopy(config), adapter_name=name)
+    with torch.device("cpu" if kind == "vera" else DEVICE):  # it draws from a generator of its own, which is the CPU's
+        return get_peft_model(model, copy.deepcopy(config), adapter_name=name).to(DEVICE)
 
 
 def trained_alone(model):

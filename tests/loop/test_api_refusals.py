@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 import outcore
 from outcore.device import opening as device_open
 from outcore.device.cpu import CpuDevice
+from outcore.device.cuda import CudaDevice
 
-from .rig import Block, Tower, adamw, batch, make, prepared, train
+from .rig import DEVICE, Block, Tower, adamw, batch, make, prepared, train
 
 POLICY = pytest.mark.parametrize("policy", ["keep", "recompute"])
 
@@ -114,7 +115,7 @@ def test_out_of_device_memory_in_prepare(tmp_path, monkeypatch):
     model = make()
     before = {n: t.clone() for n, t in model.state_dict().items()}
     with monkeypatch.context() as patch:
-        patch.setattr(CpuDevice, "allocate", fail)
+        patch.setattr(CpuDevice if DEVICE == "cpu" else CudaDevice, "allocate", fail)
         with (
             pytest.raises(outcore.MemoryBudgetError, match=r"expected [\d.]+ .*, but [\d.]+ .* are free.*as it was"),
             prepared(model, adamw(model), "disk", tmp_path),

@@ -218,13 +218,14 @@ lane_threads.CLOSE_TIMEOUT_S = 1000  # so long would one Ctrl-C take
 torch.manual_seed(0)
 model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)])
 optimizer = torch.optim.AdamW(model.parameters())
+x = torch.randn(2, 8, device="cuda" if torch.cuda.is_available() else "cpu")
 budget = outcore.Budget(device=12000, host="64MiB", disk=sys.argv[1])
 prepared = outcore.prepare(model, optimizer, budget=budget)
 model, optimizer = prepared
 workers.update_blocks = lambda *_: threading.Event().wait()
 def loop():
     while True:
-        model(torch.randn(2, 8)).sum().backward()
+        model(x).sum().backward()
         optimizer.step()
         print("step", flush=True)
 if sys.argv[2] == "closes":

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
+from one_arithmetic import trains_fused
 from torch import nn
 
 import outcore
 from outcore.api import plan_for as made_plan
 from outcore.core.errors import ConfigError, OutcoreError
 
-from .rig import ADAMW, RESIDENT, Block, Tower, adamw, assert_same, batch, make, plan_for, seen, train
+from .rig import ADAMW, DEVICE, RESIDENT, Block, Tower, adamw, assert_same, batch, make, plan_for, seen, train
 
 ROOMS = {"none": 0, "some": 15_000, "all": 2**30}  # a block of three rows keeps 8 KiB
 ROOM = pytest.mark.parametrize("room", ROOMS.values(), ids=ROOMS)
@@ -45,7 +46,7 @@ def same(
     model = make(build, dtype)
     plain = optimizer(model)
     for group in plain.param_groups:
-        group["fused"] = not (isinstance(plain, torch.optim.SGD) and dtype is torch.bfloat16)
+        group["fused"] = trains_fused(type(plain), dtype, DEVICE)
     torch.manual_seed(5)
     want = seen(drive(model, plain), model, plain)
     twin = make(build, dtype)
@@ -220,7 +221,7 @@ def test_prepare_keeps_what_plainly_fits(monkeypatch: pytest.MonkeyPatch):
         torch.manual_seed(5)
         assert_same(want, seen(drive(twin, streamed), twin, streamed))
         assert type(next(twin.parameters())) is nn.Parameter
-    assert Rolls.num_calls == num_calls
+    assert Rolls.num_calls == num_calls + 3 * (DEVICE != "cpu"), "an accelerator's first step is measured"
 
 
 @pytest.mark.parametrize("kind", ["plain", "host"])
@@ -232,7 +233,8 @@ def test_no_more_is_kept_than_there_is_room_for(kind: str, tmp_path: Path):
             loss = model.loss(batch(rows=rows))
             taken = optimizer.engine._services.room.taken_bytes
             assert 0 <= taken <= room
-            assert (taken > 0) == (rows < 20), "two blocks of three rows, all of one row, none of twenty"
+            if DEVICE == "cpu":  # an accelerator's memory serves others too
+                assert (taken > 0) == (rows < 20), "two blocks of three rows, all of one row, none of twenty"
             loss.backward()
             assert optimizer.engine._services.room.taken_bytes == 0, "the loss is still alive"
             optimizer.step()

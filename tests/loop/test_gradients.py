@@ -11,7 +11,7 @@ from torch.nn import utils
 
 import outcore
 
-from .rig import KINDS, Block, Tower, adamw, agrees, batch, make, prepared, same, train
+from .rig import DEVICE, KINDS, Block, Tower, adamw, agrees, batch, make, prepared, same, train
 
 pytestmark = pytest.mark.parametrize("kind", KINDS)
 
@@ -230,7 +230,7 @@ READS = (
     lambda g: g.norm(dim=0),
     lambda g: torch.linalg.vector_norm(g, dtype=torch.float64),
     lambda g: g.cpu().numpy().tolist(),
-    lambda g: g.numpy().tolist(),
+    *([lambda g: g.numpy().tolist()] if DEVICE == "cpu" else []),
     lambda g: g.data.tolist(),
     lambda g: g.to(torch.float64),
     lambda g: torch.histc(g, bins=5),
@@ -307,8 +307,9 @@ def test_a_copy_says_that_it_is_none(kind, tmp_path):
         old = param.grad
         assert BLOCK_WEIGHT in repr(old)
         assert (old.shape, old.dtype, old.requires_grad) == (param.shape, torch.float32, False)
-        with pytest.raises(ValueError, match="read-only"):
-            old.numpy()[0] = 1.0
+        if DEVICE == "cpu":
+            with pytest.raises(ValueError, match="read-only"):
+                old.numpy()[0] = 1.0
         optimizer.zero_grad()
         for use in (torch.sum, torch.norm, lambda g: g.clamp_(0, 1), lambda g: g.add_(1.0)):
             with pytest.raises(outcore.UnsupportedError, match=f"on p.grad of '{BLOCK_WEIGHT}' now.*clone"):

@@ -130,12 +130,13 @@ def build():
     return model, torch.optim.AdamW(model.parameters())
 
 model, optimizer = outcore.prepare(*build())
-model(torch.ones(2, 8)).sum().backward()
+x = torch.ones(2, 8, device="cuda" if torch.cuda.is_available() else "cpu")
+model(x).sum().backward()
 where, rank = sys.argv[1:]
 distributed.init_process_group("gloo", init_method=f"file://{where}", rank=int(rank), world_size=2)
 group = "torch.distributed has 2 processes"
 with refused(f"forward: .*{group}"):
-    model(torch.ones(2, 8))
+    model(x)
 with refused(f"optimizer.step: .*{group}"):
     optimizer.step()
 with refused("DistributedDataParallel"):
@@ -144,7 +145,7 @@ with refused(f"prepare: .*{group}"):
     outcore.prepare(*build())
 fully_shard(model)
 with refused(f"forward: .*{group}"):
-    model(torch.ones(2, 8))
+    model(x)
 outcore.close(model)
 distributed.destroy_process_group()
 """

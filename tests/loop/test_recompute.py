@@ -227,12 +227,13 @@ def test_an_object_that_a_block_changes(policy, tmp_path):
 
 
 HIDDEN = {"calls": 0}
+SEEN = 2**-20 if DEVICE == "cpu" else 2**-2  # on an accelerator what may be rounding passes
 
 
 class HiddenState(Base):
     def forward(self, x):
         HIDDEN["calls"] += 1
-        return self.core(x) * (1 + HIDDEN["calls"] * 2**-20)
+        return self.core(x) * (1 + HIDDEN["calls"] * SEEN)
 
 
 class HiddenOrder(Base):
@@ -260,7 +261,7 @@ def test_state_that_nobody_can_restore_is_refused(block, found, tmp_path, monkey
     advice = "Move that into a buffer, make the block deterministic, or give this unit the policy keep"
     for policy in ("keep", "recompute"):
         model = make(lambda: Tower(block))
-        with prepared(model, adamw(model), "host", tmp_path, policy=policy, units=[block]) as (model, _):
+        with prepared(model, adamw(model), "host", tmp_path, policy=policy, units=[block]) as (model, optimizer):
             HIDDEN["calls"] = 0
             result = model.blocks[1](model.embed(batch()))
             loss = (result[0] if isinstance(result, tuple) else result).sum()
@@ -269,6 +270,7 @@ def test_state_that_nobody_can_restore_is_refused(block, found, tmp_path, monkey
                 continue
             with pytest.raises(outcore.UnsupportedError, match=rf"unit 'blocks.1': recompute {found}; .*{advice}"):
                 loss.backward()
+                optimizer.step()  # the first waits for what an accelerator has to say
 
 
 class LateState(Base):
@@ -276,14 +278,14 @@ class LateState(Base):
 
     def forward(self, x):
         HIDDEN["calls"] += 1
-        return self.core(x) * (1 if HIDDEN["calls"] < self.starts else HIDDEN["calls"])
+        return self.core(x) * (1 if HIDDEN["calls"] < self.starts else 2.0 ** (HIDDEN["calls"] % 8))
 
 
 @pytest.mark.parametrize("rows", [3, 4])
 def test_checks_come_first_and_with_new_shapes_and_now_and_then(rows, tmp_path, monkeypatch):
     monkeypatch.setitem(HIDDEN, "calls", 0)
     model = make(lambda: Tower(LateState))
-    with prepared(model, adamw(model), "host", tmp_path, units=[LateState]) as (model, _):
+    with prepared(model, adamw(model), "host", tmp_path, units=[LateState]) as (model, optimizer):
         block, x = model.blocks[0], torch.randn(3, WIDTH)
         for _ in range(10):
             block(x).sum().backward()
@@ -291,6 +293,7 @@ def test_checks_come_first_and_with_new_shapes_and_now_and_then(rows, tmp_path, 
         with pytest.raises(outcore.UnsupportedError, match="another result than forward"):
             for _ in range(64 if rows == 3 else 1):
                 block(torch.randn(rows, WIDTH)).sum().backward()
+            optimizer.step()  # the first waits for what an accelerator has to say
 
 
 class Normed(Base):

@@ -200,8 +200,8 @@ class Plain(Side):
     def finish_group(self, group: dict[str, Any]) -> list[dict[str, Any]]:
         if self.program["optimizer"]["name"] != "SGD":
             return [{**group, "fused": True}]
-        # SGD with fused=True skips most of a bf16 parameter on the CPU (torch 2.12, 2.13), and raises where parameters
-        # of a group get their first gradients in different steps: so each has a group of its own.
+        # SGD with fused=True skips most of a bf16 parameter on the CPU (torch 2.11 to 2.13), and raises where
+        # parameters of a group get their first gradients in different steps: so each has a group of its own.
         return [{**group, "params": [p], "fused": p.dtype == torch.float32} for p in group["params"]]
 
     def clipped(self) -> list[torch.Tensor]:

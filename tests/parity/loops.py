@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from one_arithmetic import trains_fused
 from torch import nn
 
 from . import zoo
@@ -103,9 +104,10 @@ def plain_loop(
         backward: Instead of the ordinary forward and backward of a micro-batch.
         edit: Changes the model before the optimizer is made.
     """
-    model = zoo.make(name, setting.precision).to(zoo.DEVICE)
+    model = zoo.make(name, setting.precision)
     if edit is not None:
         edit(model)
+    model.to(zoo.DEVICE)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     has_masters = setting.precision == "bf16"
     updated = {n: nn.Parameter(p.detach().float().clone()) for n, p in trained.items()} if has_masters else trained
@@ -262,10 +264,10 @@ def build_optimizer(
 
 
 def _fused_where_it_trains(cls: type, group: dict[str, Any]) -> list[dict[str, Any]]:
-    """SGD with fused=True skips most of a bf16 parameter on the CPU (torch 2.12, 2.13), so those step without it."""
+    """Where ``fused=True`` skips elements, parameters step without it."""
     parts: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for p in group["params"]:
-        parts[not (cls is torch.optim.SGD and p.dtype == torch.bfloat16 and p.device.type == "cpu")].append(p)
+        parts[trains_fused(cls, p.dtype, p.device.type)].append(p)
     return [{**group, "params": params, "fused": fused} for fused, params in parts.items()]
 
 

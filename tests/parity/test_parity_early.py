@@ -162,7 +162,7 @@ class TestUserCameBetween:
         import outcore
 
         c = Case("llama", "mixed", Setting(), promised=True, early=True)
-        plain = zoo.make(c.name, "fp32")
+        plain = zoo.make(c.name, "fp32").to(zoo.DEVICE)
         optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
         want = train(plain, optimizer, c.name, lambda step: change(plain, optimizer, step), scale)
         model = zoo.make(c.name, "fp32")
@@ -173,10 +173,10 @@ class TestUserCameBetween:
             got = train(model, streamed, c.name, lambda step: change(model, streamed, step), scale)
             assert torch.equal(torch.stack(want).nan_to_num(), torch.stack(got).nan_to_num())
             for (name, a), b in zip(outcore.named_tensors(model), plain.parameters(), strict=True):
-                assert torch.equal(a, b), name
+                assert torch.equal(a.cpu(), b.cpu()), name
             states = streamed.state_dict()["state"]
             for i, state in optimizer.state_dict()["state"].items():
-                assert torch.equal(state["exp_avg_sq"], states[i]["exp_avg_sq"]), i
+                assert torch.equal(state["exp_avg_sq"].cpu(), states[i]["exp_avg_sq"].cpu()), i
 
     def test_nothing(self, outcomes: Counter[str], tmp_path: Path) -> None:
         self.compare(tmp_path, lambda *_: True)

@@ -187,7 +187,7 @@ class Outer(nn.Module):
 
 def test_a_unit_that_is_in_use_keeps_its_slot() -> None:
     torch.manual_seed(0)
-    plain, batch, watch = Outer().requires_grad_(False), torch.randn(7, 5), Watch()
+    plain, batch, watch = Outer().requires_grad_(False).to(zoo.DEVICE), torch.randn(7, 5).to(zoo.DEVICE), Watch()
     expected, model = plain(batch), Outer()
     model.load_state_dict(plain.state_dict())
     spec = partition(model, units=["a", "b", "c"]).spec
@@ -219,9 +219,9 @@ def check(case: Case, folder: Path, **more: Any) -> None:
 
 
 def on(log: Log, lane: str) -> list[tuple[str, int]]:
-    """A lane's operations; of compute those that a schedule knows, without bytes."""
-    if lane != COMPUTE:
-        return [(name, nbytes) for of, name, nbytes in log if of == lane]
+    """A lane's operations that a schedule knows; those of compute without bytes."""
+    if lane != COMPUTE:  # the clip factor leaves an accelerator
+        return [(name, nbytes) for of, name, nbytes in log if of == lane and name != "clip factor"]
     known = ("use weights", "gradients of", "accumulate", "update")
     return [(name, 0) for of, name, _ in log if of == lane and name.startswith(known)]
 

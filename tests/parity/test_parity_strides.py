@@ -102,13 +102,15 @@ def test_early_and_staged_updates(kind: str, optimizer: str, tmp_path: Path) -> 
 def test_gradients_on_demand(tmp_path: Path) -> None:
     def grads_of(model: nn.Module) -> list[torch.Tensor]:
         zoo.loss(model, zoo.batches("images")[0]).backward()
-        norms = [p.grad.norm(3) if p.grad is not None else torch.zeros(()) for p in model.parameters()]
+        norms = [
+            p.grad.norm(3) if p.grad is not None else torch.zeros((), device=zoo.DEVICE) for p in model.parameters()
+        ]
         clipped = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         grads = [p.grad for p in model.parameters() if p.grad is not None]
         grads[3][0] *= 3.0
         return [*norms, clipped, *(grad.clone() for grad in grads)]
 
-    want = grads_of(zoo.make("images"))
+    want = grads_of(zoo.make("images").to(zoo.DEVICE))
     model = zoo.make("images")
     strides = {n: p.stride() for n, p in model.named_parameters()}
     optimizer = torch.optim.AdamW(model.parameters())

@@ -143,7 +143,7 @@ def test_t5_first_step(kind: str, policy: str, precision: str, tmp_path: Path) -
     assert set(plain.moments) == set(streamed.moments)
     bound = 2e-6 if precision == "fp32" else 2e-2  # three roundings to 8 bits
     for n, state in plain.moments.items():
-        want, got = state["momentum_buffer"], streamed.moments[n]["momentum_buffer"]
+        want, got = state["momentum_buffer"].cpu(), streamed.moments[n]["momentum_buffer"].cpu()
         gap = (want - got).abs().max() / want.abs().max().clamp_min(1e-30)
         assert gap <= bound, f"{n}: {gap:.2e} of its largest value"
 
@@ -279,7 +279,7 @@ def test_frozen(edit: Any, kind: str, policy: str, tmp_path: Path) -> None:
 )
 def test_a_frozen_model_without_optimizer_evaluates(name: str, kind: str, tmp_path: Path) -> None:
     batch = zoo.batches(name)[0]
-    plain = zoo.make(name).requires_grad_(False).eval()
+    plain = zoo.make(name).requires_grad_(False).eval().to(zoo.DEVICE)
     model = zoo.make(name).requires_grad_(False).eval()
     case = Case(name, kind)
     model, optimizer = outcore.prepare(model, None, plan=case.plan(model, None), **case.options(tmp_path))
@@ -292,7 +292,7 @@ def test_a_frozen_model_without_optimizer_evaluates(name: str, kind: str, tmp_pa
         got = {n: t.clone() for n, t in outcore.named_tensors(model)}
         want = dict(named_tensors(plain))
         assert got.keys() == want.keys()
-        assert all(torch.equal(t, got[n]) for n, t in want.items())
+        assert all(torch.equal(t.cpu(), got[n].cpu()) for n, t in want.items())
     finally:
         outcore.close(model)
 
@@ -316,7 +316,7 @@ def test_evaluation_between_steps(name: str, kind: str, tmp_path: Path) -> None:
     assert_equal(plain_loop(name, case.setting), record)
     want: list[torch.Tensor] = []
     for steps in range(1, zoo.STEPS + 1):
-        model = zoo.make(name, "bf16")
+        model = zoo.make(name, "bf16").to(zoo.DEVICE)
         model.load_state_dict(plain_loop(name, dataclasses.replace(case.setting, steps=steps)).state_dict)
         evaluate(model, want)
     assert [t.item() for t in got] == [t.item() for t in want]

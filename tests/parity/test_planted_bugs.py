@@ -44,6 +44,8 @@ SCENARIOS = [
     Case("patchwork", "mixed", Setting(clipping="off", steps=STEPS), offset=4),
     Case("llama", "device", Setting(micro_batches=2, steps=STEPS), policy="keep", activations="host", is_minimal=True),
     Case("llama", "device", Setting(micro_batches=2, steps=STEPS), policy="keep", activations="disk"),
+    # With a clip factor an accelerator's updates come behind it, and so behind all gradients.
+    *([Case("llama", "disk", Setting(clipping="off", steps=STEPS))] * (zoo.DEVICE != "cpu")),
 ]
 LEAST_LABELS = 10
 
@@ -71,9 +73,12 @@ Of the operations that write states at home each comes after whoever read them i
 device, or a slot). Only a user who writes states has to wait, see the last test. Second homes are read by nobody but a
 save, see ``tests/saving/test_checkpoint_parity.py``."""
 
+UNDECLARED = {"clip factor copied", "clip factor made"}
+"""Of no memory that the race checker knows. Accelerators have them, and there results show that they are needed."""
+
 
 def test_no_wait_can_be_dropped_unnoticed(users: dict[str, list[Case]], tmp_path: Path) -> None:
-    labels = sorted(users.keys() - IMPLIED)
+    labels = sorted(users.keys() - IMPLIED - UNDECLARED)
     unnoticed = {label: verdicts for label in labels if (verdicts := _verdicts(label, users[label], tmp_path))}
     assert not unnoticed, "\n".join(f"'{label}': {verdicts}" for label, verdicts in unnoticed.items())
 

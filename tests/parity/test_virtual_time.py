@@ -40,6 +40,8 @@ from outcore.spec.plan import TIERS, Plan, UnitPlan
 from outcore.spec.schedule import ROOT, Kind, Operation, Visit
 from outcore.spec.timeline import COMPUTE, HOST
 
+from . import zoo
+
 NUM_PLANS = int(os.environ.get("OUTCORE_VIRTUAL_PLANS", "20"))
 """Random plans. 1,000 take some ten minutes."""
 STEPS = 4
@@ -151,8 +153,9 @@ class Program:
     overtaken: frozenset[str]
 
     def step(self) -> None:
+        batch = torch.ones(ROWS, WIDTH, dtype=self.model.head.weight.dtype, device=zoo.DEVICE)
         for _ in range(self.micro_batches):
-            self.model(torch.ones(ROWS, WIDTH, dtype=self.model.head.weight.dtype)).sum().backward()
+            self.model(batch).sum().backward()
 
 
 def make(seed: int) -> Program:

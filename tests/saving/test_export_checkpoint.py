@@ -55,7 +55,7 @@ def test_adapters(merge: bool, tmp_path: Path):
 
     base = small.build("llama")
     base.save_pretrained(tmp_path / "base")
-    model = small.with_adapters(type(base).from_pretrained(tmp_path / "base"))
+    model = small.with_adapters(type(base).from_pretrained(tmp_path / "base")).to(small.DEVICE)
     saved(model, tmp_path)
     ids = small.batch()["input_ids"]
     want = model.eval()(input_ids=ids).logits

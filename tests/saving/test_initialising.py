@@ -29,13 +29,13 @@ def initialised(
     optimizer = small.adamw(model)
     torch.manual_seed(seed)
     with small.prepared(model, tmp_path, tier, optimizer=optimizer):
-        return model.state_dict()
+        return {name: tensor.cpu() for name, tensor in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("name", [*small.NAMES, "plain"])
 def test_distribution_is_that_of_a_built_model(name: str, tmp_path: Path):
     more = WIDE.get(name, {"width": 96} if name == "plain" else {"hidden_size": 96, "intermediate_size": 131})
-    want = small.build(name, seed=4, **more).state_dict()
+    want = small.build(name, seed=4, **more).cpu().state_dict()
     got = initialised(name, tmp_path, **more)
     assert list(want) == list(got)
     for key, value in want.items():
@@ -100,7 +100,7 @@ def test_what_has_values_keeps_them(tmp_path: Path):
     model.model.layers[1].mlp.to("meta")
     with small.prepared(model, tmp_path) as (model, _):
         got = model.state_dict()
-    changed = {k for k, v in want.items() if not torch.equal(v, got[k])}
+    changed = {k for k, v in want.items() if not torch.equal(v.cpu(), got[k].cpu())}
     assert changed == {f"model.layers.1.mlp.{n}_proj.weight" for n in ("gate", "up", "down")}
     assert all(0.01 < got[k].std() < 0.03 for k in changed)
 

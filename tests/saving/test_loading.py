@@ -106,8 +106,8 @@ def test_a_model_partly_on_meta_keeps_the_rest(tmp_path: Path):
     with small.prepared(model, tmp_path, weights=tmp_path):
         got = model.state_dict()
         for i, value in enumerate(kept):
-            assert torch.equal(got[f"blocks.{i}.norm.weight"], value)
-            assert torch.equal(got[f"blocks.{i}.up.weight"], state[f"blocks.{i}.up.weight"])
+            assert torch.equal(got[f"blocks.{i}.norm.weight"].cpu(), value.cpu())
+            assert torch.equal(got[f"blocks.{i}.up.weight"].cpu(), state[f"blocks.{i}.up.weight"].cpu())
 
 
 class TestDtypes:
@@ -118,9 +118,9 @@ class TestDtypes:
         with small.prepared(model, tmp_path, weights=folder, precision="bf16") as (_, optimizer):
             for unit in optimizer.engine.units:
                 for i, spec in enumerate(unit.spec.trainable):
-                    exact = want.get_parameter(spec.name)
-                    assert torch.equal(optimizer.engine.access.read_state(unit, "master", i), exact), spec.name
-                    assert torch.equal(optimizer.engine.access.read_weight(unit, i), exact.bfloat16()), spec.name
+                    exact = want.get_parameter(spec.name).cpu()
+                    assert torch.equal(optimizer.engine.access.read_state(unit, "master", i).cpu(), exact), spec.name
+                    assert torch.equal(optimizer.engine.access.read_weight(unit, i).cpu(), exact.bfloat16()), spec.name
 
     def test_bf16_checkpoint_in_fp32(self, tmp_path: Path):
         want = small.build("llama", dtype=torch.bfloat16)
@@ -213,7 +213,7 @@ class TestNames:
 class TestAdapters:
     @pytest.mark.parametrize("meta", [True, False])
     def test_base_weights_come_from_the_checkpoint(self, tmp_path: Path, meta: bool):
-        want = small.build("llama", dtype=torch.bfloat16)
+        want = small.build("llama", dtype=torch.bfloat16).cpu()
         folder = saved(want, tmp_path / "checkpoint")
         model = small.build("llama", dtype=torch.bfloat16, meta=meta, seed=3)
         model = small.with_adapters(model, modules_to_save=["lm_head"])
@@ -222,7 +222,7 @@ class TestAdapters:
             got = dict(outcore.named_tensors(model))
             layer = "base_model.model.model.layers.1.self_attn.q_proj."
             assert torch.equal(got[layer + "base_layer.weight"], want.model.layers[1].self_attn.q_proj.weight)
-            assert all(torch.equal(got[n], value) for n, value in own.items())
+            assert all(torch.equal(got[n], value.cpu()) for n, value in own.items())
             assert got[layer + "lora_B.default.weight"].count_nonzero() == 0
             assert got[layer + "lora_A.default.weight"].std() > 0.02
             if meta:
@@ -236,7 +236,7 @@ class TestAdapters:
         trained = model.base_model.model.lm_head.modules_to_save["default"].weight.data.normal_()
         with small.prepared(model, tmp_path, weights=folder):
             got = dict(outcore.named_tensors(model))["base_model.model.lm_head.modules_to_save.default.weight"]
-            assert torch.equal(got, trained)
+            assert torch.equal(got, trained.cpu())
 
 
 class TestRefusals:

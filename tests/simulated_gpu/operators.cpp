@@ -12,6 +12,8 @@
 #include <ATen/ops/set_native.h>
 #include <torch/library.h>
 
+#include <set>
+
 #include "device.h"
 #include "machine.h"
 
@@ -349,6 +351,24 @@ std::optional<c10::Device> device_of(const Stack& arguments) {
   return found;
 }
 
+// As CUDA's kernels do. 0-dim tensors of the host count as numbers, but for those that a fused optimizer writes.
+void refuse_mixed_devices(const Call& call) {
+  static const std::set<std::string> may_be_mixed = {
+      "aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::index_put", "aten::_unsafe_index",
+      "aten::_unsafe_index_put", "aten::_foreach_copy_", "aten::_pack_padded_sequence", "aten::_to_copy"};
+  if (may_be_mixed.count(call.name)) return;
+  bool is_optimizer = call.name.rfind("aten::_fused_ad", 0) == 0 || call.name.rfind("aten::_fused_sgd", 0) == 0;
+  for (size_t i = 0; i < call.arguments.size(); ++i) {
+    const std::string& name = call.schema.arguments()[i].name();
+    for_each_tensor(call.arguments[i], [&](const at::Tensor& t) {
+      bool is_number = t.dim() == 0 && !(is_optimizer && name != "lr");
+      TORCH_CHECK(
+          !t.device().is_cpu() || is_number, "Expected all tensors to be on the same device, but got ", name,
+          " is on cpu, different from other tensors on cuda (simulated, in ", call.name, ")");
+    });
+  }
+}
+
 void fallback(const c10::OperatorHandle& op, Stack* stack) {
   const auto& schema = op.schema();
   size_t count = schema.arguments().size();
@@ -356,6 +376,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   torch::jit::drop(*stack, count);
   c10::OptionalDeviceGuard guard(device_of(call.arguments));
   if (call.is_view()) return view(call, stack);
+  refuse_mixed_devices(call);
   if (call.writes()) return mutate(call, stack);
   bool gives_tensors = !schema.returns().empty();
   for (const auto& result : schema.returns()) {

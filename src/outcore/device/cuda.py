@@ -7,16 +7,22 @@ until those events exist. Host lanes (disk, update) block their thread on events
 has something ready: on an H100, states on their way to updates kept a fetch of weights waiting for 0.6 s, until the
 last of them had come, and forward with it. So the next states are given to the engine when the last ones are there. In
 between, in the microseconds that a thread needs to wake, it looks at the other streams.
+
+[Note: forked children] A forked child cannot call the driver, and torch ends a process that destroys an event without
+it. So a worker of a ``DataLoader`` in which Python collects what the parent left behind would be lost. Children keep
+all events, and collect nothing that was there before them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import time
+import weakref
 from collections.abc import Iterable
-from typing import Self, cast, final
+from typing import Any, Self, cast, final
 
 import torch
 
@@ -31,6 +37,24 @@ from outcore.spec.timeline import COMPUTE
 
 _CYCLES_PER_S = 1_000_000_000  # what torch.cuda._sleep counts; GPUs run at 1 to 2 GHz, and only tests sleep
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
+_EVENTS: weakref.WeakSet[torch.cuda.Event] = weakref.WeakSet()
+
+
+def _new_event(**options: bool) -> torch.cuda.Event:
+    event = torch.cuda.Event(**options)
+    _EVENTS.add(event)
+    return event
+
+
+def _leave_to_the_parent() -> None:
+    """See [Note: forked children]."""
+    if _EVENTS:
+        kept: list[Any] = list(_EVENTS)
+        kept.append(kept)  # which nobody collects, not even when the interpreter ends
+        gc.freeze()
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 @final
@@ -53,7 +77,7 @@ class Point:
     def fix(self) -> None:
         """Record the event if that was not done."""
         if self._event is None:
-            event = torch.cuda.Event(blocking=True)  # a host that waits sleeps instead of spinning
+            event = _new_event(blocking=True)  # a host that waits sleeps instead of spinning
             event.record(self._stream)
             self._event = event
 
@@ -135,7 +159,7 @@ class StreamStopwatch:
         return _Anchor(event, time.perf_counter(), None)
 
     def _event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
+        event = _new_event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._torch_device))
         return event
 

@@ -101,8 +101,9 @@ class Device(Closing):
         pace, seed = _at_once if self._delays is None else self._delays.pace, faults.permute
         service = Service(execution, pace, self._failures, self.recorder)
         self._lanes: Lanes = ThreadedLanes(service) if seed is None else PermutedLanes(service, seed)
-        self._pid = os.getpid()
-        self._finalizer = weakref.finalize(self, _close_lanes, self._lanes, execution, self._pid)
+        self.pid = os.getpid()
+        """Of the process that opened it. A forked child can use nothing of it."""
+        self._finalizer = weakref.finalize(self, _close_lanes, self._lanes, execution, self.pid)
 
     def submit(
         self,
@@ -357,8 +358,8 @@ class Device(Closing):
         return handle
 
     def _refuse_in_child(self, what: str) -> None:
-        if os.getpid() != self._pid:
-            raise LaneError(_in_child(what, self._pid))
+        if os.getpid() != self.pid:
+            raise LaneError(_in_child(what, self.pid))
 
 
 _AT_ONCE = Pace()

@@ -2,7 +2,7 @@
 
 [Note: first use] At first use per device type and dtype a kernel is compared with public torch, bit for bit. Where the
 private name is missing, changed or gives other bits, one warning is given and the public way is taken from then on:
-slower, same results. Where ``torch.optim`` itself trains wrongly with ``fused=True`` (torch 2.12 and 2.13 skip most of
+slower, same results. Where ``torch.optim`` itself trains wrongly with ``fused=True`` (torch 2.11 to 2.13 skip most of
 every bf16 parameter in SGD on the CPU, pytorch issue 191763), it is used with ``fused=False``, and the warning says so.
 """
 

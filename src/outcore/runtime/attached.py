@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -98,8 +99,9 @@ class Attached:
             for undo in self._undo:  # the last is undone first
                 undoing.callback(undo)
         self._undo.clear()
+        device = self._engine.device
         for unit in self._moved:
-            unit.presence.hide(device=self._engine.device.torch_device)
+            unit.presence.hide(device=device.torch_device if os.getpid() == device.pid else None)
             for param in unit.params:
                 if param.grad is not None:
                     param.grad = None

@@ -1,0 +1,78 @@
+"""On a real GPU: updates and norms by the CPU's kernels, wherever they happen.
+
+A GPU's fused optimizers and norms round otherwise than the CPU's (``docs/exceptions.md``). So there no plan that
+updates on the host could be held against a plain loop on the device bit for bit. With these in their place it can:
+forward, backward, copies, streams and memory are the GPU's, and what a plan may get wrong is compared to the last bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import adagrad
+from torch.utils import _pytree as pytree
+
+UPDATES = ("_fused_adamw_", "_fused_adam_", "_fused_sgd_", "_fused_adagrad_")
+NORMS = ("linalg_vector_norm", "linalg_vector_norm.out", "_foreach_norm.Scalar")
+
+
+@functools.cache
+def install() -> torch.library.Library:
+    """Once in a process, which keeps them."""
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there were kernels before
+        for name in (*UPDATES, *(f"{name}.tensor_lr" for name in UPDATES), *NORMS):
+            packet, _, overload = name.partition(".")
+            kernel = getattr(getattr(torch.ops.aten, packet), overload or "default")
+            library.impl(name, functools.partial(_on_host, kernel), "CUDA")
+    _let_adagrad_be_fused()
+    return library
+
+
+def _on_host(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+    """The CPU's kernel on copies; what it wrote comes back. In the order of the current stream, and the host waits."""
+    arguments = kernel._schema.arguments
+    given = {**{argument.name: value for argument, value in zip(arguments, args, strict=False)}, **kwargs}
+    device = next(t.device for t in pytree.tree_leaves(given) if isinstance(t, Tensor) and t.is_cuda)
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("default")
+    try:
+        copies = pytree.tree_map_only(Tensor, lambda t: t.cpu(), given)
+        named = {a.name: copies.pop(a.name) for a in arguments if a.kwarg_only and a.name in copies}
+        result = kernel(*copies.values(), **named)
+        for argument in arguments:
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            # Gradients count as written, and are with ``grad_scale`` alone.
+            if is_written and (argument.name != "grads" or given.get("grad_scale") is not None):
+                _come_back(given[argument.name], {**copies, **named}[argument.name])
+        if "out" in given:
+            return given["out"]
+        return pytree.tree_map_only(Tensor, lambda t: t.to(device), result)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def _come_back(targets: Any, copies: Any) -> None:
+    for target, copy in zip(pytree.tree_leaves(targets), pytree.tree_leaves(copies), strict=True):
+        if target is not copy:
+            target.resize_(copy.shape).copy_(copy)
+
+
+def _let_adagrad_be_fused() -> None:
+    """Torch 2.11 has a fused Adagrad on CUDA, and refuses to call it."""
+    check = adagrad._device_dtype_check_for_fused
+    adagrad._device_dtype_check_for_fused = lambda p, cuda_unsupported=False: check(p)
+
+
+@functools.cache
+def trains_fused(kind: type[torch.optim.Optimizer], dtype: torch.dtype, device: str) -> bool:
+    """Whether ``fused=True`` updates all elements: on the CPU torch 2.11 to 2.13 skip most of bf16 with SGD."""
+    param = torch.nn.Parameter(torch.ones(199, dtype=dtype, device=device))
+    param.grad = torch.ones_like(param)
+    kind([param], lr=0.5, fused=True).step()
+    return bool((param != 1).all())
