@@ -34,6 +34,11 @@ def install() -> torch.library.Library:
     return library
 
 
+def is_installed() -> bool:
+    """Whether norms and updates wait for the device."""
+    return install.cache_info().currsize > 0
+
+
 def _on_host(kernel: Any, *args: Any, **kwargs: Any) -> Any:
     """The CPU's kernel on copies; what it wrote comes back. In the order of the current stream, and the host waits."""
     arguments = kernel._schema.arguments

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import one_arithmetic
 import pytest
 import torch
 from torch import nn
@@ -167,6 +168,8 @@ UNSEEN = {
     "kept states written": Shown(SUMS, "disk_write"),
 }
 """No result tells, and why. ``IMPLIED`` too, see the last test."""
+HIDDEN = {"clip factor made", "gradients made"}
+"""By whoever waits for norms."""
 LATE_S = (0.004, 0.02, 0.08)
 
 
@@ -177,6 +180,8 @@ def test_each_wait_is_shown_to_be_needed(users: dict[str, list[Case]]) -> None:
 @pytest.mark.parametrize("label", [name for name, how in SHOWN.items() if how.on_streams == (zoo.DEVICE != "cpu")])
 def test_wrong_by_results_without(label: str, tmp_path: Path) -> None:
     """The later the lane, the surer."""
+    if one_arithmetic.is_installed() and label in HIDDEN:
+        pytest.skip("norms and updates wait for the device here, and all behind them with it")
     how = SHOWN[label]
     for late_s in LATE_S:
         try:

@@ -195,6 +195,7 @@ class CudaExecution:
             order_behind(stream, operation.dependencies)
             start = self.stopwatch.now() if recorder.is_on else None
             sleep_on_stream(pace.before_s)
+            operation.handle.began_s = time.perf_counter()
             operation.work()
             sleep_on_stream(pace.least_s + pace.after_s)
             if start is not None:
