@@ -45,7 +45,8 @@ def _on_host(kernel: Any, *args: Any, **kwargs: Any) -> Any:
     given = {**{argument.name: value for argument, value in zip(arguments, args, strict=False)}, **kwargs}
     device = next(t.device for t in pytree.tree_leaves(given) if isinstance(t, Tensor) and t.is_cuda)
     mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("default")
+    if mode:
+        torch.cuda.set_sync_debug_mode("default")
     try:
         copies = pytree.tree_map_only(Tensor, lambda t: t.cpu(), given)
         named = {a.name: copies.pop(a.name) for a in arguments if a.kwarg_only and a.name in copies}
@@ -59,7 +60,8 @@ def _on_host(kernel: Any, *args: Any, **kwargs: Any) -> Any:
             return given["out"]
         return pytree.tree_map_only(Tensor, lambda t: t.to(device), result)
     finally:
-        torch.cuda.set_sync_debug_mode(mode)
+        if mode:
+            torch.cuda.set_sync_debug_mode(mode)
 
 
 def _come_back(targets: Any, copies: Any) -> None:
