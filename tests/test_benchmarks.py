@@ -30,7 +30,7 @@ TINY = {
     " --against plain",
     "overlap.py": "--blocks 3 --numel 4096 --milliseconds 1 --steps 1",
     "overhead.py": "--turns 1 --steps 1 --layers 2 --device cpu",
-    "predict.py": "--cases 1 --blocks 2 --numel 4096 --milliseconds 1 --steps 1 --layers 1 --hidden 64 --lengths 8"
+    "predict.py": "--cases 1 --blocks 2 --numel 65536 --milliseconds 1 --steps 1 --layers 1 --hidden 64 --lengths 8"
     " --quick",
     "saving.py": "--folder . --tiers disk --steps 2 --every 2 --turns 1 --numel 4096 --blocks 3 --milliseconds 1",
     "pieces.py": "--pieces 2 --blocks 7 --numel 4096 --milliseconds 1 --steps 1",

@@ -11,6 +11,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+import nursery
 import pytest
 
 from outcore.device import threads
@@ -78,7 +79,7 @@ with prepared:
 
 def start(stack, code, *arguments):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
+    process = nursery.Popen(
         [sys.executable, "-c", code, *map(str, arguments)],
         text=True,
         stdin=subprocess.PIPE,
