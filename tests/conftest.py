@@ -21,6 +21,7 @@ os.environ["OUTCORE_HARDWARE"] = "none"
 
 LANE_EXIT_S = 5.0  # a closed lane's thread may still be on its last instructions
 FIRST = ("simulated_gpu", "system")  # folders
+WORKERS_PER_CORE = 2
 EVERY_OPTIMIZER = ("parity", "loop")
 BIT_FOR_BIT = ("parity", "saving", "integrations", "loop")  # plans that update on the host, and plain loops
 
@@ -63,6 +64,13 @@ def _little_to_search() -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """Tests wait nearly as long as they compute: for lanes that are late, for disks, and for threads that begin."""
+    is_said = "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ
+    return None if is_said else WORKERS_PER_CORE * len(os.sched_getaffinity(0))
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler.loadgroup import LoadGroupScheduling
 
@@ -77,11 +85,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @functools.cache
 def _stays_together(path: Path) -> str | None:
-    """Which tests run one behind the other: of control groups and signals, and of files that share what is costly."""
+    """Which tests run one behind the other: of control groups and signals, and those that share what is costly."""
     text, folder = path.read_text(), path.parent.name
-    if folder == "system":
+    if folder in FIRST:
         return folder
-    if "import nursery\n" in text and folder not in FIRST:
+    if "import nursery\n" in text:
         return "nursery"
     return path.name if 'scope="module"' in text else None
 
