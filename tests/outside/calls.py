@@ -8,6 +8,7 @@ from __future__ import annotations
 import builtins
 import io
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -19,6 +20,8 @@ from outcore.memory import checkpoint_folder
 
 _NAMED = ("mkdir", "rmdir", "unlink", "rename")
 _ON_FD = ("pwrite", "write", "fsync", "ftruncate")
+_CHECKPOINT = re.compile(r"(step|checkpoint)-\d+")
+_FOLDER = re.compile(rf"\.?{_CHECKPOINT.pattern}")
 _FLAGS = {"w": os.O_TRUNC, "x": os.O_EXCL, "a": os.O_APPEND}
 
 
@@ -89,7 +92,7 @@ class _Watch:
     def file(
         self, real: Callable[..., Any], path: Any, mode: str = "r", buffering: int = -1, *args: Any, **options: Any
     ) -> Any:
-        is_seen = not isinstance(path, int) and self._is_about(_full(path, None))
+        is_seen = not isinstance(path, int) and self._is_about(_full(path, None)) and "opener" not in options
         writes = set(mode) & set(_FLAGS)
         if not is_seen or not (writes or self._reads):
             return real(path, mode, buffering, *args, **options)
@@ -141,11 +144,16 @@ class _Raw(io.RawIOBase):
 
 
 def phase_of(call: Call) -> str:
-    """Of a save, to which a call belongs."""
-    folders = [part for part in call.path.split("/") if part.startswith((".step-", "step-"))]
-    last = call.path.rsplit("/", 1)[-1]
-    if not folders or call.name == "exchange" or (call.name == "rename" and Path(call.to).name.startswith("step-")):
+    """Of a save, or of a load, to which a call belongs; empty if it is about no checkpoint."""
+    *above, last = call.path.split("/")
+    if not any(_FOLDER.match(part) for part in (*above, last)):
+        return "rename" if call.name == "fsync" and "/.model-partial" not in call.path else ""
+    if call.name == "open":
+        return "load"
+    if call.name == "exchange" or (call.name == "rename" and _CHECKPOINT.fullmatch(Path(call.to).name)):
         return "rename"
-    if call.name in ("rename", "rmdir", "unlink") and not (call.name == "rename" and last.endswith(".partial")):
+    is_aside = last.startswith(".") and not _FOLDER.match(last) or last.endswith(".index.json")  # staged, or a probe
+    is_old = not is_aside and not (_CHECKPOINT.fullmatch(last) and _FOLDER.match(above[-1]))
+    if (call.name in ("rmdir", "unlink") and is_old) or (call.name == "rename" and _FOLDER.match(Path(call.to).name)):
         return "removal"
     return "manifest" if last == "manifest.json" else "write"

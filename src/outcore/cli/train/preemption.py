@@ -49,6 +49,7 @@ class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no t
         self._process = os.getpid()
         self._is_held = False
         self._gives_way = False
+        self._saves_later = False
         self._end_s: float | None = None
         self._timers: list[threading.Timer] = []
         self._step = 0
@@ -129,16 +130,25 @@ class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no t
             raise self.exit(late)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """A save may be due."""
+        """A save may be due.
+
+        Where an evaluation follows at the end of the epoch, the save comes behind it: a run that goes on from a
+        checkpoint which came first would lack the evaluation, and the random numbers that it draws.
+        """
         self.saves.end_step()
-        if self.saves.is_due(is_last=state.global_step >= state.max_steps):
+        is_last = state.global_step >= state.max_steps
+        if self.saves.is_due(is_last=is_last):
             control.should_save = True
+        if args.eval_strategy == "epoch" and (is_last or state.epoch == int(state.epoch)):
+            self._saves_later, control.should_save = control.should_save, False
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Evaluation and saving may follow."""
         self.is_epoch_over = True
+        if self._saves_later:
+            self._saves_later, control.should_save = False, True
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
