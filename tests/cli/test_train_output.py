@@ -158,6 +158,12 @@ class TestMetrics:
         assert [line["step"] for line in read_jsonl(path)] == [0, 0, 1, 1, 2, 2]
         assert list(tmp_path.iterdir()) == [path]
 
+    def test_an_evaluation_that_is_made_again_goes(self, tmp_path):
+        lines = [{"step": 1, "loss": 2.0}, {"step": 1, "eval_loss": 2.0}, {"step": 2, "loss": 1.0}]
+        path = write_jsonl(tmp_path / "metrics.jsonl", [*lines, {"step": 2, "eval_loss": 1.0}])
+        keep_until(path, 2, is_evaluated=False)
+        assert read_jsonl(path) == lines
+
     def test_nothing_to_drop_is_no_error(self, tmp_path):
         keep_until(tmp_path / "metrics.jsonl", 2)
         assert not list(tmp_path.iterdir())

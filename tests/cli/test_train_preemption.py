@@ -107,6 +107,53 @@ def test_the_step_is_finished_and_saved(state, shared, whole, command, tmp_path,
     assert_equal(*(load_file(folder / "model" / "model.safetensors") for folder in (out, whole)))
 
 
+def test_an_evaluation_is_made_up_for_once(shared, whole, command, tmp_path, monkeypatch):
+    """Also where the run is killed behind it, before anything else was saved."""
+    out, stop = tmp_path / "run", KeyboardInterrupt()
+
+    def fail() -> None:
+        raise stop
+
+    deaths = [("prediction_step", 2, lambda: signal.raise_signal(signal.SIGTERM)), ("training_step", 1, fail)]
+    for number, (name, count, act) in enumerate(deaths):
+        with monkeypatch.context() as patch:
+            calls = then(patch, 3, SftTrainer, name, count, act)
+            command(*shared, "--out", out, "--save-every", EVERY, *["--resume"] * number)
+        assert len(calls) >= count, name
+    assert [line["step"] for line in trained(out)] == [1, 2, 3, 3]
+    assert command(*shared, "--out", out, "--save-every", EVERY, "--resume").status == 0
+    assert trained(out) == trained(whole)
+
+
+KILLED = """
+import os, signal, sys
+from unittest import mock
+from outcore.cli.main import main
+from outcore.cli.train.trainer import SftTrainer
+step, method = int(sys.argv.pop(1)), SftTrainer._maybe_log_save_evaluate
+
+def then_die(self, *args, **kwargs):
+    method(self, *args, **kwargs)
+    if self.state.global_step == step:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+with mock.patch.object(SftTrainer, "_maybe_log_save_evaluate", then_die):
+    main()
+"""
+
+
+def test_killed_before_the_evaluation_of_an_epoch(shared, whole, command, tmp_path):
+    """A save behind its last step waits for the evaluation: else it would be lost, and other random numbers drawn."""
+    out = tmp_path / "run"
+    program = [sys.executable, "-c", KILLED, "3", *shared, "--out", str(out), "--save-every", "1"]
+    assert nursery.run(program, check=False, capture_output=True).returncode == -signal.SIGKILL
+    assert trained(out)[-1]["step"] == 3
+    resumed = command(*shared, "--out", out, "--save-every", 1, "--resume")
+    assert resumed.status == 0, resumed.err
+    assert trained(out) == trained(whole)
+    assert_equal(*(load_file(folder / "model" / "model.safetensors") for folder in (out, whole)))
+
+
 def test_a_signal_in_the_last_save_changes_nothing(shared, whole, command, tmp_path, monkeypatch):
     """Nor one while the model is written: what is done needs no other life."""
     out, save, numbers = tmp_path / "run", outcore.save_pretrained, []

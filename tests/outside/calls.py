@@ -152,7 +152,7 @@ def phase_of(call: Call) -> str:
         return "load"
     if call.name == "exchange" or (call.name == "rename" and _CHECKPOINT.fullmatch(Path(call.to).name)):
         return "rename"
-    is_aside = last.startswith(".") and not _FOLDER.match(last) or last.endswith(".index.json")  # staged, or a probe
+    is_aside = (last.startswith(".") and not _FOLDER.match(last)) or last.endswith(".index.json")  # staged, or a probe
     is_old = not is_aside and not (_CHECKPOINT.fullmatch(last) and _FOLDER.match(above[-1]))
     if (call.name in ("rmdir", "unlink") and is_old) or (call.name == "rename" and _FOLDER.match(Path(call.to).name)):
         return "removal"

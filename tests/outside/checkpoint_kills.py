@@ -110,7 +110,7 @@ def kill(folder: Path, args: Any, kinds: Any) -> dict[str, Any]:
         kind = kinds[number % len(kinds)]
         if kind not in wanted:
             begun_s = time.monotonic()
-            life = _lived(folder / f"want-{'-'.join(kind)}", kind, None)
+            life = lived(folder / f"want-{'-'.join(kind)}", kind, None)
             if life.status:
                 raise RuntimeError(f"{kind}: {life.text}")
             wanted[kind] = life.text, time.monotonic() - begun_s
@@ -126,7 +126,7 @@ def _one_run(folder: Path, kind: Any, rng: random.Random, found: dict[str, Any],
     newest, in_a_row = -1, 0
     for number in range(40):
         plan = _plan(program, kills, rng, has_committed=in_a_row == 0, newest=newest) if number < 30 else None
-        life = _lived(folder, kind, plan, whole_s)
+        life = lived(folder, kind, plan, whole_s)
         before, newest = newest, _newest(folder / "c")
         counts["lives"][program] += 1
         counts["lives that committed"][program] += newest > before
@@ -177,7 +177,7 @@ def _newest(folder: Path) -> int:
     return -1
 
 
-def _lived(folder: Path, kind: Any, plan: Plan | None, whole_s: float = 0.0) -> Life:
+def lived(folder: Path, kind: Any, plan: Plan | None, whole_s: float = 0.0) -> Life:
     """A life, in a process of its own."""
     folder.mkdir(exist_ok=True)
     (folder / "c").mkdir(exist_ok=True)
@@ -254,10 +254,11 @@ def _loop(folder: Path, kind: Any, plan: Plan | None, told: mmap.mmap) -> str:
             outcore.save_checkpoint(model, optimizer, checkpoints, step=step + 1, wait=waits, **options)
             if waits:
                 told[8:16] = struct.pack("q", step + 1)
-        return _digest(model, optimizer, losses)
+        return state_digest(model, optimizer, losses)
 
 
-def _digest(model: Any, optimizer: Any, losses: list[float]) -> str:
+def state_digest(model: Any, optimizer: Any, losses: list[float]) -> str:
+    """Of weights, states and losses."""
     import torch
 
     import outcore
@@ -285,7 +286,17 @@ def _train(folder: Path, kind: Any, plan: Plan | None, told: mmap.mmap) -> str:
     memory = {"device": [], "host": ["--device-memory", device]}
     memory["disk"] = [*memory["host"], "--host-memory", host, "--disk", str(folder)]
     command = f"outcore train --steps {STEPS} --batch-size 2 --seq-len 32 --lr 1e-2 --save-every 1 --keep 2".split()
-    command += ["--model", str(model), "--data", str(rows), "--eval-data", str(rows), "--out", str(out), *memory[kind[2]]]
+    command += [
+        "--model",
+        str(model),
+        "--data",
+        str(rows),
+        "--eval-data",
+        str(rows),
+        "--out",
+        str(out),
+        *memory[kind[2]],
+    ]
     command += ["--set", "eval_strategy=epoch", "--resume", "auto", *(["--lora", "2"] if kind[1] == "lora" else [])]
     with (folder / "said").open("w") as said:
         os.dup2(said.fileno(), 1)

@@ -19,6 +19,7 @@ from outcore.cli.progress import Show, StepReport, progress
 from outcore.cli.train.nonfinite import finite
 from outcore.cli.train.output.folder import METRICS, PLAN, OutputFolder
 from outcore.cli.train.output.predicted import Comparison
+from outcore.cli.train.output.record import RunRecord
 from outcore.cli.train.output.trace import StepTracer, TraceFile
 from outcore.core.quantities import format_bytes
 from outcore.runtime.module.timing import timing
@@ -96,7 +97,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
         self._output.begin()
         self._optimizer.plan.save(self._output.path / PLAN)
         path = self._output.path / METRICS
-        keep_until(path, state.global_step)
+        keep_until(path, state.global_step, is_evaluated=not self._owes_evaluation(state.global_step))
         self._file = self._closing.enter_context(path.open("a"))
         shown = progress(self._console, state.max_steps, done=state.global_step)
         self._show = self._closing.enter_context(shown)
@@ -214,6 +215,12 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
         speed = f"{tokens / took_s:,.0f} tokens/s, {took_s / steps:.3g} s per step"
         self._summary = {"final loss": f"{loss:.4f}", "speed": speed}
 
+    def _owes_evaluation(self, step: int) -> bool:
+        """Whether the one behind this step is made now, perhaps again: a run that had made up for it was killed."""
+        resumed = self._output.checkpoint
+        record = RunRecord.load(resumed.path) if resumed is not None and resumed.step == step else None
+        return record is not None and record.owes_evaluation
+
     def _pause_before(self, control: TrainerControl) -> None:
         if control.should_evaluate or control.should_save:
             self._meter.stop()
@@ -223,24 +230,31 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
         self._file.flush()
 
 
-def keep_until(metrics: Path, step: int) -> None:
+def keep_until(metrics: Path, step: int, *, is_evaluated: bool = True) -> None:
     """Drop the lines of steps after ``step``, which will be trained again, and what was cut off while it was written.
 
     The file is replaced at once.
+
+    Args:
+        metrics: May be missing.
+        step: The last one that is not trained again.
+        is_evaluated: Whether an evaluation behind it stays, too.
     """
     lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
-    kept = [line for line in lines if _step_of(line) <= step]
+    kept = [line for line in lines if _place_of(line) <= (step, is_evaluated)]
     if kept != lines:
         partial = metrics.with_name(metrics.name + ".partial")
         partial.write_text("".join(kept))
         partial.replace(metrics)
 
 
-def _step_of(line: str) -> float:
+def _place_of(line: str) -> tuple[float, bool]:
+    """Its step, and whether it is of an evaluation, which comes behind."""
     try:
-        return float(json.loads(line)["step"]) if line.endswith("\n") else math.inf
+        found = json.loads(line)
+        return (float(found["step"]), "loss" not in found) if line.endswith("\n") else (math.inf, True)
     except (ValueError, LookupError, TypeError):
-        return math.inf
+        return math.inf, True
 
 
 @final

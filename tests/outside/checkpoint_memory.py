@@ -1,0 +1,160 @@
+"""What saving and loading add to a process whose training state is larger than its control group's memory.
+
+One process trains on the disk tier inside a control group, and saves beside a step; another one, which begins from
+other weights, loads that; a third one does both. The largest resident size of each is compared with that of a step
+before. What was loaded must be what was saved.
+
+python tests/outside/checkpoint_memory.py --state-gib 8 --limit-mib 1024 --disk /mnt/nvme --report report.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+WIDTH = 1280
+BLOCK_BYTES = 14 * 2 * WIDTH * (WIDTH + 1)
+"""Of a block: weights in bf16, their masters and two moments."""
+ALLOWED_MIB = 64
+STEPS = 5
+"""Before: the largest resident size differs from step to step."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--state-gib", type=float, default=8.0)
+    parser.add_argument("--limit-mib", type=int, default=1024)
+    parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--report", type=Path)
+    parser.add_argument("--child", nargs=2, metavar=("DIR", "WORK"), help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if args.child:
+        num_blocks = max(2, round(args.state_gib * 2**30 / BLOCK_BYTES))
+        print(json.dumps(measured(Path(args.child[0]), num_blocks, args.child[1])))
+        return 0
+    found = in_a_group(args.disk, args.state_gib, args.limit_mib)
+    text = shown(found, args.state_gib, args.limit_mib)
+    print(text)
+    if args.report:
+        args.report.write_text(text)
+    return max(each["added, MiB"] for each in found.values()) > ALLOWED_MIB
+
+
+def shown(found: dict[str, Any], state_gib: float, limit_mib: int) -> str:
+    """As a page."""
+    rows = [
+        f"| {name} | " + " | ".join(f"{each[name]:,.1f}" for each in found.values()) + " |" for name in found["save"]
+    ]
+    return "\n".join(
+        [
+            f"# Memory of saving and loading\n\n`--state-gib {state_gib:g} --limit-mib {limit_mib}`\n",
+            f"| | {' | '.join(found)} |\n|---|{'---|' * len(found)}",
+            *rows,
+            "",
+        ]
+    )
+
+
+def in_a_group(disk: Path, state_gib: float, limit_mib: int) -> dict[str, dict[str, float]]:
+    """Each work, and what was measured of it."""
+    from system.test_container import memory_group
+
+    found: dict[str, Any] = {}
+    environment = {**os.environ, "MALLOC_TRIM_THRESHOLD_": str(2**20)}  # as outcore train has it; see docs/memory.md
+    with tempfile.TemporaryDirectory(dir=disk) as folder:
+        for work in ("save", "load", "save, load"):
+            with memory_group(limit_mib * 2**20) as group:
+
+                def join(group: Path = group) -> None:
+                    (group / "cgroup.procs").write_text(str(os.getpid()))
+
+                command = [sys.executable, __file__, "--state-gib", str(state_gib), "--child", folder, work]
+                pipe = {"stdout": subprocess.PIPE, "text": True, "check": True}
+                done = subprocess.run(command, preexec_fn=join, env=environment, **pipe)
+            found[work] = json.loads(done.stdout)
+    digests = [each.pop("digest") for each in found.values()]
+    if digests[0] != digests[1]:
+        raise RuntimeError("expected the weights that were saved, but got others")
+    return found
+
+
+def measured(folder: Path, num_blocks: int, what: str) -> dict[str, Any]:
+    """Train, and save or load."""
+    import torch
+    from torch import nn
+
+    import outcore
+
+    warnings.simplefilter("ignore")
+    torch.manual_seed(what == "load")
+    with torch.device("meta"):
+        blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(num_blocks)]
+        model: Any = nn.Sequential(nn.Sequential(*blocks), nn.Linear(WIDTH, 1)).to(torch.bfloat16)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    budget = outcore.Budget(device=4 * BLOCK_BYTES, host=4 * BLOCK_BYTES, disk=folder)
+    with outcore.prepare(model, optimizer, budget=budget) as (model, optimizer):
+
+        def step() -> None:
+            model(torch.randn(4, WIDTH, dtype=torch.bfloat16)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            _weights(model)
+
+        def save() -> None:
+            handle = outcore.save_checkpoint(model, optimizer, folder / "c", step=1, keep=1)
+            step()
+            handle.wait()
+
+        def load() -> None:
+            outcore.load_checkpoint(model, optimizer, folder / "c")
+
+        before_mib, steps_s = _peak(lambda: [step() for _ in range(STEPS)])
+        digest = _weights(model)
+        peak_mib, took_s = _peak({"save": save, "load": load, "save, load": lambda: (save(), load())}[what])
+        return {
+            "weights, masters and moments, GiB": num_blocks * BLOCK_BYTES / 2**30,
+            "on disk, GiB": optimizer.plan.tier_bytes["disk"] / 2**30,
+            "largest resident size in a step, MiB": before_mib,
+            "largest resident size meanwhile, MiB": peak_mib,
+            "added, MiB": max(0.0, peak_mib - before_mib),
+            "a step with its update, s": steps_s / STEPS,
+            "took, s": took_s,
+            "digest": digest if what == "save" else _weights(model),
+        }
+
+
+def _peak(work: Any) -> tuple[float, float]:
+    """The largest resident size meanwhile, and seconds."""
+    Path("/proc/self/clear_refs").write_text("5")
+    begun_s = time.monotonic()
+    work()
+    took_s = time.monotonic() - begun_s
+    status = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in status if line.startswith("VmHWM")).split()[1]) / 2**10, took_s
+
+
+def _weights(model: Any) -> str:
+    """A digest of them; waits for updates."""
+    import torch
+
+    import outcore
+
+    found = hashlib.blake2b()
+    for _, tensor in outcore.named_tensors(model):
+        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Change single bytes of checkpoints: every byte of the manifest, and many of all other files, one at a time.
+
+Of two checkpoints the newer one is changed. ``load_checkpoint`` must take the older one, whose weights and states are
+compared, or refuse where the newer one is asked for. Of those that ``outcore train`` wrote, its resumption must find
+the older one.
+
+python tests/outside/flipped_bytes.py --flips 2000 --report report.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import gc
+import importlib
+import os
+import random
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+KINDS = ("full", "lora", "train")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--flips", type=int, default=2000, help="of each kind, beside those of the manifest")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--report", type=Path)
+    args = parser.parse_args(arguments)
+    warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as folder:
+        found = {kind: flip(Path(folder) / kind, kind, args.flips, args.seed) for kind in KINDS}
+    names = [name for name in dict.fromkeys(name for counts in found.values() for name in counts) if name != "loaded"]
+    rows = [f"| {name} | {' | '.join(f'{found[kind][name]:,}' for kind in KINDS)} |" for name in (*names, "loaded")]
+    head = f"| what | {' | '.join(KINDS)} |\n|---|{'---|' * len(KINDS)}"
+    text = "\n".join([f"# Flipped bytes\n\n`--flips {args.flips} --seed {args.seed}`\n", head, *rows, ""])
+    print(text)
+    if args.report:
+        args.report.write_text(text)
+    return sum(counts["loaded"] for counts in found.values()) > 0
+
+
+def flip(folder: Path, kind: str, num_flips: int, seed: int) -> collections.Counter[str]:
+    """What came of each; ``loaded`` is what must never be."""
+    rng, found = random.Random(seed), collections.Counter[str]()
+    folder.mkdir()
+    with (_of_train if kind == "train" else _of_a_loop)(folder, kind) as (newest, take):
+        files = sorted(path for path in newest.rglob("*") if path.is_file() and path.stat().st_size)
+        manifest = newest / "manifest.json"
+        files.remove(manifest)
+        if take(True) != "loaded" or take(False) != "loaded":
+            raise RuntimeError(f"{kind}: expected the newest checkpoint to be loaded as long as nothing is changed")
+        places = [(manifest, place) for place in range(manifest.stat().st_size)]
+        found["files"], found["bytes of the manifest"] = len(files), len(places)
+        for number in range(num_flips):
+            path = files[number % len(files)]
+            places.append((path, rng.randrange(path.stat().st_size)))
+        for path, place in places:
+            with _flipped(path, place, rng.randrange(1, 256)):
+                found[take(rng.random() < 0.5)] += 1
+    found["flips"] = len(places)
+    return found
+
+
+@contextmanager
+def _flipped(path: Path, place: int, bits: int) -> Iterator[None]:
+    with path.open("r+b", buffering=0) as file:
+        was = os.pread(file.fileno(), 1, place)
+        os.pwrite(file.fileno(), bytes([was[0] ^ bits]), place)
+        try:
+            yield
+        finally:
+            os.pwrite(file.fileno(), was, place)
+
+
+Take = Callable[[bool], str]
+"""What comes of the folder; whether the newest is asked for."""
+
+
+@contextmanager
+def _of_a_loop(folder: Path, kind: str) -> Iterator[tuple[Path, Take]]:
+    from saving import small
+
+    import outcore
+    from outcore.core.errors import ConfigError
+    from outside.checkpoint_kills import state_digest
+
+    model = small.build("plain", num_blocks=1) if kind == "full" else small.with_adapters(small.build("llama"))
+    with small.prepared(model, folder, "host") as (model, optimizer):
+        digests = {}
+        for step in (1, 2):
+            small.train(model, optimizer, range(step, step + 1))
+            outcore.save_checkpoint(model, optimizer, folder / "c", step=step, extra={"x": [1.5]}, wait=True)
+            digests[step] = state_digest(model, optimizer, [])
+
+        def take(is_newest: bool) -> str:
+            try:
+                extra = outcore.load_checkpoint(model, optimizer, folder / "c", step=2 if is_newest else None)
+            except ConfigError:
+                return "refused" if is_newest else "loaded"
+            is_older = extra["step"] == 1 and state_digest(model, optimizer, []) == digests[1]
+            return "the older one taken" if is_older and not is_newest else "loaded"
+
+        yield folder / "c" / "step-00000002", take
+
+
+@contextmanager
+def _of_train(folder: Path, _: str) -> Iterator[tuple[Path, Take]]:
+    from outcore.core.errors import ConfigError
+    from outcore.integrations import checkpoints
+    from outside import checkpoint_kills as kills
+
+    life = kills.lived(folder, ("train", "full", "host"), None)
+    if life.status:
+        raise RuntimeError(life.text)
+    older, newest = (folder / "c" / f"checkpoint-{kills.STEPS - n}" for n in (1, 0))
+
+    def take(is_newest: bool) -> str:
+        checkpoints._checked.clear()  # as in a process that has not seen it
+        if not is_newest:
+            return "the older one taken" if checkpoints.newest_whole(folder / "c") == older else "loaded"
+        try:
+            checkpoints.refuse_incomplete(str(newest))
+        except ConfigError:
+            return "refused"
+        return "loaded"
+
+    yield newest, take
+
+
+if __name__ == "__main__":
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import nursery
+
+    for name in (*nursery.IMPORTED, "saving.small", "cli.conftest"):
+        importlib.import_module(name)
+    gc.freeze()
+    sys.exit(main())
