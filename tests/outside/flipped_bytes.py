@@ -62,14 +62,15 @@ def flip(folder: Path, kind: str, num_flips: int, seed: int) -> collections.Coun
             path = files[number % len(files)]
             places.append((path, rng.randrange(path.stat().st_size)))
         for path, place in places:
-            with _flipped(path, place, rng.randrange(1, 256)):
+            with flipped(path, place, rng.randrange(1, 256)):
                 found[take(rng.random() < 0.5)] += 1
     found["flips"] = len(places)
     return found
 
 
 @contextmanager
-def _flipped(path: Path, place: int, bits: int) -> Iterator[None]:
+def flipped(path: Path, place: int, bits: int) -> Iterator[None]:
+    """Bits of a byte are others inside the block."""
     with path.open("r+b", buffering=0) as file:
         was = os.pread(file.fileno(), 1, place)
         os.pwrite(file.fileno(), bytes([was[0] ^ bits]), place)

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 from outside import power_loss
 from outside.calls import Call, watched
+from outside.flipped_bytes import flipped
 from plans import forced
 
 import outcore
@@ -122,14 +124,8 @@ def _is_read(text: bytes) -> bool:
 
 
 def find_damage_at(file: Path, place: int, bit: int, path: Path, manifest: Manifest) -> str | None:
-    """Flip a bit, look, and flip it back."""
-    with file.open("r+b", buffering=0) as opened:
-        was = os.pread(opened.fileno(), 1, place)
-        os.pwrite(opened.fileno(), bytes([was[0] ^ bit]), place)
-        try:
-            return find_damage(path, manifest)
-        finally:
-            os.pwrite(opened.fileno(), was, place)
+    with flipped(file, place, bit):
+        return find_damage(path, manifest)
 
 
 def test_the_one_before_is_taken(saved: Any):
@@ -235,6 +231,28 @@ def test_who_reads_a_checkpoint_keeps_it(run: Any, tmp_path: Path):
     with found(tmp_path / "c") as (path, _):
         outcore.save_checkpoint(*run, tmp_path / "c", step=2, keep=1, wait=True)
         read_manifest(path, check=True)
+    outcore.save_checkpoint(*run, tmp_path / "c", step=3, keep=1, wait=True)
+    assert [step for step, _ in found_in(tmp_path / "c")] == [3]
+
+
+def test_who_reads_a_checkpoint_before_its_writer_is_done_keeps_it(run: Any, tmp_path: Path, monkeypatch: Any):
+    """It has its name, and the folder that it stands in is still to be synced."""
+    from outcore.memory import checkpoint_folder
+    from outcore.saving.found import found
+
+    sync, reading = checkpoint_folder.sync, ExitStack()
+
+    def read_first(path: Path) -> None:
+        if path == tmp_path / "c" and found_in(path):
+            reading.enter_context(found(path))
+        sync(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_folder, "sync", read_first)
+        outcore.save_checkpoint(*run, tmp_path / "c", step=1, wait=True)
+    outcore.save_checkpoint(*run, tmp_path / "c", step=2, keep=1, wait=True)
+    assert [step for step, _ in found_in(tmp_path / "c")] == [2, 1]
+    reading.close()
     outcore.save_checkpoint(*run, tmp_path / "c", step=3, keep=1, wait=True)
     assert [step for step, _ in found_in(tmp_path / "c")] == [3]
 

@@ -15,7 +15,7 @@ _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def make_locked(new_name: Callable[[], Path]) -> tuple[Path, int]:
-    """A new folder, and its lock. Somebody who clears away may remove it before it is locked: then another one.
+    """A new folder, and its lock, which readers may share. Somebody who clears away may be first: then another one.
 
     Raises:
         OSError: It cannot be made.
@@ -27,7 +27,7 @@ def make_locked(new_name: Callable[[], Path]) -> tuple[Path, int]:
             lock = os.open(path, _FLAGS)
             try:
                 with suppress(OSError):
-                    fcntl.flock(lock, fcntl.LOCK_EX)
+                    fcntl.flock(lock, fcntl.LOCK_SH)
                 if os.path.samestat(os.fstat(lock), path.stat()):
                     return path, lock
             except BaseException:

@@ -215,6 +215,9 @@ def _is_over(run: _Run, job: Job, trainer: Any, steps: int) -> bool:
     if resumed.step < steps:
         return False
     output.begin()
+    before = RunRecord.load(resumed.path)
+    if before is not None and before.owes_evaluation and trainer.eval_dataset is not None:
+        trainer.evaluate_again(resumed.path)
     output.model_of(resumed, best=trainer.args.load_best_model_at_end)
     _say(terminal, "Done", f"nothing is left to do: {resumed.path} is at step {resumed.step} of {steps}")
     if job.settings.trace is not None:

@@ -10,6 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+
 from outcore.cli.train.output.record import RunRecord
 from outcore.cli.train.preemption import EvaluationStoppedError, Preemption
 from outcore.cli.train.recorded import RecordedRuns
@@ -64,6 +67,16 @@ class StoppableRuns(RecordedRuns):
         record = None if checkpoint is None else RunRecord.load(Path(checkpoint))
         if record is not None and record.owes_evaluation and self.eval_dataset is not None and self.preemption:
             self.preemption.owed = self._make_up_for_evaluation
+
+    def evaluate_again(self, checkpoint: Path) -> None:
+        """Make up for the evaluation behind the last step of a run, of which this checkpoint holds all else."""
+        self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+        self._load_from_checkpoint(str(checkpoint))
+        self._wrap_model(self.model)
+        self.callback_handler.optimizer = self.optimizer
+        self.callback_handler.on_train_begin(self.args, self.state, self.control)
+        self._make_up_for_evaluation()
+        self.callback_handler.on_train_end(self.args, self.state, self.control)
 
     def _make_up_for_evaluation(self) -> None:
         """As the Trainer does behind the step of the checkpoint."""
