@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from outside.calls import Call, watched
 from rich.console import Console
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from trl import SFTTrainer
@@ -148,6 +149,23 @@ class TestMetrics:
         assert [line["step"] for line in two] == [2, 4]
         assert two[1]["moved_bytes"] == one[3]["moved_bytes"]
         assert two[1]["tokens_per_s"] == pytest.approx(2 * 48 / two[1]["step_s"])
+
+    def test_lines_are_durable_before_the_checkpoint(self, command, config_json, text, tmp_path):
+        """Else the power could go, and leave a checkpoint of steps that have no line and are not trained again."""
+        out, calls = tmp_path / "run", []
+
+        def note(call: Call, make: Callable[..., Any]) -> Any:
+            if call.path.endswith("/metrics.jsonl"):
+                calls.append(call.name)
+            elif call.name == "rename" and Path(call.to).parent == out:
+                calls.append(Path(call.to).name)
+            return make()
+
+        with watched(out, note):
+            done = command("train", "--model", config_json, "--data", text, *SHORT, "--out", out, "--save-every", 2)
+        assert done.status == 0, done.err
+        logged = ["write", "write", "fsync"]
+        assert calls == ["create", *logged, "checkpoint-2", *logged, "checkpoint-4", "model"]
 
     @pytest.mark.parametrize("torn", ["", '{"step": 3, "lo', '{"epoch": 1}\n', "\n", "[]\n"])
     def test_on_resume_later_and_torn_lines_go(self, tmp_path, torn):

@@ -149,7 +149,7 @@ def test_power_loss(tmp_path: Path):
 
 
 def test_killed_while_saving(tmp_path: Path):
-    """LoRA on disk, and full training on the device, until both are done."""
+    """A loop with LoRA on disk, until it is done."""
     script = Path(power_loss.__file__).with_name("checkpoint_kills.py")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
     command = [sys.executable, str(script), "--kills", "4", "--seed", "5"]

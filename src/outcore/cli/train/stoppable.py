@@ -13,9 +13,11 @@ from typing import Any
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
+from outcore.cli.train.output.folder import METRICS
 from outcore.cli.train.output.record import RunRecord
 from outcore.cli.train.preemption import EvaluationStoppedError, Preemption
 from outcore.cli.train.recorded import RecordedRuns
+from outcore.memory.staged_files import sync
 
 
 class StoppableRuns(RecordedRuns):
@@ -55,7 +57,10 @@ class StoppableRuns(RecordedRuns):
         raise preemption.exit(late)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Measure it."""
+        """Measure it. Lines of steps that are not trained again become durable first."""
+        metrics = Path(self.args.output_dir, METRICS)
+        if metrics.exists():
+            sync(metrics)
         if self.preemption is None:
             super()._save_checkpoint(model, trial)
             return
