@@ -60,6 +60,7 @@ def step_s(job: Job, plan: Plan) -> float:
 JOBS = {
     "some on the device": lambda: job_of(3, 2, 9),
     "little host": lambda: job_of(3, 1.5, 2.2, 9),
+    "neither host nor disk alone": lambda: job_of(8, 1, 6, 4),
     "two micro-batches": lambda: job_of(2, 1, 9, micro_batches=2),
     "updates inside backward": lambda: job_of(3, 1, 12, is_promised=True, clipping=False),
     "activations": lambda: job_of(2, 2, 9, activation_share=0.3, activation_reserve_bytes=MIB),

@@ -374,9 +374,9 @@ class _Search:
 
         if kind == ALL_HOST:  # from a start that need not fit: more of them takes the disk's load off
             numbers = range(count + 1)
-            first = bisect.bisect_left(numbers, 1, key=lambda n: "disk" not in self._missing(filled(n)))
-            last = bisect.bisect_right(numbers, 0, key=lambda n: "host" in self._missing(filled(n))) - 1
-            return filled(max(first, last))
+            least = bisect.bisect_left(numbers, 1, key=lambda n: "disk" not in self._missing(filled(n)))
+            most = bisect.bisect_right(numbers, 0, key=lambda n: "host" in self._missing(filled(n))) - 1
+            return filled(min(max(least, most), count))
         fitting = bisect.bisect_right(range(count + 1), 0, key=lambda n: not self._fits(filled(n)))
         return filled(max(fitting - 1, 0))
 
