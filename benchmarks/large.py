@@ -57,8 +57,8 @@ from outcore.spec.timeline import COMPUTE, Timeline
 
 HOST_SHARE, DISK_SHARE = 0.94, 0.9
 """Of what is free; the rest is for the interpreter, the driver and first values on their way."""
-FRAGMENTS_SHARE, FRAGMENTS_BYTES = 0.03, 256 * 2**20
-"""Device memory that no plan has: what the allocator cannot give again, and kernels' workspace."""
+DEVICE_SHARE = 0.9
+"""Of the cap, as by default of a GPU: the rest is what the allocator cannot give again, and kernels' workspace."""
 
 
 def lay_out(args: argparse.Namespace, limits: Limits, tokens: int) -> tuple[Layout, Plan, Simulation | None]:
@@ -178,8 +178,8 @@ def limits_of(args: argparse.Namespace, cap_bytes: int) -> Limits:
     """What is free, and the cap."""
     host_bytes = int(HOST_SHARE * host_free_bytes()) if args.host_memory is None else args.host_memory
     disk_bytes = int(DISK_SHARE * disk_free_bytes(args.disk)) if args.disk_memory is None else args.disk_memory
-    fragments = 0 if args.device == "cpu" else int(FRAGMENTS_SHARE * cap_bytes) + FRAGMENTS_BYTES
-    return Limits(device_bytes=cap_bytes - fragments, host_bytes=host_bytes, disk_bytes=disk_bytes)
+    device_bytes = cap_bytes if args.device == "cpu" else int(DEVICE_SHARE * cap_bytes)
+    return Limits(device_bytes=device_bytes, host_bytes=host_bytes, disk_bytes=disk_bytes)
 
 
 def run_case(args: argparse.Namespace, spec: ModelSpec, cap_bytes: int, tokens: int, found: dict[str, Any]) -> None:

@@ -140,19 +140,6 @@ def test_states_come_one_after_another_and_let_fetches_pass(device, pinned):
     assert first.done()
 
 
-@pytest.mark.parametrize("name", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_segments_grow_unless_the_user_has_set_the_allocator_up(monkeypatch, name):
-    given = []
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", given.append)
-    for each in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(each, raising=False)
-    if name is not None:
-        monkeypatch.setenv(name, "garbage_collection_threshold:0.8")
-    with open_device("cuda"):
-        pass
-    assert given == ([] if name else ["expandable_segments:True"])
-
-
 def test_host_lanes_and_the_host_wait_until_the_bytes_are_there(device, pinned):
     slot, seen = torch.full((NUMEL,), 5.0, device="cuda"), []
     torch.cuda.synchronize()

@@ -20,7 +20,6 @@ import functools
 import gc
 import os
 import time
-import weakref
 from collections.abc import Iterable
 from typing import Any, Self, cast, final
 
@@ -37,24 +36,19 @@ from outcore.spec.timeline import COMPUTE
 
 _CYCLES_PER_S = 1_000_000_000  # what torch.cuda._sleep counts; GPUs run at 1 to 2 GHz, and only tests sleep
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
-_EVENTS: weakref.WeakSet[torch.cuda.Event] = weakref.WeakSet()
 
 
-def _new_event(**options: bool) -> torch.cuda.Event:
-    event = torch.cuda.Event(**options)
-    _EVENTS.add(event)
-    return event
+@functools.cache
+def _leave_events_to_the_parent() -> None:
+    """From now on, in every forked child; see [Note: forked children]."""
+    os.register_at_fork(after_in_child=_keep_events)
 
 
-def _leave_to_the_parent() -> None:
-    """See [Note: forked children]."""
-    if _EVENTS:
-        kept: list[Any] = list(_EVENTS)
-        kept.append(kept)  # which nobody collects, not even when the interpreter ends
-        gc.freeze()
-
-
-os.register_at_fork(after_in_child=_leave_to_the_parent)
+def _keep_events() -> None:
+    gc.unfreeze()  # the program may have frozen some of them
+    kept: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), torch.cuda.Event)]
+    kept.append(kept)  # which nobody collects, not even when the interpreter ends
+    gc.freeze()
 
 
 @final
@@ -77,7 +71,7 @@ class Point:
     def fix(self) -> None:
         """Record the event if that was not done."""
         if self._event is None:
-            event = _new_event(blocking=True)  # a host that waits sleeps instead of spinning
+            event = torch.cuda.Event(blocking=True)  # a host that waits sleeps instead of spinning
             event.record(self._stream)
             self._event = event
 
@@ -159,7 +153,7 @@ class StreamStopwatch:
         return _Anchor(event, time.perf_counter(), None)
 
     def _event(self) -> torch.cuda.Event:
-        event = _new_event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._torch_device))
         return event
 
@@ -245,7 +239,7 @@ class CudaDevice(Device):
 
     def __init__(self, torch_device: torch.device, faults: Faults, race_checker: RaceChecker | None) -> None:
         """Start the lanes. Use ``open_device``."""
-        _let_segments_grow()
+        _leave_events_to_the_parent()
         index = torch.cuda.current_device() if torch_device.index is None else torch_device.index
         self._cuda = CudaExecution(torch.device("cuda", index))
         super().__init__(self._cuda.torch_device, self._cuda, faults, race_checker)
@@ -329,18 +323,6 @@ class CudaDevice(Device):
         """Take the refusal away that the runtime remembers: else the next kernel, whoever launches it, reports it."""
         with contextlib.suppress(RuntimeError):
             torch.empty(1, dtype=torch.uint8, device=self.torch_device).fill_(0)
-
-
-def _let_segments_grow() -> None:
-    """Let torch's allocator grow what it has, unless the user has set it up.
-
-    In segments of fixed sizes pieces are left that nothing fits into: 2.4 GiB of 24, measured on an H100, which no plan
-    can know. Whatever has been allocated before stays as it is.
-    """
-    is_set = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-    setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # noqa: SLF001 (torch has no public one)
-    if torch.version.hip is None and setter is not None and not is_set:
-        setter("expandable_segments:True")
 
 
 def _put_behind(stream: torch.cuda.Stream, handle: Handle) -> None:
