@@ -153,6 +153,16 @@ def test_an_engine_that_is_slower_than_the_accelerator_binds(model):
     assert found.binding["host"] > 0.99
 
 
+def test_kernels_that_come_one_by_one_bind(model):
+    names, plan = [unit.name for unit in model.units], plan_of(model)
+    rates = dataclasses.replace(rates_of(model), visit_s=1.0, launch_s=dict.fromkeys(names, 10.0))
+    found = simulate(model, plan, rates, usual_visits(model))
+    again = sum(unit.policy != "keep" for unit in plan.units)
+    assert again
+    assert found.step_s == pytest.approx(18 * 1.0 + (9 + 2 * 9 + again) * 10.0)
+    assert found.binding["host"] > 0.99
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_where_nothing_is_shared_a_plain_clock_says_the_same(seed: int):
     chance = random.Random(seed)

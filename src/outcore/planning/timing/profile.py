@@ -142,6 +142,7 @@ def rates_for(hardware: Hardware, spec: ModelSpec, work: Mapping[str, UnitWork],
         latency_s=latency,
         shared=tuple(shared),
         visit_s=host.visit_s,
+        launch_s={n: w.kernels * device.kernel_s for n, w in work.items()} if device.runs_ahead else {},
         host_runs_ahead=bool(device.runs_ahead),
     )
 

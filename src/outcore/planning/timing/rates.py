@@ -70,6 +70,8 @@ class Rates:
     """What links share."""
     visit_s: float = 0.0
     """Seconds of the engine, on the thread that submits, for every visit of a unit."""
+    launch_s: Mapping[str, float] = field(default_factory=dict)
+    """Unit -> seconds that this thread takes to give an accelerator the kernels of one forward."""
     host_runs_ahead: bool = True
     """Compute is given its work, as an accelerator is; False: the thread that submits computes."""
 
@@ -91,6 +93,8 @@ class Pace:
         self._specs = {spec.name: spec for spec in model.units}
         forward_s = {"keep": {}, "select": rates.selected_forward_s, "recompute": rates.forward_s}
         self._again_s = {unit.name: forward_s[unit.policy].get(unit.name, 0.0) for unit in plan.units}
+        self._launches = {unit.name: 2 if unit.policy == "keep" else 3 for unit in plan.units}
+        """In backward, counted in forwards."""
 
     def seconds(self, op: Operation) -> float:
         """How long an operation takes alone."""
@@ -113,6 +117,11 @@ class Pace:
     def backward_s(self, unit: str) -> float:
         """Of one visit, with recompute where the plan wants it."""
         return self._again_s[unit] + self._rates.backward_s.get(unit, 0.0) + self._visit_s
+
+    def launch_s(self, op: Operation) -> float:
+        """What the host takes to give a visit's kernels to the device."""
+        times = self._launches[op.unit] if op.kind == "backward" else 1
+        return times * self._rates.launch_s.get(op.unit, 0.0)
 
     @property
     def _visit_s(self) -> float:

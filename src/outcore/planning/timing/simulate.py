@@ -149,7 +149,8 @@ def tasks_of(steps: Iterable[Sequence[Operation]], pace: Pace, rates: Rates) -> 
     for operations in steps:
         begin, end = len(places), -1
         for op in operations:
-            if rates.visit_s and rates.host_runs_ahead and op.kind in _VISITS:
+            is_visit = rates.host_runs_ahead and op.kind in _VISITS
+            if rates.visit_s and is_visit:
                 submitted = len(tasks)
                 tasks.append(Task(HOST, f"submit {op.name}", rates.visit_s, 0, ()))
             after = [places[begin + i] for i in op.after if begin + i >= 0]
@@ -165,6 +166,10 @@ def tasks_of(steps: Iterable[Sequence[Operation]], pace: Pace, rates: Rates) -> 
                 end = place
             if op.lane == HOST or (op.lane == COMPUTE and not rates.host_runs_ahead):
                 submitted = place
+            if is_visit and (launch_s := pace.launch_s(op)):  # while they run, the first of them already
+                before = () if submitted is None else (submitted,)
+                submitted = len(tasks)
+                tasks.append(Task(HOST, f"launch {op.name}", launch_s, 0, before))
         ends.append(end)
     return Laid(tasks, ends, places)
 
