@@ -51,9 +51,16 @@ SHORT = ("--steps", 4, "--batch-size", 2, "--seq-len", 48)
 
 class TestMetrics:
     @pytest.fixture
-    def lines(self, command: Run, config_json: Path, text: Path, tmp_path: Path) -> list[dict[str, Any]]:
+    def few(self, tmp_path: Path) -> Path:
+        """Two rows to evaluate on, a batch each."""
+        path = tmp_path / "few.txt"
+        path.write_text("that evaluates " * 8)
+        return path
+
+    @pytest.fixture
+    def lines(self, command: Run, config_json: Path, text: Path, few: Path, tmp_path: Path) -> list[dict[str, Any]]:
         shared = ("train", "--model", config_json, "--data", text, *SHORT, "--disk", tmp_path, *TIERS)
-        more = ("--eval-data", text, "--set", "eval_steps=2", "--set", "logging_steps=1")
+        more = ("--eval-data", few, "--set", "eval_steps=2", "--set", "logging_steps=1")
         assert command(*shared, *more, "--out", tmp_path / "run").status == 0
         return read_jsonl(tmp_path / "run" / "metrics.jsonl")
 
@@ -122,7 +129,7 @@ class TestMetrics:
         assert command("train", "--model", config_json, "--data", text, *SHORT, "--out", tmp_path / "run").status == 0
         assert seen == [0, 1, 2, 3]
 
-    def test_evaluation_is_not_counted_as_training(self, command, config_json, text, tmp_path, monkeypatch):
+    def test_evaluation_is_not_counted_as_training(self, command, config_json, text, few, tmp_path, monkeypatch):
         skipped_s, evaluate = [0.0], SFTTrainer.evaluate
 
         def slow(self, *args, **kwargs):
@@ -132,15 +139,15 @@ class TestMetrics:
         clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + skipped_s[0])
         monkeypatch.setattr(SFTTrainer, "evaluate", slow)
         monkeypatch.setattr(report, "time", clock)
-        more = ("--eval-data", text, "--set", "eval_steps=1", "--out", tmp_path / "run")
+        more = ("--eval-data", few, "--set", "eval_steps=1", "--out", tmp_path / "run")
         assert command("train", "--model", config_json, "--data", text, *SHORT, *more).status == 0
         assert skipped_s == [4000]
         assert all(line.get("step_s", 0) < 500 for line in read_jsonl(tmp_path / "run" / "metrics.jsonl"))
 
-    def test_several_steps_in_a_line_are_averaged(self, command, config_json, text, tmp_path):
+    def test_several_steps_in_a_line_are_averaged(self, command, config_json, text, few, tmp_path):
         """Also if evaluations lie between them."""
         shared = ("train", "--model", config_json, "--data", text, *SHORT, "--disk", tmp_path, *TIERS)
-        for every, more in ((1, ()), (2, ("--eval-data", text, "--set", "eval_steps=1"))):
+        for every, more in ((1, ()), (2, ("--eval-data", few, "--set", "eval_steps=1"))):
             settings = ("--out", tmp_path / str(every), "--set", f"logging_steps={every}", *more)
             assert command(*shared, *settings).status == 0
         one, two = (
