@@ -132,7 +132,7 @@ def test_everything_for_a_gpu_runs_once_and_draws_a_step(tmp_path: Path):
     assert (out / "failed.txt").read_text().split() == ["early"]
     first = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
     assert first.returncode == 0, first.stdout + first.stderr
-    assert json.loads((out / "early.json").read_text())["caps"][0]["plan"]["early_units"] == 3
+    assert json.loads((out / "early.json").read_text())["cases"][0]["plan"]["early_units"] == 3
     assert "skipped" in (out / "tests.txt").read_text()
     assert (out / "done.txt").read_text().split() == ["tests", "early"], "what failed comes last"
     assert (out / "failed.txt").read_text() == ""
