@@ -6,6 +6,7 @@ practice. A measured machine (``outcore probe``) is better than any of them.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Mapping
 from typing import Any
@@ -37,6 +38,8 @@ _HOST_UPDATE_SOURCE = (
     "memory bandwidth over 28 bytes per parameter, times 0.52: 4 ranks with 0.95e9 parameters/s each on 8 channels of "
     "DDR4-3200 (Deep Optimizer States, arXiv 2410.21316, authors' logs on Polaris)"
 )
+_HOPPER_ATTENTION, _HOPPER_MEMORY, _HOPPER_UPDATE = 0.52, 0.82, 0.51
+_HOPPER_SOURCE = "measured on an H100 SXM (benchmarks/reports/gpu_h100_2026-11-23.md)"
 _BUS = 55.2 / 63.0
 _BUS_SOURCE = (
     "times 0.876: 55.2 GB/s measured of the 63.0 of PCIe 5.0 x16 (Deep Optimizer States, arXiv 2410.21316, authors' "
@@ -59,6 +62,23 @@ def _device(memory_bytes: float, bf16: float, fp32: float, bytes_per_s: float, s
             "attention_flops": f"{bf16} TFLOP/s dense, {source}; {_ATTENTION_SOURCE}",
             "bytes_per_s": source,
             "update_parameters_per_s": _DEVICE_UPDATE_SOURCE,
+        },
+    )
+
+
+def _hopper(memory_bytes: float, bytes_per_s: float, source: str) -> DevicePart:
+    """What leaves less of its figures than an A100 does."""
+    found = _device(memory_bytes, 989.4, 66.9, bytes_per_s, source)
+    return dataclasses.replace(
+        found,
+        attention_flops=_HOPPER_ATTENTION * 989.4 * TERA,
+        bytes_per_s=_HOPPER_MEMORY * bytes_per_s,
+        update_parameters_per_s=_HOPPER_UPDATE * bytes_per_s / UPDATE_BYTES,
+        sources={
+            **found.sources,
+            "attention_flops": f"989.4 TFLOP/s dense, {source}; times {_HOPPER_ATTENTION}, {_HOPPER_SOURCE}",
+            "bytes_per_s": f"{source}; times {_HOPPER_MEMORY}, {_HOPPER_SOURCE}",
+            "update_parameters_per_s": f"memory over 28 bytes per parameter, times {_HOPPER_UPDATE}, {_HOPPER_SOURCE}",
         },
     )
 
@@ -117,11 +137,9 @@ DEVICES: Mapping[str, DevicePart] = {
     ),
     "a100-40gb": _device(40 * GIB, 312, 19.5, 1555 * GB, f"NVIDIA A100 datasheet ({_NVIDIA}/a100/)"),
     "a100-80gb": _device(80 * GIB, 312, 19.5, 2039 * GB, f"NVIDIA A100 datasheet, SXM ({_NVIDIA}/a100/)"),
-    "h100": _device(80 * GIB, 989.4, 66.9, 3350 * GB, f"NVIDIA H100 datasheet, SXM ({_NVIDIA}/h100/)"),
-    "h200": _device(141 * GB, 989.4, 66.9, 4800 * GB, f"NVIDIA H200 datasheet, SXM ({_NVIDIA}/h200/)"),
-    "gh200": _device(
-        96 * GB, 989.4, 66.9, 4000 * GB, f"NVIDIA GH200 datasheet, HBM3 ({_NVIDIA}/grace-hopper-superchip/)"
-    ),
+    "h100": _hopper(80 * GIB, 3350 * GB, f"NVIDIA H100 datasheet, SXM ({_NVIDIA}/h100/)"),
+    "h200": _hopper(141 * GB, 4800 * GB, f"NVIDIA H200 datasheet, SXM ({_NVIDIA}/h200/)"),
+    "gh200": _hopper(96 * GB, 4000 * GB, f"NVIDIA GH200 datasheet, HBM3 ({_NVIDIA}/grace-hopper-superchip/)"),
     "mi300x": _device(
         192 * GB,
         1307.4,
