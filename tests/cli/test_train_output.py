@@ -189,6 +189,14 @@ class TestMetrics:
         keep_until(path, 2, is_evaluated=False)
         assert read_jsonl(path) == lines
 
+    def test_an_evaluation_at_the_start_is_there_once(self, command, config_json, text, tmp_path):
+        out, shared = tmp_path / "run", ("train", "--model", config_json, "--data", text, *SHORT, "--eval-data", text)
+        shared = (*shared, "--set", "eval_on_start=true", "--save-every", 2, "--out", out)
+        assert command(*shared).status == 0
+        shutil.rmtree(out / "checkpoint-4")
+        assert command(*shared, "--resume").status == 0
+        assert [line["step"] for line in read_jsonl(out / "metrics.jsonl")] == [0, 1, 2, 2, 3, 4, 4]
+
     def test_nothing_to_drop_is_no_error(self, tmp_path):
         keep_until(tmp_path / "metrics.jsonl", 2)
         assert not list(tmp_path.iterdir())

@@ -98,7 +98,8 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
         self._output.begin()
         self._optimizer.plan.save(self._output.path / PLAN)
         path = self._output.path / METRICS
-        keep_until(path, state.global_step, is_evaluated=not self._owes_evaluation(state.global_step))
+        comes_again = args.eval_on_start or self._owes_evaluation(state.global_step)
+        keep_until(path, state.global_step, is_evaluated=not comes_again)
         self._file = self._closing.enter_context(path.open("a"))
         shown = progress(self._console, state.max_steps, done=state.global_step)
         self._show = self._closing.enter_context(shown)
