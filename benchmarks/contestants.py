@@ -24,11 +24,12 @@ import outcore
 from outcore.core.quantities import format_bytes
 from outcore.memory.limits import host_free_bytes
 from outcore.runtime.optimizer import StreamedOptimizer
+from outcore.runtime.recompute.checks import FIRST_CALLS
 from outcore.spec.plan import Plan
 from outcore.spec.timeline import COMPUTE, Timeline
 
-CHECKED_CALLS = 8
-"""Of a unit, in which recomputes are held against forward; the first of them load kernels, too."""
+WARM_UP = FIRST_CALLS
+"""Steps of all contestants: in ours recomputes are held against forward meanwhile."""
 DEEPSPEED_HOST_BYTES = 20
 """Per parameter: fp32 master, two moments and gradients, bf16 weights and gradients."""
 
@@ -79,8 +80,7 @@ class Streamed:
         """Seconds of each step, and the timeline of some more."""
         args = self._args
         free_cached(args.device)
-        for _ in range(CHECKED_CALLS if args.device != "cpu" else 1):
-            self.step(layout)
+        warm_up(functools.partial(self.step, layout), args.device)
         seconds = timed(functools.partial(self.step, layout), args.steps, args.device)
         with self.optimizer.recording(num_steps=args.recorded_steps + 1) as recorder:
             for _ in range(args.recorded_steps + 1):
@@ -102,6 +102,12 @@ class Streamed:
     def close(self) -> None:
         """Give everything back."""
         outcore.close(self.model, keep_weights=False)
+
+
+def warm_up(step: Callable[[], None], device: str) -> None:
+    """Steps that do not count."""
+    for _ in range(1 if device == "cpu" else WARM_UP):
+        step()
 
 
 def timed(step: Callable[[], None], steps: int, device: str) -> list[float]:
@@ -184,6 +190,7 @@ def _rival_case(args: argparse.Namespace, rival: Contestant, batch: dict[str, to
     """The whole step as one micro-batch."""
     batch.update(batch_of(args, tokens // args.seq_len))
     try:
+        warm_up(rival.step, args.device)
         found = spread(timed(rival.step, args.steps, args.device))
     except torch.OutOfMemoryError as error:
         free_cached(args.device)

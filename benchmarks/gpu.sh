@@ -32,7 +32,7 @@ pytest=("${python[@]}" -m pytest -c /dev/null --rootdir=. --import-mode=importli
   -o "markers=gpu: needs a GPU" -o faulthandler_timeout=100)
 
 workers=()
-if [ -z "${TINY:-}" ] && "${python[@]}" -c 'import xdist' 2>/dev/null; then workers=(-n 4 --dist=loadfile); fi
+if [ -z "${TINY:-}" ] && "${python[@]}" -c 'import xdist' 2>/dev/null; then workers=(-n 4); fi
 
 if [ -z "${TINY:-}" ] && ! "${python[@]}" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
   echo "expected a GPU, but torch of $python sees none; TINY=1 tries this script out on a CPU" >&2
@@ -45,8 +45,8 @@ touch "$out/done.txt" "$out/failed.txt"
 if [ -z "${TINY:-}" ]; then
   cap24=24GiB cap80=80GiB
   large=(--tokens 8192 32768 --steps 3 --recorded-steps 1 --svg "$out")
-  few=(--tokens 8192 --steps 3 --recorded-steps 1 --svg "$out")
-  wide=(--tokens 16384 --steps 3 --recorded-steps 1 --svg "$out")
+  short=(--tokens 8192 --steps 3 --recorded-steps 1 --svg "$out")
+  middle=(--tokens 16384 --steps 3 --recorded-steps 1 --svg "$out")
   step=(--turns 3 --steps 2 --batch-size 8 --seq-len 1024)
   update=(--repeats 5) disk=(--nbytes 4GiB)
   tests="" sanitized="delays and window or plain_bits and gpt2 and recompute"
@@ -56,8 +56,8 @@ else
   # A plan leaves so much more to activations on an accelerator: with the first one weights must move still.
   [ -z "${SIMULATED:-}" ] || cap24=257MiB cap80=512MiB
   large=("${tiny[@]}" --tokens 64 128 --steps 1 --recorded-steps 1 --svg "$out")
-  few=("${tiny[@]}" --tokens 64 --steps 1 --recorded-steps 1 --svg "$out")
-  wide=("${few[@]}")
+  short=("${tiny[@]}" --tokens 64 --steps 1 --recorded-steps 1 --svg "$out")
+  middle=("${short[@]}")
   step=(--turns 1 --steps 1 --layers 2 --hidden 64 --vocabulary 97 --batch-size 1 --seq-len 16)
   update=(--repeats 2 --numel 300000) disk=(--nbytes 8MiB --extent 4MiB --repetitions 1)
   tests="not delays" sanitized="plain_bits and gpt2 and recompute"
@@ -104,16 +104,16 @@ for section in "${wanted[@]}"; do
       run large_3b 320 json "${python[@]}" benchmarks/large.py --shape 3b "${large[@]}" --device-memory $cap24 $cap80 \
         --against plain --disk "$scratch" ;;
     large_7b_24)
-      run large_7b_24 340 json "${python[@]}" benchmarks/large.py --shape 7b "${wide[@]}" --device-memory $cap24 --disk "$scratch" ;;
+      run large_7b_24 340 json "${python[@]}" benchmarks/large.py --shape 7b "${middle[@]}" --device-memory $cap24 --disk "$scratch" ;;
     large_7b_80)
-      run large_7b_80 300 json "${python[@]}" benchmarks/large.py --shape 7b "${wide[@]}" --device-memory $cap80 --disk "$scratch" ;;
+      run large_7b_80 300 json "${python[@]}" benchmarks/large.py --shape 7b "${middle[@]}" --device-memory $cap80 --disk "$scratch" ;;
     # Apart, since it may compile its CPU Adam first; where it is not installed this says so.
     deepspeed)
       run deepspeed 300 json "${python[@]}" benchmarks/large.py --shape 3b "${large[@]}" --device-memory $cap80 \
         --against deepspeed --only-against ;;
     # Updates inside backward: nothing is clipped.
     early)
-      run early 150 json "${python[@]}" benchmarks/large.py --shape 3b "${few[@]}" --device-memory $cap24 --disk "$scratch" \
+      run early 150 json "${python[@]}" benchmarks/large.py --shape 3b "${short[@]}" --device-memory $cap24 --disk "$scratch" \
         --early ;;
     step) run step 150 json "${python[@]}" benchmarks/step.py "${step[@]}" --disk "$scratch" ;;
     update) run update 40 json "${python[@]}" benchmarks/cpu_update.py "${update[@]}" ;;

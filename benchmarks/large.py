@@ -2,13 +2,14 @@
 
 Prints one JSON object at the end, or before it closes anything if it is stopped, and each case on standard error as
 soon as it is measured. A case is a number of tokens per step under a cap on device memory, which the allocator
-enforces. The model is a Llama built in code (bf16 weights with fp32 masters, clipping on, activations recomputed); its
-first values are made unit by unit. It is prepared once per cap; the plan leaves the device memory that the largest step
-was measured to need. What fails ends only its cap.
+enforces. The model is a Llama built in code (bf16 weights with fp32 masters, clipped but for ``--early``); its first
+values are made unit by unit. For each case it is prepared by the plan that ``prepare`` finds for it, and what a step is
+predicted to take is said before. What fails ends only its case.
 
 The bound (docs/overlap.md) comes from rates that were measured alone, before the run and without the engine:
-benchmarks/rates.py. ``over_bound`` uses the rate of each direction of the bus alone, so no step can be below 1 but for
-noise; ``over_bound_together`` that of both at once. A step is from the end of one ``optimizer.step()`` on the device to
+benchmarks/rates.py. ``over_bound`` uses the rate of each direction of the bus alone; ``over_bound_together`` that of
+both at once. Units whose policy is ``recompute`` count as recomputed, so only steps that keep some of their activations
+while there is room can be below 1. A step is from the end of one ``optimizer.step()`` on the device to
 that of the next. Steps are measured without the recorder, then some more are recorded: they tell what compute waited
 for, and are drawn with ``--svg``. ``serial`` is the same model and plan with every operation waited for at once.
 
@@ -65,7 +66,7 @@ def lay_out(args: argparse.Namespace, limits: Limits, tokens: int) -> tuple[Layo
     """Micro-batches as large as memory allows, and what ``prepare`` plans for them, in time.
 
     Raises:
-        PlanInfeasibleError: Not even one sequence at a time will do.
+        PlanInfeasibleError, torch.OutOfMemoryError: Not even one sequence at a time will do.
     """
     sequences = tokens // args.seq_len
     while True:
@@ -79,13 +80,13 @@ def lay_out(args: argparse.Namespace, limits: Limits, tokens: int) -> tuple[Layo
                 clipping=not args.early,
                 device=args.device,
             )
-        except PlanInfeasibleError:
+            passes = time_passes(functools.partial(config_of, args), batch_of(args, sequences), args.device)
+            return Layout(tokens, sequences, tokens // args.seq_len // sequences, passes), plan, predicted
+        except (torch.OutOfMemoryError, PlanInfeasibleError):
             if sequences == 1:
                 raise
             sequences = next(n for n in range(sequences - 1, 0, -1) if tokens // args.seq_len % n == 0)
-        else:
-            passes = time_passes(functools.partial(config_of, args), batch_of(args, sequences), args.device)
-            return Layout(tokens, sequences, tokens // args.seq_len // sequences, passes), plan, predicted
+            free_cached(args.device)
 
 
 def budget_of(args: argparse.Namespace, limits: Limits) -> outcore.Budget:

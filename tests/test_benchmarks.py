@@ -89,7 +89,7 @@ def assert_every_case_has_its_numbers(found: dict[str, Any]):
     assert found["rivals"]["plain"]["step_s"].keys() == {"16", "32"}
 
 
-def test_an_error_ends_its_cap_and_stopping_prints_before_it_closes(
+def test_an_error_ends_its_case_and_stopping_prints_before_it_closes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.syspath_prepend(str(FOLDER))

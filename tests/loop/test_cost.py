@@ -112,12 +112,17 @@ def test_files_on_the_way(tmp_path):
                         model(batch())
                         found["fetch from disk"] = entered.count(lambda: (model.blocks[0](x), synchronize()), "bind")
                     continue
-                synchronize()
-                found["forward"] = entered.count(lambda: (model.blocks[1](x), synchronize()))
-                loss = model.loss(batch())
-                synchronize()
-                found["gradient home"] = entered.count(lambda: (loss.backward(), synchronize()), "deposit", "reached")
-                found["update on the host"] = entered.count(lambda: (optimizer.step(), synchronize()))
+                for _ in range(3):  # the least counts: what a lane does late may fall into a later count
+                    seen = {}
+                    synchronize()
+                    seen["forward"] = entered.count(lambda: (model.blocks[1](x), synchronize()))
+                    loss = model.loss(batch())
+                    synchronize()
+                    backward = lambda loss=loss: (loss.backward(), synchronize())  # noqa: E731
+                    seen["gradient home"] = entered.count(backward, "deposit", "reached")
+                    seen["update on the host"] = entered.count(lambda: (optimizer.step(), synchronize()))
+                    optimizer.zero_grad()
+                    found |= {way: min(count, found.get(way, count)) for way, count in seen.items()}
         model, made = make(), []
         given = {"budget": outcore.Budget(device="40KiB", host="64MiB"), "device": "cpu"}
         found["prepare"] = entered.count(lambda: made.append(outcore.prepare(model, adamw(model), **given)))

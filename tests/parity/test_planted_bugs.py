@@ -75,7 +75,7 @@ device, or a slot). Only a user who writes states has to wait, see the last test
 save, see ``tests/saving/test_checkpoint_parity.py``."""
 
 UNDECLARED = {"clip factor copied", "clip factor made"}
-"""Of no memory that the race checker knows. Accelerators have them, and there results show that they are needed."""
+"""Of no memory that the race checker knows. Accelerators have them; on the simulated GPU results show why."""
 
 
 def test_no_wait_can_be_dropped_unnoticed(users: dict[str, list[Case]], tmp_path: Path) -> None:

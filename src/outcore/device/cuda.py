@@ -1,16 +1,19 @@
 """CUDA and ROCm: copy lanes have a stream each, points are events, host memory is pinned in place.
 
 Work of a copy lane is ordered on the device: its stream waits for the events of what it depends on, its thread only
-until those events exist. Host lanes (disk, update) block their thread on events, with the interpreter lock released.
+until those events exist, except where it lets others pass (see below). Host lanes (disk, update) block their thread on
+events, with the interpreter lock released.
 
 [Note: who has the copy engine] Copies in one direction share an engine of the GPU. It serves a stream as long as that
 has something ready: on an H100, states on their way to updates kept a fetch of weights waiting for 0.6 s, until the
 last of them had come, and forward with it. So the next states are given to the engine when the last ones are there. In
-between, in the microseconds that a thread needs to wake, it looks at the other streams.
+between, in the microseconds that a thread needs to wake, the engine looks at the other streams. Whoever waits until
+such a copy is given to the device waits for the one before it.
 
 [Note: forked children] A forked child cannot call the driver, and torch ends a process that destroys an event without
 it. So a worker of a ``DataLoader`` in which Python collects what the parent left behind would be lost. Children keep
-all events, and collect nothing that was there before them.
+the events of this file, and collect nothing that was there before them. Owners of events are listed for that, since
+torch's events do not show themselves to the collector.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import functools
 import gc
 import os
 import time
+import weakref
 from collections.abc import Iterable
 from typing import Any, Self, cast, final
 
@@ -38,17 +42,37 @@ _CYCLES_PER_S = 1_000_000_000  # what torch.cuda._sleep counts; GPUs run at 1 to
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
 
 
-@functools.cache
-def _leave_events_to_the_parent() -> None:
-    """From now on, in every forked child; see [Note: forked children]."""
-    os.register_at_fork(after_in_child=_keep_events)
+_OWNERS: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Of events."""
 
 
-def _keep_events() -> None:
-    gc.unfreeze()  # the program may have frozen some of them
-    kept: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), torch.cuda.Event)]
-    kept.append(kept)  # which nobody collects, not even when the interpreter ends
-    gc.freeze()
+@final
+class _Forks:
+    """See [Note: forked children]."""
+
+    def __init__(self) -> None:
+        self._was_collecting = False
+        os.register_at_fork(
+            before=self._stop_collecting, after_in_parent=self._go_on, after_in_child=self._keep_what_was_there
+        )
+
+    def _stop_collecting(self) -> None:
+        self._was_collecting = gc.isenabled()
+        gc.disable()
+
+    def _go_on(self) -> None:
+        if self._was_collecting:
+            gc.enable()
+
+    def _keep_what_was_there(self) -> None:
+        kept = list(_OWNERS)
+        kept.append(kept)  # which nobody collects, not even when the interpreter ends
+        gc.freeze()
+        self._go_on()
+
+
+_watch_forks = functools.cache(_Forks)
+"""From the first device on."""
 
 
 @final
@@ -57,6 +81,7 @@ class Point:
 
     def __init__(self, stream: torch.cuda.Stream, *, is_late: bool = False) -> None:
         """Args: is_late: Move along with the stream until ``fix``."""
+        _OWNERS.add(self)
         self._stream = stream
         self._event: torch.cuda.Event | None = None
         if not is_late:
@@ -92,6 +117,7 @@ class _Anchor:
     """
 
     def __init__(self, event: torch.cuda.Event, at_s: float | None, before: _Anchor | None) -> None:
+        _OWNERS.add(self)
         self.event = event
         self._at_s, self._before = at_s, before
 
@@ -108,6 +134,7 @@ class StreamMoment:
 
     def __init__(self, event: torch.cuda.Event, anchor: _Anchor) -> None:
         """Args: event: Recorded, with timing. anchor: An earlier or later one on the same device."""
+        _OWNERS.add(self)
         self._event, self._anchor = event, anchor
 
     def is_over(self) -> bool:
@@ -239,7 +266,7 @@ class CudaDevice(Device):
 
     def __init__(self, torch_device: torch.device, faults: Faults, race_checker: RaceChecker | None) -> None:
         """Start the lanes. Use ``open_device``."""
-        _leave_events_to_the_parent()
+        _watch_forks()
         index = torch.cuda.current_device() if torch_device.index is None else torch_device.index
         self._cuda = CudaExecution(torch.device("cuda", index))
         super().__init__(self._cuda.torch_device, self._cuda, faults, race_checker)

@@ -30,8 +30,8 @@ _LEAST_TURN_S = 4e-3
 _MOST_WIDTH, _MOST_TOKENS = 8192, 4096
 _HEADS = {True: (8, 64), False: (32, 128)}
 """By whether the host computes: how many and how large. Fewer would not fill an accelerator."""
-_PARTS = 8
-"""Of an accelerator's memory, that activation functions go round: together more than its caches hold."""
+_ROUND_BYTES = 512 * 2**20
+"""Of an accelerator's memory, that kernels go round: more than any cache holds."""
 _QUEUED = 16
 """Copies at a time, so that the link does not wait for whoever submits, and who waits for the last costs little."""
 _WRITTEN_BYTES = 14
@@ -120,11 +120,19 @@ def attention(device: Device, dtype: torch.dtype) -> Load:
 
 
 def elementwise(device: Device, nbytes: int) -> Load:
-    """Activation functions into new memory, as between the products of a model."""
-    number = 1 if device.computes_on_host else _PARTS
+    """Activation functions, as between the products of a model: into new memory, or round and round a device's."""
+    if device.computes_on_host:
+        values = torch.full((nbytes // 4,), 0.01, dtype=torch.float32, device=device.torch_device)
+        return _sized(device, lambda _: (2.0 * values.nbytes, lambda: functional.relu(values)), 1, 1)
+    number = max(2, min(_ROUND_BYTES, device.memory_bytes() // 4) // nbytes)
     parts = torch.full((number, nbytes // 4), 0.01, dtype=torch.float32, device=device.torch_device).unbind()
-    places = itertools.cycle(parts)
-    return _sized(device, lambda _: (2.0 * parts[0].nbytes, lambda: functional.relu(next(places))), 1, 1)
+    places = itertools.cycle(itertools.pairwise((*parts, parts[0])))
+
+    def work() -> None:
+        origin, to = next(places)
+        torch.neg(origin, out=to)
+
+    return _sized(device, lambda _: (2.0 * parts[0].nbytes, work), 1, 1)
 
 
 def kernels(device: Device, number: int) -> Load:

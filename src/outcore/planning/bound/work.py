@@ -100,7 +100,7 @@ class _Listing:
         """All of it."""
         self.work.total_s["compute"] += sum(self.work.compute_s)
         if self._times.rates.host_runs_ahead:
-            self.work.total_s["host"] = self._times.rates.visit_s * len(self._times.visits)
+            self.work.total_s["host"] = self._times.host_s()
         trained = self._times.trained()
         for unit in trained.values():
             self._gradients(unit)

@@ -1,7 +1,7 @@
 """Parts of machines that many people have, to plan for one that is not at hand. Every figure has its source.
 
-Figures are what vendors publish, times a factor where a published measurement says what remains of such a figure in
-practice. A measured machine (``outcore probe``) is better than any of them.
+Figures are what vendors publish, times a factor where a measurement says what remains of such a figure in practice.
+What the engine takes for its visits is left out. A measured machine (``outcore probe``) is better than any of them.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ _HOST_UPDATE_SOURCE = (
     "DDR4-3200 (Deep Optimizer States, arXiv 2410.21316, authors' logs on Polaris)"
 )
 _HOPPER_ATTENTION, _HOPPER_MEMORY, _HOPPER_UPDATE = 0.52, 0.82, 0.51
+_HOPPER_KERNEL_S = 9e-6
 _HOPPER_SOURCE = "measured on an H100 SXM (benchmarks/reports/gpu_h100_2026-11-23.md)"
 _BUS = 55.2 / 63.0
 _BUS_SOURCE = (
@@ -67,15 +68,17 @@ def _device(memory_bytes: float, bf16: float, fp32: float, bytes_per_s: float, s
 
 
 def _hopper(memory_bytes: float, bytes_per_s: float, source: str) -> DevicePart:
-    """What leaves less of its figures than an A100 does."""
+    """By factors of attention, memory and updates that were measured on one H100."""
     found = _device(memory_bytes, 989.4, 66.9, bytes_per_s, source)
     return dataclasses.replace(
         found,
         attention_flops=_HOPPER_ATTENTION * 989.4 * TERA,
         bytes_per_s=_HOPPER_MEMORY * bytes_per_s,
         update_parameters_per_s=_HOPPER_UPDATE * bytes_per_s / UPDATE_BYTES,
+        kernel_s=_HOPPER_KERNEL_S,
         sources={
             **found.sources,
+            "kernel_s": _HOPPER_SOURCE,
             "attention_flops": f"989.4 TFLOP/s dense, {source}; times {_HOPPER_ATTENTION}, {_HOPPER_SOURCE}",
             "bytes_per_s": f"{source}; times {_HOPPER_MEMORY}, {_HOPPER_SOURCE}",
             "update_parameters_per_s": f"memory over 28 bytes per parameter, times {_HOPPER_UPDATE}, {_HOPPER_SOURCE}",

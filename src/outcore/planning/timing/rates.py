@@ -118,10 +118,10 @@ class Pace:
         """Of one visit, with recompute where the plan wants it."""
         return self._again_s[unit] + self._rates.backward_s.get(unit, 0.0) + self._visit_s
 
-    def launch_s(self, op: Operation) -> float:
+    def launch_s(self, unit: str, phase: str) -> float:
         """What the host takes to give a visit's kernels to the device."""
-        times = self._launches[op.unit] if op.kind == "backward" else 1
-        return times * self._rates.launch_s.get(op.unit, 0.0)
+        times = self._launches[unit] if phase == "backward" else 1
+        return times * self._rates.launch_s.get(unit, 0.0)
 
     @property
     def _visit_s(self) -> float:

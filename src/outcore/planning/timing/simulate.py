@@ -166,7 +166,7 @@ def tasks_of(steps: Iterable[Sequence[Operation]], pace: Pace, rates: Rates) -> 
                 end = place
             if op.lane == HOST or (op.lane == COMPUTE and not rates.host_runs_ahead):
                 submitted = place
-            if is_visit and (launch_s := pace.launch_s(op)):  # while they run, the first of them already
+            if is_visit and (launch_s := pace.launch_s(op.unit, op.kind)):  # while they run, the first of them already
                 before = () if submitted is None else (submitted,)
                 submitted = len(tasks)
                 tasks.append(Task(HOST, f"launch {op.name}", launch_s, 0, before))

@@ -23,7 +23,7 @@ from outcore.runtime.activations.saved import storage_of
 from outcore.runtime.recompute.replay import ForwardState, Surroundings
 from outcore.runtime.recompute.structure import Structure, plain_values
 
-_FIRST_CALLS = 8
+FIRST_CALLS = 8
 _EVERY = 64
 _MOST_FORMS = 256
 _ROUNDING = 1e-2  # of a result's norm: more than kernels that add in another order make of it
@@ -131,7 +131,7 @@ class Repeats:
         is_new = form not in self._forms and len(self._forms) < _MOST_FORMS
         if is_new:
             self._forms.add(form)
-        is_due = is_new or self._num_calls <= _FIRST_CALLS or self._num_calls % _EVERY == 0
+        is_due = is_new or self._num_calls <= FIRST_CALLS or self._num_calls % _EVERY == 0
         if is_due:
             state.look_closely()
         return is_due
