@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -121,6 +122,32 @@ def test_an_evaluation_is_made_up_for_once(shared, whole, command, tmp_path, mon
         assert len(calls) >= count, name
     assert [line["step"] for line in trained(out)] == [1, 2, 3, 3]
     assert command(*shared, "--out", out, "--save-every", EVERY, "--resume").status == 0
+    assert trained(out) == trained(whole)
+
+
+def test_an_evaluation_at_the_start_is_the_one_that_is_owed(shared, command, tmp_path, monkeypatch):
+    """Its line is there once, and it counts for the best model."""
+    out = tmp_path / "run"
+    more = ("--set", "eval_on_start=true", "--set", "metric_for_best_model=loss", "--save-every", EVERY)
+    with monkeypatch.context() as patch:
+        then(patch, 3, SftTrainer, "prediction_step", 2, lambda: signal.raise_signal(signal.SIGTERM))
+        assert command(*shared, "--out", out, *more).status == 143
+    assert command(*shared, "--out", out, *more, "--resume").status == 0
+    assert [line["step"] for line in trained(out)] == [0, 1, 2, 3, 3, 4, 5, 5]
+    state = json.loads((out / "checkpoint-4" / "trainer_state.json").read_text())
+    assert state["best_global_step"] == 3
+
+
+def test_a_last_evaluation_is_made_up_for_once(shared, whole, command, tmp_path, monkeypatch):
+    """Though the checkpoint, which stays as it is, still says that it is owed."""
+    out = tmp_path / "run"
+    for number, act in enumerate((lambda: signal.raise_signal(signal.SIGTERM), lambda: None, lambda: None)):
+        with monkeypatch.context() as patch:
+            calls = then(patch, STEPS, SftTrainer, "prediction_step", 1, act)
+            done = command(*shared, "--out", out, "--save-every", EVERY, *["--resume"] * (number > 0))
+        assert bool(calls) == (number < 2), f"life {number}"
+    assert done.status == 0, done.err
+    assert "nothing is left to do" in done.out
     assert trained(out) == trained(whole)
 
 

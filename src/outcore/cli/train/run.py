@@ -23,9 +23,9 @@ from outcore.cli.terminal import Terminal
 from outcore.cli.train.job import Job, RunData
 from outcore.cli.train.nonfinite import NonFiniteStepError
 from outcore.cli.train.output.facts import Length, facts_of_data, facts_of_model
-from outcore.cli.train.output.folder import MODEL, SETTINGS, Checkpoint, OutputFolder
+from outcore.cli.train.output.folder import METRICS, MODEL, SETTINGS, Checkpoint, OutputFolder
 from outcore.cli.train.output.record import RunRecord
-from outcore.cli.train.output.report import RunReport
+from outcore.cli.train.output.report import RunReport, is_evaluated
 from outcore.cli.train.output.trace import TraceFile
 from outcore.cli.train.preemption import Preemption
 from outcore.cli.train.replan import FAILURES, Replanning
@@ -216,7 +216,8 @@ def _is_over(run: _Run, job: Job, trainer: Any, steps: int) -> bool:
         return False
     output.begin()
     before = RunRecord.load(resumed.path)
-    if before is not None and before.owes_evaluation and trainer.eval_dataset is not None:
+    owes_evaluation = before is not None and before.owes_evaluation and trainer.eval_dataset is not None
+    if owes_evaluation and not is_evaluated(output.path / METRICS, resumed.step):
         trainer.evaluate_again(resumed.path)
     output.model_of(resumed, best=trainer.args.load_best_model_at_end)
     _say(terminal, "Done", f"nothing is left to do: {resumed.path} is at step {resumed.step} of {steps}")

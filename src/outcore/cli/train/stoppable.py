@@ -72,6 +72,7 @@ class StoppableRuns(RecordedRuns):
         record = None if checkpoint is None else RunRecord.load(Path(checkpoint))
         if record is not None and record.owes_evaluation and self.eval_dataset is not None and self.preemption:
             self.preemption.owed = self._make_up_for_evaluation
+            self.args.eval_on_start = False  # it would be of the same step, and not count for the best model
 
     def evaluate_again(self, checkpoint: Path) -> None:
         """Make up for the evaluation behind the last step of a run, of which this checkpoint holds all else."""

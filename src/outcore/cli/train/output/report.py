@@ -242,13 +242,22 @@ def keep_until(metrics: Path, step: int, *, is_evaluated: bool = True) -> None:
         step: The last one that is not trained again.
         is_evaluated: Whether an evaluation behind it stays, too.
     """
-    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+    lines = _lines_of(metrics)
     kept = [line for line in lines if _place_of(line) <= (step, is_evaluated)]
     if kept != lines:
         partial = metrics.with_name(metrics.name + ".partial")
         partial.write_text("".join(kept))
         sync(partial)
         partial.replace(metrics)
+
+
+def is_evaluated(metrics: Path, step: int) -> bool:
+    """Whether the line of an evaluation behind ``step`` is there."""
+    return (step, True) in map(_place_of, _lines_of(metrics))
+
+
+def _lines_of(metrics: Path) -> list[str]:
+    return metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
 
 
 def _place_of(line: str) -> tuple[float, bool]:
