@@ -187,14 +187,13 @@ def lived(folder: Path, kind: Any, plan: Plan | None, whole_s: float = 0.0) -> L
     told[:16] = struct.pack("qq", -1, -1)
     pid = os.fork()
     if pid == 0:
+        status = 1
         try:
-            text = (_loop if kind[0] == "loop" else _train)(folder, kind, plan, told)
-            told[16 : 16 + len(text)] = text.encode()
-            os._exit(0)
-        except BaseException:
-            text = traceback.format_exc()[-4000:]
-            told[16 : 16 + len(text.encode())] = text.encode()
-            os._exit(1)
+            text, status = _what_came(folder, kind, plan, told)
+            end = text.encode(errors="replace")[16 - len(told) :]
+            told[16 : 16 + len(end)] = end
+        finally:
+            os._exit(status)
     if plan is not None and plan.phase == "any time":
         time.sleep(plan.number / 1000 * whole_s)
         os.kill(pid, signal.SIGKILL)
@@ -202,7 +201,15 @@ def lived(folder: Path, kind: Any, plan: Plan | None, whole_s: float = 0.0) -> L
     begun, durable = struct.unpack("qq", told[:16])
     if kind[0] == "train" and said.exists() and (found := re.search(r", at step (\d+) of ", said.read_text())):
         begun = int(found[1])
-    return Life(status, begun, durable, told[16:].rstrip(b"\0").decode())
+    return Life(status, begun, durable, told[16:].rstrip(b"\0").decode(errors="replace"))
+
+
+def _what_came(folder: Path, kind: Any, plan: Plan | None, told: mmap.mmap) -> tuple[str, int]:
+    """Of a life that is not killed: what it says, and its status."""
+    try:
+        return (_loop if kind[0] == "loop" else _train)(folder, kind, plan, told), 0
+    except BaseException:
+        return traceback.format_exc(), 1
 
 
 class _Killer:

@@ -30,12 +30,13 @@ KINDS = ("full", "lora", "train")
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--flips", type=int, default=2000, help="of each kind, beside those of the manifest")
+    parser.add_argument("--every", type=int, default=1, help="so many bytes of the manifest, one is changed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--report", type=Path)
     args = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:
-        found = {kind: flip(Path(folder) / kind, kind, args.flips, args.seed) for kind in KINDS}
+        found = {kind: flip(Path(folder) / kind, kind, args.flips, args.seed, args.every) for kind in KINDS}
     names = [name for name in dict.fromkeys(name for counts in found.values() for name in counts) if name != "loaded"]
     rows = [f"| {name} | {' | '.join(f'{found[kind][name]:,}' for kind in KINDS)} |" for name in (*names, "loaded")]
     head = f"| what | {' | '.join(KINDS)} |\n|---|{'---|' * len(KINDS)}"
@@ -46,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     return sum(counts["loaded"] for counts in found.values()) > 0
 
 
-def flip(folder: Path, kind: str, num_flips: int, seed: int) -> collections.Counter[str]:
+def flip(folder: Path, kind: str, num_flips: int, seed: int, every: int) -> collections.Counter[str]:
     """What came of each; ``loaded`` is what must never be."""
     rng, found = random.Random(seed), collections.Counter[str]()
     folder.mkdir()
@@ -56,7 +57,7 @@ def flip(folder: Path, kind: str, num_flips: int, seed: int) -> collections.Coun
         files.remove(manifest)
         if take(True) != "loaded" or take(False) != "loaded":
             raise RuntimeError(f"{kind}: expected the newest checkpoint to be loaded as long as nothing is changed")
-        places = [(manifest, place) for place in range(manifest.stat().st_size)]
+        places = [(manifest, place) for place in range(0, manifest.stat().st_size, every)]
         found["files"], found["bytes of the manifest"] = len(files), len(places)
         for number in range(num_flips):
             path = files[number % len(files)]

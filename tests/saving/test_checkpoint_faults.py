@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import sys
@@ -148,14 +149,49 @@ def test_power_loss(tmp_path: Path):
     assert found["newest is later"] + found["none yet"] > 0
 
 
-def test_killed_while_saving(tmp_path: Path):
-    """A loop with LoRA on disk, until it is done."""
-    script = Path(power_loss.__file__).with_name("checkpoint_kills.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    command = [sys.executable, str(script), "--kills", "4", "--seed", "5"]
-    done = nursery.run(command, check=False, capture_output=True, timeout=300, env=environment, text=True)
+def _said_by(folder: Path, *command: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+    options: dict[str, Any] = {"cwd": Path(power_loss.__file__).parents[1], "env": environment, "text": True}
+    done = nursery.run([sys.executable, *command], check=False, capture_output=True, timeout=300, **options)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "| most lives in a row" in done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("options", ["--kills 4 --seed 5", "--of train --kills 1 --seed 2"])
+def test_killed_while_saving(options: str, tmp_path: Path):
+    """A loop with LoRA on disk, and ``outcore train`` with all weights there, until they are done."""
+    said = _said_by(tmp_path, "outside/checkpoint_kills.py", *options.split())
+    assert "| most lives in a row" in said
+
+
+LOUD = """
+from pathlib import Path
+from outside import checkpoint_kills as kills
+def fail(*_):
+    raise ValueError(9000 * "\u00e9" + "\\ud800 in the end")
+kills._loop = fail
+life = kills.lived(Path("{folder}"), ("loop", "full", "host"), None)
+print(life.status, len(life.text), life.text[-13:])
+"""
+
+
+def test_a_life_with_much_to_say_ends(tmp_path: Path):
+    """The end of it is kept: of two bytes each, 4,081 letters and a half."""
+    said = _said_by(tmp_path, "-c", LOUD.format(folder=tmp_path / "life"))
+    assert said.strip() == "1 4095 ? in the end"
+
+
+def test_bytes_are_flipped_by_the_program(tmp_path: Path):
+    """In checkpoints of loops and of ``outcore train``."""
+    said = _said_by(tmp_path, "outside/flipped_bytes.py", "--flips", "20", "--every", "200")
+    assert "| loaded | 0 | 0 | 0 |" in said
+
+
+def test_memory_is_measured(tmp_path: Path):
+    tiny = ("--state-gib", "0.1", "--child", str(tmp_path), "save, load")
+    found = json.loads(_said_by(tmp_path, "outside/checkpoint_memory.py", *tiny))
+    assert found["largest resident size meanwhile, MiB"] > 100
+    assert found["added, MiB"] < 1000
 
 
 @pytest.mark.parametrize(
@@ -175,8 +211,6 @@ def test_killed_while_saving(tmp_path: Path):
 )
 def test_manifests_that_nobody_writes(change: Any, saved: Any):
     """With a right checksum all the same."""
-    import json
-
     from outcore.spec.checkpoint import _signed
 
     text = (saved[0] / "step-00000002" / "manifest.json").read_text()
