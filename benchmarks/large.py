@@ -179,7 +179,7 @@ def limits_of(args: argparse.Namespace, cap_bytes: int) -> Limits:
     """What is free, and the cap."""
     host_bytes = int(HOST_SHARE * host_free_bytes()) if args.host_memory is None else args.host_memory
     disk_bytes = int(DISK_SHARE * disk_free_bytes(args.disk)) if args.disk_memory is None else args.disk_memory
-    device_bytes = cap_bytes if args.device == "cpu" else int(DEVICE_SHARE * cap_bytes)
+    device_bytes = cap_bytes if args.device == "cpu" else int(args.device_share * cap_bytes)
     return Limits(device_bytes=device_bytes, host_bytes=host_bytes, disk_bytes=disk_bytes)
 
 
@@ -282,6 +282,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384, 32768], help="per step")
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--device-memory", type=size, nargs="+", default=[24 * 2**30], help="caps, one after the other")
+    parser.add_argument("--device-share", type=float, default=DEVICE_SHARE, help="of a cap, that a plan may take")
     parser.add_argument("--host-memory", type=size, help=f"default: {HOST_SHARE:.0%} of what is free")
     parser.add_argument("--disk", type=Path, default=Path(), help="folder of the disk tier, for what host cannot hold")
     parser.add_argument("--disk-memory", type=size, help=f"default: {DISK_SHARE:.0%} of what is free")
