@@ -31,7 +31,7 @@ def build() -> Path:
 
     A minute, and nothing later. Who comes while another process compiles waits for it.
     """
-    torch_folder = Path(importlib.util.find_spec("torch").origin).parent
+    torch_folder = _torch_folder()
     version = (torch_folder / "version.py").read_text()
     texts = [version, *((FOLDER / name).read_text() for name in (*SOURCES, "machine.h", "device.h"))]
     key = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
@@ -45,6 +45,10 @@ def build() -> Path:
     return library
 
 
+def _torch_folder() -> Path:
+    return Path(importlib.util.find_spec("torch").origin).parent
+
+
 def _compile(torch_folder: Path, library: Path) -> None:
     include = [f"-I{torch_folder / 'include'}", f"-I{torch_folder / 'include/torch/csrc/api/include'}"]
     compiler = ["g++", "-std=c++20", "-O1", "-fPIC", "-w", *include, "-c"]
@@ -53,7 +57,7 @@ def _compile(torch_folder: Path, library: Path) -> None:
     if any([job.wait() for job in jobs]):
         raise RuntimeError("the simulated GPU does not compile")
     fresh = library.with_suffix(".fresh")
-    libs = ["-L", torch_folder / "lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch_folder / 'lib'}"]
+    libs = ["-L", torch_folder / "lib", "-lc10", "-ltorch_cpu"]  # found by ``load``, in whichever environment it runs
     subprocess.run(["g++", "-shared", *objects, "-o", fresh, *libs], check=True)
     for made in objects:
         made.unlink()
@@ -67,7 +71,10 @@ def load(**knobs: float) -> None:
         knobs: See ``set_knobs``.
     """
     global _library
-    _library = ctypes.CDLL(str(build()), mode=ctypes.RTLD_GLOBAL)
+    library = build()
+    for name in ("libc10.so", "libtorch_cpu.so"):
+        ctypes.CDLL(str(_torch_folder() / "lib" / name), mode=ctypes.RTLD_GLOBAL)
+    _library = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     _library.sim_set.argtypes = [ctypes.c_char_p, ctypes.c_double]
     for name in ("sim_num_syncs", "sim_num_operations", "sim_free_bytes"):
         getattr(_library, name).restype = ctypes.c_int64
