@@ -157,6 +157,10 @@ def _said_by(folder: Path, *command: str) -> str:
     return done.stdout
 
 
+FORKS = pytest.mark.skipif(small.DEVICE != "cpu", reason="lives are forked, and no accelerator outlives a fork")
+
+
+@FORKS
 @pytest.mark.parametrize("options", ["--kills 4 --seed 5", "--of train --kills 1 --seed 2"])
 def test_killed_while_saving(options: str, tmp_path: Path):
     """A loop with LoRA on disk, and ``outcore train`` with all weights there, until they are done."""
@@ -181,6 +185,7 @@ def test_a_life_with_much_to_say_ends(tmp_path: Path):
     assert said.strip() == "1 4095 ? in the end"
 
 
+@FORKS
 def test_bytes_are_flipped_by_the_program(tmp_path: Path):
     """In checkpoints of loops and of ``outcore train``."""
     said = _said_by(tmp_path, "outside/flipped_bytes.py", "--flips", "20", "--every", "200")
