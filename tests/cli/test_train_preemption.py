@@ -286,7 +286,7 @@ def test_a_second_signal_ends_the_run_at_once(shared, tmp_path):
     process.send_signal(signal.SIGUSR1)
     status, err = end(process)
     assert status == 143
-    assert time.monotonic() - begun_s < 15
+    assert time.monotonic() - begun_s < 25
     left = f"no checkpoint was saved in {out}: --resume auto begins anew; --save-every N saves some"
     assert err.splitlines()[-2:] == ["outcore: stopped", left]
 

@@ -412,7 +412,7 @@ def test_phases_are_timed_while_asked_for_recorded_or_not():
         recorder = optimizer.engine.device.recorder
         step(model, optimizer)
         before_s = recorder.phases_s()
-        assert before_s < 10 * NAP_S, "step() alone"
+        assert before_s < 20 * NAP_S, "step() alone"
         with timing(model, recorder):
             step(model, optimizer)
             assert recorder.phases_s() - before_s >= 10 * NAP_S

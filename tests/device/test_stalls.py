@@ -43,7 +43,7 @@ def close_left_behind(device):
     start_s = time.monotonic()
     with pytest.raises(LaneError, match=r"still runs; its thread is left behind"):
         device.close()
-    assert time.monotonic() - start_s < 20 * BOUND_S
+    assert time.monotonic() - start_s < 10  # seconds; what is stuck would stay for 30
     device.close()
 
 

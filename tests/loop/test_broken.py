@@ -76,7 +76,7 @@ def fails_then_closes(model, optimizer, error, match, *, is_forward_lost=True):
             train(model, optimizer, 2)
     start_s = time.monotonic()
     outcore.close(model, keep_weights=False)
-    assert time.monotonic() - start_s < 20 * BOUND_S
+    assert time.monotonic() - start_s < 10  # seconds; what is stuck would stay for 30
 
 
 OPERATIONS = [
@@ -183,7 +183,7 @@ def test_closing_does_not_wait_for_a_disk_that_stands_still(tmp_path, monkeypatc
         optimizer.step()
         start_s = time.monotonic()
         outcore.close(model, keep_weights=False)
-        assert time.monotonic() - start_s < 20 * BOUND_S
+        assert time.monotonic() - start_s < 10  # seconds; what is stuck would stay for 30
     assert list(tmp_path.iterdir()) == []
 
 

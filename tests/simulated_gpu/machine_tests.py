@@ -24,7 +24,7 @@ def test_work_is_queued_and_the_host_goes_on():
     start = time.monotonic()
     torch.cuda._sleep(10 * CYCLES)
     y = x + 1
-    assert time.monotonic() - start < 0.5
+    assert not torch.cuda.current_stream().query()
     assert y.tolist() == [2, 2, 2]
     assert time.monotonic() - start > 0.9
 
@@ -118,7 +118,7 @@ def test_copies_take_as_long_as_the_link_says():
     with simulator.knobs(h2d_bytes_per_s=8 * MIB / 0.2):
         start = time.monotonic()
         target.copy_(pinned, non_blocking=True)
-        assert time.monotonic() - start < 0.1
+        assert not torch.cuda.current_stream().query()
         torch.cuda.synchronize()
         assert time.monotonic() - start >= 0.2
 
@@ -144,14 +144,15 @@ def test_a_copy_stands_still_until_it_is_released_and_its_stream_with_it(knob):
 def test_a_copy_stands_still_for_so_long_and_once():
     pinned, target = torch.ones(3).pin_memory(), torch.zeros(3, device="cuda")
     torch.cuda.synchronize()
-    with simulator.knobs(h2d_stall_s=0.2):
+    with simulator.knobs(h2d_stall_s=1):
         start = time.monotonic()
         target.copy_(pinned, non_blocking=True)
         torch.cuda.synchronize()
-        assert time.monotonic() - start >= 0.2
+        stalled_until = time.monotonic()
+        assert stalled_until - start >= 1
         target.copy_(pinned, non_blocking=True)
         torch.cuda.synchronize()
-        assert time.monotonic() - start < 0.4
+        assert time.monotonic() - stalled_until < 1
 
 
 @pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU])
@@ -170,11 +171,10 @@ def test_cells_of_recurrent_layers_are_those_of_the_cpu(kind):
 def test_pinned_memory_that_a_copy_still_reads_is_not_given_out_again_and_nobody_waits():
     target = torch.zeros(MIB, device="cuda")
     torch.cuda.synchronize()
-    torch.cuda._sleep(CYCLES)
-    start = time.monotonic()
+    torch.cuda._sleep(10 * CYCLES)
     target.copy_(torch.ones(MIB).pin_memory(), non_blocking=True)
     others = [torch.zeros(MIB).pin_memory() for _ in range(3)]
-    assert time.monotonic() - start < 0.09
+    assert not torch.cuda.current_stream().query()
     assert (target == 1).all()
     assert not any(other.any() for other in others)
 

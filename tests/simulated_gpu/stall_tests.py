@@ -81,7 +81,7 @@ def test_an_interrupt_comes_through_a_stalled_copy(kind, knob, tmp_path):
         with simulator.knobs(**{knob: 20}), pressed(0.3) as moments:
             with pytest.raises(KeyboardInterrupt):
                 take_steps(model, optimizer, 2, 100)
-            assert time.monotonic() - moments[0] < 1
+            assert time.monotonic() - moments[0] < 5  # within a second on an idle machine; the copy stands for 20
         outcore.close(model, keep_weights=False)
 
 
