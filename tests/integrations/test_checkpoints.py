@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM, TrainerCallback
 
 import outcore
 from outcore.integrations.transformers import OutcoreMixin
-from outcore.memory.checkpoint_folder import read_manifest
+from outcore.memory.files.checkpoint_folder import read_manifest
 from outcore.runtime.optimizer import StreamedOptimizer
 
 from .rig import (

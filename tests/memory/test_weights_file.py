@@ -11,8 +11,8 @@ import safetensors.torch
 import torch
 
 from outcore.core.errors import ConfigError, DiskError
-from outcore.memory import weights_file
-from outcore.memory.weights_file import WeightsDirectory, write_safetensors
+from outcore.memory.files import weights_file
+from outcore.memory.files.weights_file import WeightsDirectory, write_safetensors
 
 
 def some_tensors():

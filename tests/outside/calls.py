@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from outcore.memory import checkpoint_folder
+from outcore.memory.files import checkpoint_folder
 
 _NAMED = ("mkdir", "rmdir", "unlink", "rename")
 _ON_FD = ("pwrite", "write", "fsync", "ftruncate")

@@ -165,7 +165,7 @@ def _plan(program: str, kills: Any, rng: random.Random, *, has_committed: bool, 
 def _newest(folder: Path) -> int:
     """Of those that check."""
     from outcore.core.errors import ConfigError
-    from outcore.memory.checkpoint_folder import read_manifest
+    from outcore.memory.files.checkpoint_folder import read_manifest
     from outcore.saving.found import found_in
 
     for step, path in found_in(folder):

@@ -15,7 +15,7 @@ import torch
 
 import outcore
 from outcore.core.errors import ConfigError, DiskError
-from outcore.memory.checkpoint_folder import UnfinishedCheckpoint
+from outcore.memory.files.checkpoint_folder import UnfinishedCheckpoint
 from outcore.saving.export_checkpoint import export_checkpoint
 from outcore.spec.checkpoint import Manifest
 
@@ -175,7 +175,7 @@ def test_one_that_failed_does_not_cost_the_next(tmp_path: Path, monkeypatch: pyt
 
     with small.prepared(small.build("plain"), tmp_path, "disk") as (model, optimizer):
         with monkeypatch.context() as patch:
-            patch.setattr("outcore.memory.checkpoint_folder._write", full)
+            patch.setattr("outcore.memory.files.checkpoint_folder._write", full)
             with pytest.raises(DiskError, match="ENOSPC"):
                 outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1, wait=True)
         assert _fails_beside(model, optimizer, tmp_path / "c", monkeypatch)

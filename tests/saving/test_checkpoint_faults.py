@@ -24,7 +24,7 @@ from plans import forced
 
 import outcore
 from outcore.core.errors import ConfigError, DiskError, OutcoreError
-from outcore.memory.checkpoint_folder import find_damage, read_manifest
+from outcore.memory.files.checkpoint_folder import find_damage, read_manifest
 from outcore.saving.found import find, found_in, prune
 from outcore.spec.checkpoint import Manifest
 
@@ -276,7 +276,7 @@ def test_who_reads_a_checkpoint_keeps_it(run: Any, tmp_path: Path):
 
 def test_who_reads_a_checkpoint_before_its_writer_is_done_keeps_it(run: Any, tmp_path: Path, monkeypatch: Any):
     """It has its name, and the folder that it stands in is still to be synced."""
-    from outcore.memory import checkpoint_folder
+    from outcore.memory.files import checkpoint_folder
     from outcore.saving.found import found
 
     sync, reading = checkpoint_folder.sync, ExitStack()
@@ -348,7 +348,7 @@ def test_a_forked_child_leaves_the_save_alone(run: Any, tmp_path: Path, monkeypa
     import threading
 
     go_on, model = threading.Event(), run[0]
-    from outcore.memory.checkpoint_folder import UnfinishedCheckpoint
+    from outcore.memory.files.checkpoint_folder import UnfinishedCheckpoint
 
     commit = UnfinishedCheckpoint.commit
     monkeypatch.setattr(UnfinishedCheckpoint, "commit", lambda self, what: (go_on.wait(20), commit(self, what))[1])

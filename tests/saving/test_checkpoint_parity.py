@@ -16,7 +16,7 @@ from outcore.api import prepare_for_test
 from outcore.core.errors import RaceError
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
-from outcore.memory.weights_file import WeightsDirectory
+from outcore.memory.files.weights_file import WeightsDirectory
 from outcore.runtime.updates import early
 from outcore.saving.found import find
 

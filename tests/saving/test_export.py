@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import outcore
-from outcore.memory import weights_file
+from outcore.memory.files import weights_file
 from outcore.saving import export
 
 from . import small

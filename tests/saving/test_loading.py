@@ -14,7 +14,7 @@ from torch import nn
 
 import outcore
 from outcore.core.errors import ConfigError
-from outcore.memory.weights_file import WeightsDirectory
+from outcore.memory.files.weights_file import WeightsDirectory
 from outcore.runtime import opened
 from outcore.saving.load_plan import plan_loading
 

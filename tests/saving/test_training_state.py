@@ -10,7 +10,7 @@ import torch
 
 import outcore
 from outcore.core.errors import ConfigError, UnsupportedError
-from outcore.memory.weights_file import WeightsDirectory, write_safetensors
+from outcore.memory.files.weights_file import WeightsDirectory, write_safetensors
 from outcore.runtime.values.access import Access
 from outcore.saving.training_state import has_states, load_states, load_weights, save_states
 

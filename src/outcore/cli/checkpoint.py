@@ -7,7 +7,7 @@ from pathlib import Path
 
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import format_bytes
-from outcore.memory.checkpoint_folder import read_manifest
+from outcore.memory.files.checkpoint_folder import read_manifest
 from outcore.saving.found import found_in, prune
 
 

@@ -16,8 +16,8 @@ from transformers import TrainerState
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from outcore.core.errors import ConfigError, DiskError
-from outcore.memory.checkpoint_folder import UnfinishedCheckpoint, read_manifest, remove
-from outcore.memory.weights_file import WeightsDirectory
+from outcore.memory.files.checkpoint_folder import UnfinishedCheckpoint, read_manifest, remove
+from outcore.memory.files.weights_file import WeightsDirectory
 from outcore.saving.training_state import has_states, saved_with
 from outcore.spec.checkpoint import MANIFEST_NAME, Manifest
 

@@ -48,7 +48,7 @@ from outcore.integrations.refusals import (
     refuse_pieces,
 )
 from outcore.integrations.versions import scores_in_tiles
-from outcore.memory.weights_file import WeightsDirectory
+from outcore.memory.files.weights_file import WeightsDirectory
 from outcore.runtime.module_guard import attachment_of
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.runtime.unit.one_process import refuse_several_processes

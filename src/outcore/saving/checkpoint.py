@@ -24,9 +24,9 @@ from torch import nn
 
 from outcore.core.errors import ConfigError, OutcoreError, UnsupportedError
 from outcore.core.quantities import PAGE_BYTES, align_up, format_bytes
-from outcore.memory.checkpoint_folder import CheckpointFile, UnfinishedCheckpoint
+from outcore.memory.files.checkpoint_folder import CheckpointFile, UnfinishedCheckpoint
+from outcore.memory.files.weights_file import WeightsDirectory, safetensors_header, write_safetensors
 from outcore.memory.limits import disk_free_bytes
-from outcore.memory.weights_file import WeightsDirectory, safetensors_header, write_safetensors
 from outcore.runtime.engine import Engine
 from outcore.runtime.module_guard import engine_of
 from outcore.runtime.optimizer import StreamedOptimizer

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from outcore.core.errors import ConfigError, UnsupportedError
-from outcore.memory.staged_files import staged_files
-from outcore.memory.weights_file import write_safetensors
+from outcore.memory.files.staged_files import staged_files
+from outcore.memory.files.weights_file import write_safetensors
 from outcore.runtime.engine import Engine
 from outcore.runtime.unit.unit import Beneath
 from outcore.runtime.values.edits import take_edits

@@ -18,9 +18,9 @@ from torch import nn
 
 from outcore.core.errors import ConfigError
 from outcore.core.extra import refuse_missing
-from outcore.memory.checkpoint_folder import mapped_tensors
-from outcore.memory.staged_files import copy_files
-from outcore.memory.weights_file import write_safetensors
+from outcore.memory.files.checkpoint_folder import mapped_tensors
+from outcore.memory.files.staged_files import copy_files
+from outcore.memory.files.weights_file import write_safetensors
 from outcore.runtime.values.access import sample_of
 from outcore.saving.checkpoint import LIBRARY
 from outcore.saving.conversions import Group, saving_groups

@@ -9,8 +9,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from outcore.core.errors import ConfigError
-from outcore.memory.checkpoint_folder import clear_away, read_manifest, remove
-from outcore.memory.locked_folder import held
+from outcore.memory.files.checkpoint_folder import clear_away, read_manifest, remove
+from outcore.memory.files.locked_folder import held
 from outcore.spec.checkpoint import MANIFEST_NAME, Manifest
 
 _STEP = re.compile(r"(?:step|checkpoint)-(\d+)")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from outcore.core.errors import ConfigError
-from outcore.memory.weights_file import WeightsDirectory
+from outcore.memory.files.weights_file import WeightsDirectory
 from outcore.saving.conversions import (
     Group,
     Rules,

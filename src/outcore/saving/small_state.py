@@ -19,8 +19,8 @@ import torch
 
 from outcore.core.errors import ConfigError
 from outcore.device.device import Device
-from outcore.memory.checkpoint_folder import small_file, write_durably
-from outcore.memory.weights_file import STORED_DTYPES, WeightsDirectory, write_safetensors
+from outcore.memory.files.checkpoint_folder import small_file, write_durably
+from outcore.memory.files.weights_file import STORED_DTYPES, WeightsDirectory, write_safetensors
 
 _SCALARS = (str, int, float, bool, type(None))
 _OF_TENSOR: Mapping[str, Callable[[torch.Tensor], Any]] = {

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from outcore.core.errors import ConfigError, UnsupportedError
-from outcore.memory.weights_file import TensorSpec, WeightsDirectory, write_safetensors
+from outcore.memory.files.weights_file import TensorSpec, WeightsDirectory, write_safetensors
 from outcore.runtime.engine import Engine
 from outcore.runtime.module_guard import engine_of
 from outcore.runtime.optimizer import StreamedOptimizer

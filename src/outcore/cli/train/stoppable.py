@@ -17,7 +17,7 @@ from outcore.cli.train.output.folder import METRICS
 from outcore.cli.train.output.record import RunRecord
 from outcore.cli.train.preemption import EvaluationStoppedError, Preemption
 from outcore.cli.train.recorded import RecordedRuns
-from outcore.memory.staged_files import sync
+from outcore.memory.files.staged_files import sync
 
 
 class StoppableRuns(RecordedRuns):

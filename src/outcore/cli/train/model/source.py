@@ -33,7 +33,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from outcore.cli.train.model.attention import with_attention
 from outcore.cli.train.model.byte_tokenizer import byte_tokenizer
 from outcore.core.errors import ConfigError
-from outcore.memory.weights_file import WeightsDirectory
+from outcore.memory.files.weights_file import WeightsDirectory
 from outcore.spec.model import Precision
 
 _CONFIG, _GENERATION_CONFIG = "config.json", "generation_config.json"

@@ -22,7 +22,7 @@ from typing import Literal, final
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import format_bytes
 from outcore.integrations.checkpoints import refuse_damaged
-from outcore.memory.checkpoint_folder import clear_away, read_manifest
+from outcore.memory.files.checkpoint_folder import clear_away, read_manifest
 from outcore.spec.checkpoint import MANIFEST_NAME
 
 PLAN, METRICS, MODEL, HARDWARE = "plan.json", "metrics.jsonl", "model", "hardware.json"

@@ -29,7 +29,7 @@ from outcore.cli.train.settings.own import Own
 from outcore.cli.train.settings.run_settings import Settings
 from outcore.cli.train.settings.schema import SHORT_NAMES
 from outcore.core.errors import ConfigError
-from outcore.memory.weights_file import WeightsDirectory
+from outcore.memory.files.weights_file import WeightsDirectory
 
 _FREE = {
     *("device_memory", "host_memory", "disk", "plan", "activations", "hardware", "device", "use_cpu"),

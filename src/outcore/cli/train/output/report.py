@@ -22,7 +22,7 @@ from outcore.cli.train.output.predicted import Comparison
 from outcore.cli.train.output.record import RunRecord
 from outcore.cli.train.output.trace import StepTracer, TraceFile
 from outcore.core.quantities import format_bytes
-from outcore.memory.staged_files import sync
+from outcore.memory.files.staged_files import sync
 from outcore.runtime.module.timing import timing
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.spec.plan import Tier

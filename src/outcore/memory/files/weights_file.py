@@ -26,7 +26,7 @@ import torch
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import align_up
 from outcore.memory.disk_file import disk_error
-from outcore.memory.staged_files import sync
+from outcore.memory.files.staged_files import sync
 
 _DTYPES = {
     "F64": torch.float64,

@@ -29,9 +29,9 @@ import torch
 from outcore.core.errors import ConfigError, OutcoreError
 from outcore.core.quantities import PAGE_BYTES, format_bytes
 from outcore.memory.disk_file import disk_error
-from outcore.memory.locked_folder import make_locked, taken_alone, unlock
+from outcore.memory.files.locked_folder import make_locked, taken_alone, unlock
+from outcore.memory.files.staged_files import sync
 from outcore.memory.piece_pool import ClosedError, PiecePool, StalledError
-from outcore.memory.staged_files import sync
 from outcore.spec.checkpoint import BLOCK_BYTES, MANIFEST_NAME, Block, Manifest
 
 _NUM_THREADS = 4
