@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import weakref
 
 import pytest
@@ -260,3 +261,21 @@ def test_a_forked_child_destroys_no_event(device):
     assert os.waitpid(child, 0)[1] == 0
     gc.collect()
     assert events[0]() is None
+
+
+def test_a_copy_that_is_not_given_to_the_device_is_noticed(monkeypatch):
+    monkeypatch.setattr("outcore.device.lane_threads.STALL_TIMEOUT_S", 0.1)
+    release = threading.Event()
+    with open_device("cuda") as device:
+        handle = device.submit(Lane.H2D, "fetch layers.3", lambda: release.wait(30))
+        with pytest.raises(LaneError, match=r"'fetch layers\.3' on lane h2d .* no progress for 0.1 s"):
+            device.submit(Lane.UPDATE, "update", lambda: None, after={"x": handle}).wait()
+        release.set()
+
+
+def test_long_work_of_the_device_is_no_stall(monkeypatch):
+    monkeypatch.setattr("outcore.device.lane_threads.STALL_TIMEOUT_S", 0.05)
+    with open_device("cuda") as device:
+        handles = [device.submit(Lane.STATES_H2D, f"states {i}", lambda: torch.cuda._sleep(CYCLES)) for i in range(2)]
+        device.synchronize()
+        assert all(handle.done for handle in handles)

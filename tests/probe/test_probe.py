@@ -23,7 +23,7 @@ from outcore.forecast import hardware_for
 from outcore.memory import disk_file
 from outcore.memory.limits import host_bytes
 from outcore.planning.timing.known_hardware import known_hardware
-from outcore.probe import kept
+from outcore.probe import kept, work
 from outcore.probe.kept import Machine
 from outcore.probe.loads import Load, speeds
 from outcore.probe.measure import MIB, Effort, measure
@@ -185,6 +185,19 @@ class TestKept:
     def test_a_home_that_cannot_be_written_to(self, tmp_path):
         (tmp_path / "cache").write_text("a file")
         assert Machine(DEVICE).measure("whole").hardware.device.fp32_flops > 0
+
+
+@pytest.mark.parametrize(("least_s", "is_repeated"), [(1e-9, False), (0.05, True)])
+def test_what_takes_no_time_is_done_some_times_over(least_s, is_repeated, monkeypatch):
+    monkeypatch.setattr(work, "_LEAST_TURN_S", least_s)
+    done = []
+    with open_device("cpu") as device:
+        load = work._sized(device, lambda size: (float(size), lambda: done.append(size)), 1, 4)
+        done.clear()
+        load.turn()
+    assert load.amount == sum(done)
+    assert (len(done) > 1) is is_repeated
+    assert set(done) == ({4} if is_repeated else {1})
 
 
 def test_the_command_says_and_writes(tmp_path):
