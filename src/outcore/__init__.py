@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from outcore.saving.checkpoint import load_checkpoint, save_checkpoint
+    from outcore.saving.quantize import quantized
     from outcore.spec.budget import Budget
     from outcore.spec.plan import Plan
 
@@ -39,6 +40,7 @@ __all__ = [
     "load_checkpoint",
     "named_tensors",
     "prepare",
+    "quantized",
     "save_checkpoint",
     "save_pretrained",
 ]
@@ -47,6 +49,7 @@ _HOMES = {
     "Budget": "outcore.spec.budget",
     "Plan": "outcore.spec.plan",
     "load_checkpoint": "outcore.saving.checkpoint",
+    "quantized": "outcore.saving.quantize",
     "save_checkpoint": "outcore.saving.checkpoint",
 }
 

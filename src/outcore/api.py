@@ -332,7 +332,9 @@ def _prepare(
     compiling = Compiling(options.compile)
     rule, cut = _cut(model, optimizer, options)
     resumed = None if options.checkpoint is None else Resumed(options.checkpoint)
-    first_values = FirstValues(model, options.weights, later=() if resumed is None else resumed.names)
+    first_values = FirstValues(
+        model, options.weights, later=() if resumed is None else resumed.names, quantized=cut.quantized
+    )
     device = open_device(options.device, faults, race_checker)
     try:
         compiling.check(cut, device.torch_device)
@@ -352,6 +354,8 @@ def _prepare(
         for param, values in optimizer.state.items() if optimizer is not None else ():
             engine.states.check(param, values)
         first_values.take_over(engine.device.torch_device)
+        for weight in cut.quantized:
+            weight.take_over()
         engine.attach(first_values.of, compiling)
         streamed = None if optimizer is None else StreamedOptimizer(engine, optimizer)
         if resumed is not None and streamed is not None:

@@ -14,8 +14,8 @@ TRAINER = ("accelerate", "transformers")
 """What a Trainer needs."""
 
 
-def refuse_missing(*packages: str) -> None:
-    """Refuse to begin without packages, all of which are named. None is imported.
+def refuse_missing(*packages: str, extra: str = "train") -> None:
+    """Refuse to begin without packages, all of which are named. None is imported. Args: extra: That has them.
 
     Raises:
         ConfigError: One is not installed.
@@ -24,5 +24,5 @@ def refuse_missing(*packages: str) -> None:
     if missing:
         raise ConfigError(
             f"expected the {'package' if len(missing) == 1 else 'packages'} {', '.join(missing)}, "
-            f"but {'it is' if len(missing) == 1 else 'they are'} not installed; pip install 'outcore[train]'"
+            f"but {'it is' if len(missing) == 1 else 'they are'} not installed; pip install 'outcore[{extra}]'"
         )

@@ -51,7 +51,7 @@ def gathered_units(engine: Engine, units: Sequence[Unit], *, write: bool) -> Ite
 def _write_changed(engine: Engine, unit: Unit) -> None:
     for i, param in enumerate(unit.params):
         spec = unit.spec.params[i]
-        refuse_other_form(spec, param.to(torch_dtype(spec.dtype)))
+        refuse_other_form(spec, param.data.to(torch_dtype(spec.dtype)))
         refuse_other_strides(spec, param)
         if not same_bytes(engine.access.read_weight(unit, i), param.data.to("cpu")):
             engine.access.write_weight(unit, i, param.data)

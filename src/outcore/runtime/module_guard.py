@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.planning.units.quantized import Place, is_quantized, places_of
 from outcore.runtime.unit.one_process import RefuseReplicas, refuse_process_group, refuse_wrapped
 from outcore.runtime.unit.unit import Beneath
 from outcore.runtime.values.edits import same_bytes, take_edits
@@ -162,6 +163,7 @@ class _OwnParameters:
 
     def __init__(self, engine: Engine, module: nn.Module, owned: dict[str, Parameter]) -> None:
         self._engine, self._registered, self._owned = engine, module._parameters, owned
+        self._module, self._lent = module, list[tuple[Place, torch.Tensor]]()
         self._save, self._load = module._save_to_state_dict, module._load_from_state_dict
         self._before: dict[str, torch.Tensor] = {}
 
@@ -212,12 +214,27 @@ class _OwnParameters:
             take_edits(unit, self._engine.access)
             value = self._engine.access.current_weight(unit, index)
             self._before[name] = value
-            self._registered[name] = Parameter(value.clone() if may_change else value, requires_grad=False)
+            kind, value = unit.presence.classes[index], value.clone() if may_change else value
+            stand_in = torch.Tensor._make_subclass(kind, value, False)  # noqa: FBT003
+            self._registered[name] = stand_in
+            if is_quantized(stand_in):
+                stand_in.__dict__.update(param.__dict__)
+                self._lend_parts(stand_in)
+
+    def _lend_parts(self, weight: Parameter) -> None:
+        """What belongs to a quantised weight has its values, too."""
+        for place in places_of(self._module, weight):
+            part = place.tensor
+            self._lent.append((place, part))
+            place.put(self._engine.access.current_weight(*self._engine.places[id(part)]))
 
     def _put_back(self) -> None:
         for name in self._before:
             self._registered[name] = self._owned[name]
+        for place, part in self._lent:
+            place.put(part)
         self._before.clear()
+        self._lent.clear()
 
 
 class _RefuseMoves:

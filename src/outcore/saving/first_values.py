@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import final
 
@@ -12,7 +12,9 @@ from torch import nn
 from torch.nn import Parameter
 
 from outcore.core.errors import ConfigError
+from outcore.planning.units.quantized import Quantized, is_quantized
 from outcore.runtime.unit.unit import Unit
+from outcore.runtime.unit.views import nothing
 from outcore.runtime.values.fill import Values
 from outcore.saving.initialise import Initialisation
 from outcore.saving.load_plan import plan_loading
@@ -23,13 +25,21 @@ from outcore.saving.state_names import Place, places
 class FirstValues:
     """The first value of every parameter and buffer of a model."""
 
-    def __init__(self, model: nn.Module, weights: str | Path | None, *, later: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: str | Path | None,
+        *,
+        later: Collection[str] = (),
+        quantized: Sequence[Quantized] = (),
+    ) -> None:
         """Settle where everything comes from.
 
         Args:
             model: Any part of it may be on the meta device.
             weights: A Hugging Face checkpoint directory; overrides values that the model has.
             later: Tensors that get their values afterwards; on the meta device they begin as zeros.
+            quantized: Weights of the model that are quantised as they are read.
 
         Raises:
             ConfigError: The checkpoint does not fit, or nothing gives a tensor on the meta device its value.
@@ -42,6 +52,8 @@ class FirstValues:
         for place in everything:
             _refuse_watched(place)
         self._loading = None if weights is None else plan_loading(model, weights)
+        self._quantized = {id(weight.param): weight for weight in quantized}
+        _refuse_unread([w for w in quantized if w.param.is_meta and not self._is_loaded(w.param)])
         empty = [p for p in everything if p.tensor.is_meta and not self._is_loaded(p.tensor)]
         self._later = {id(p.tensor) for p in empty if p.name in later}
         self._made_here = {id(p.tensor) for p in empty} - self._later
@@ -68,6 +80,11 @@ class FirstValues:
             if key not in moved:
                 moved[key] = _placed(place.tensor, self._loaded(place.tensor, made.get(key)), device)
             place.module._buffers[place.key] = moved[key]
+        for weight in self._quantized.values():
+            for part in weight.parts:
+                if part.is_meta:
+                    _leave_meta(part, device)
+        self._device = device
         if self._loading is not None:
             self._loading.remember_rules()
 
@@ -81,7 +98,13 @@ class FirstValues:
         def value(index: int) -> torch.Tensor:
             param = unit.params[index]
             if self._loading is not None and self._loading.holds(param):
-                return self._loading.read_finite(param)
+                read = self._loading.read_finite(param)
+                weight = self._quantized.get(id(param))
+                if weight is None:
+                    return read
+                read, *parts = weight.quantize(read, self._device)
+                made.update(zip(map(id, weight.parts), parts, strict=True))
+                return read
             if id(param) in self._later:
                 return _zeros(param)
             found = made.pop(id(param), None)
@@ -102,6 +125,14 @@ class FirstValues:
 
 def _zeros(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+def _refuse_unread(weights: Sequence[Quantized]) -> None:
+    if weights:
+        raise ConfigError(
+            f"expected weights= with a quantised model on the meta device, but nothing gives '{weights[0].name}' its "
+            f"value ({len(weights)} in all); name the checkpoint that it is made from"
+        )
 
 
 def _refuse_hidden(model: nn.Module) -> None:
@@ -129,10 +160,9 @@ def _refuse_watched(place: Place) -> None:
 
 def _leave_meta(param: torch.Tensor, device: torch.device) -> None:
     # The storage cannot be replaced across these devices: ``param.data = ...`` raises.
-    nothing = torch.full((1,), float("nan"), dtype=param.dtype, device=device).as_strided(
-        param.shape, (0,) * param.ndim
-    )
-    stand_in = Parameter(nothing, requires_grad=param.requires_grad)
+    empty = nothing(param.dtype, device).as_strided(param.shape, (0,) * param.ndim)
+    kind = type(param) if is_quantized(param) else Parameter
+    stand_in = torch.Tensor._make_subclass(kind, empty, param.requires_grad)
     stand_in.__dict__.update(param.__dict__)
     if getattr(param, "grad_dtype", param.dtype) != param.dtype:  # set by its unit; the default follows the dtype
         stand_in.grad_dtype = param.grad_dtype

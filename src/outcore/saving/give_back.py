@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import Parameter
 
 from outcore.core.errors import MemoryBudgetError, UnsupportedError
 from outcore.core.quantities import format_bytes
 from outcore.memory.limits import host_free_bytes
+from outcore.planning.units.quantized import give_back as give_back_parts
+from outcore.planning.units.quantized import is_quantized
 from outcore.runtime.engine import Engine
 from outcore.runtime.unit.unit import Beneath, Unit
 from outcore.saving.state_names import places
@@ -26,13 +27,14 @@ class Origin(NamedTuple):
     device: torch.device
     is_thawed: bool
     """It was to be trained, and ``prepare`` without an optimizer froze it."""
+    kind: type[torch.Tensor]
 
 
 def origins_of(model: nn.Module, *, is_to_be_frozen: bool) -> dict[str, Origin]:
     """By name, of all parameters and buffers. What was on the meta device comes back to the host."""
     host, everything = torch.device("cpu"), {p.name: p.tensor for p in places(model)}
     return {
-        name: Origin(host if tensor.is_meta else tensor.device, is_to_be_frozen and tensor.requires_grad)
+        name: Origin(host if tensor.is_meta else tensor.device, is_to_be_frozen and tensor.requires_grad, type(tensor))
         for name, tensor in everything.items()
     }
 
@@ -71,7 +73,7 @@ def give_back(model: nn.Module, values: Mapping[int, torch.Tensor], origins: Map
     known = [p for p in everything if p.name in origins and (p.is_buffer or id(p.tensor) in values)]
     for place in known:
         if not place.is_buffer:
-            _restore(place.tensor, values[id(place.tensor)], is_thawed=origins[place.name].is_thawed)
+            _restore(place.tensor, values[id(place.tensor)], origins[place.name])
     moved: dict[int, torch.Tensor] = {}
     for place in known:
         device = origins[place.name].device
@@ -79,12 +81,14 @@ def give_back(model: nn.Module, values: Mapping[int, torch.Tensor], origins: Map
             place.module._buffers[place.key] = moved.setdefault(id(place.tensor), place.tensor.to(device))
         else:
             place.tensor.data = place.tensor.data.to(device)
+            if is_quantized(place.tensor):
+                give_back_parts(place.module, place.tensor, values)
 
 
-def _restore(param: torch.Tensor, value: torch.Tensor, *, is_thawed: bool) -> None:
-    param.__class__ = Parameter
+def _restore(param: torch.Tensor, value: torch.Tensor, origin: Origin) -> None:
+    param.__class__ = origin.kind
     param.__dict__.pop("place", None)  # of the class that watched it
     param.data = value
-    param.requires_grad_(param.requires_grad or is_thawed)
+    param.requires_grad_(param.requires_grad or origin.is_thawed)
     if hasattr(param, "grad_dtype"):
         param.grad_dtype = param.dtype  # the unit allowed any

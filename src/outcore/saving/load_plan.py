@@ -15,6 +15,7 @@ from torch import nn
 
 from outcore.core.errors import ConfigError
 from outcore.memory.files.weights_file import WeightsDirectory
+from outcore.planning.units.quantized import full_shape, is_quantized
 from outcore.saving.conversions import (
     Group,
     Rules,
@@ -175,15 +176,15 @@ def _shapes(group: Group, directory: WeightsDirectory) -> Mapping[str, torch.Ten
 
 
 def _mismatch(name: str, made: torch.Tensor, place: Place) -> list[str]:
-    if made.shape != place.tensor.shape:
-        return [
-            f"'{name}' has shape {tuple(place.tensor.shape)} in the model and {tuple(made.shape)} in the checkpoint"
-        ]
+    expected = full_shape(place.module, place.tensor)
+    if made.shape != expected:
+        return [f"'{name}' has shape {expected} in the model and {tuple(made.shape)} in the checkpoint"]
     return []
 
 
 def _quantized(name: str, made: torch.Tensor, place: Place) -> list[str]:
-    if place.tensor.is_floating_point() and (not made.is_floating_point() or made.dtype.itemsize < 2):
+    is_full = place.tensor.is_floating_point() or is_quantized(place.tensor)
+    if is_full and (not made.is_floating_point() or made.dtype.itemsize < 2):
         return [f"'{name}' is {place.tensor.dtype} in the model and quantized ({made.dtype}) in the checkpoint"]
     return []
 

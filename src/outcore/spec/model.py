@@ -35,7 +35,9 @@ from outcore.core.quantities import PAGE_BYTES, PARAM_ALIGN_BYTES, align_up
 
 Precision = Literal["fp32", "bf16", "pure_bf16"]
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "pure_bf16")
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+TRAINED_DTYPES = ("float32", "bfloat16")
+"""Of parameters, but for quantised ones."""
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "int8": 1}
 ALIAS_BYTES = 2**27
 """No state's size is a multiple of it, see [Note: aliases]."""
 

@@ -24,14 +24,15 @@ _ATTENTION = "_scaled_dot_product"
 have more heads than keys."""
 
 
-_GROUPED = "grouped_mm"
-"""In the names of products with one matrix per expert: torch's, and Transformers' own. The table has none of them."""
+_PRODUCTS = ("grouped_mm", "gemm_4bit", "int8_scaled_mm", "int8_mixed_scaled_mm")
+"""In the names of products with one matrix per expert (torch's, and Transformers' own), or with a quantised one
+(bitsandbytes'). The table has none of them."""
 
 
 def may_be_dear(func: Any) -> bool:
     """Whether an operation is one of which the work is known."""
     packet = getattr(func, "overloadpacket", None)  # operations of higher order have none
-    return packet in flop_registry or _is_attention(packet) or _is_grouped(packet)
+    return packet in flop_registry or _is_attention(packet) or _is_product(packet)
 
 
 def attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
@@ -45,15 +46,15 @@ def _is_attention(packet: Any) -> bool:
     return name.startswith(_ATTENTION) and "backward" not in name
 
 
-def _is_grouped(packet: Any) -> bool:
-    return _GROUPED in getattr(packet, "__name__", "")
+def _is_product(packet: Any) -> bool:
+    return any(name in getattr(packet, "__name__", "") for name in _PRODUCTS)
 
 
 def flops_of(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:
     """What an operation computes. Args: func: ``may_be_dear``. result: What it gave for these arguments."""
     if _is_attention(func.overloadpacket):
         return float(attention_flops(*args[:3]))
-    if _is_grouped(func.overloadpacket):  # a row of the first operand meets one matrix
+    if _is_product(func.overloadpacket):  # a row of the first operand meets one matrix
         return 2.0 * args[0].shape[-1] * result.numel()
     return float(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result))
 

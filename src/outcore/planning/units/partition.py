@@ -13,9 +13,10 @@ from torch.nn.parameter import UninitializedParameter
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.core.quantities import PAGE_BYTES, PARAM_ALIGN_BYTES, align_up
 from outcore.planning.units.blocks import find_units, output_embeddings, select_units
+from outcore.planning.units.quantized import Quantized, is_quantized, quantized_weights, refuse_unusable
 from outcore.spec.model import (
-    DTYPE_BYTES,
     PRECISIONS,
+    TRAINED_DTYPES,
     ModelSpec,
     ParamSpec,
     Precision,
@@ -36,6 +37,8 @@ class Partition:
     """Of every unit; the model itself for the root."""
     params: tuple[tuple[nn.Parameter, ...], ...]
     """Of every unit, in the order of ``UnitSpec.params``."""
+    quantized: tuple[Quantized, ...] = ()
+    """Weights of bitsandbytes, whose parts are among the parameters."""
 
 
 def partition(
@@ -65,18 +68,20 @@ def partition(
     named = find_units(model) if units is None else select_units(model, units)
     modules = (model, *named.values())
     names = ("", *named)
-    owned = _owned_tensors(model, modules)
+    quantized = tuple(quantized_weights(model))
+    owned = _owned_tensors(model, modules, quantized)
+    opaque = {id(p) for weight in quantized for p in (weight.param, *weight.parts)}
     chosen = choose_precision(model)
     wanted = precision or chosen
     # fp32 adapters or norms on a bf16 model are meant so: nothing is converted where the asked dtype is already in use.
     is_so = _COMPUTE_DTYPE[wanted] == _COMPUTE_DTYPE[chosen] or (
-        wanted != "fp32" and any(p.dtype == torch.bfloat16 for p in model.parameters())
+        wanted != "fp32" and any(p.dtype == torch.bfloat16 for p in model.parameters() if not is_quantized(p))
     )
     dtype = None if is_so else _COMPUTE_DTYPE[wanted]
     specs, params = [], []
     for name, (own, buffer_bytes) in zip(names, owned, strict=True):
         own.sort(key=lambda item: not item[1].requires_grad)
-        described = tuple(_describe(n, p, wanted, dtype) for n, p in own)
+        described = tuple(_describe(n, p, wanted, None if id(p) in opaque else dtype) for n, p in own)
         specs.append(UnitSpec(name=name, params=described, buffer_bytes=buffer_bytes, is_cut=micro_batches_in_unit > 1))
         params.append(tuple(p for _, p in own))
     spec = ModelSpec(
@@ -85,7 +90,7 @@ def partition(
         precision=wanted,
         micro_batches_in_unit=micro_batches_in_unit,
     )
-    return Partition(spec=spec, modules=modules, params=tuple(params))
+    return Partition(spec=spec, modules=modules, params=tuple(params), quantized=quantized)
 
 
 def choose_precision(model: nn.Module) -> Precision:
@@ -93,7 +98,8 @@ def choose_precision(model: nn.Module) -> Precision:
 
     If nothing is trained, all parameters count.
     """
-    params = [p for p in model.parameters() if p.requires_grad] or list(model.parameters())
+    everything = [p for p in model.parameters() if not is_quantized(p)]
+    params = [p for p in everything if p.requires_grad] or everything
     return "bf16" if any(p.dtype == torch.bfloat16 for p in params) else "fp32"
 
 
@@ -109,7 +115,9 @@ def _describe(name: str, param: nn.Parameter, precision: Precision, dtype: str |
     )
 
 
-def _owned_tensors(model: nn.Module, modules: Sequence[nn.Module]) -> list[tuple[list[tuple[str, nn.Parameter]], int]]:
+def _owned_tensors(
+    model: nn.Module, modules: Sequence[nn.Module], quantized: Sequence[Quantized]
+) -> list[tuple[list[tuple[str, nn.Parameter]], int]]:
     """Per unit: its named parameters and the bytes of its buffers. What several units reach belongs to the root."""
     owners: dict[int, set[int]] = {}
     _collect_owners(model, 0, {id(m): i for i, m in enumerate(modules)}, owners, set())
@@ -117,8 +125,9 @@ def _owned_tensors(model: nn.Module, modules: Sequence[nn.Module]) -> list[tuple
         owners.setdefault(id(param), set()).add(0)
     params: list[list[tuple[str, nn.Parameter]]] = [[] for _ in modules]
     buffer_bytes = [0] * len(modules)
+    parts = {id(weight.param): zip(weight.names, weight.parts, strict=True) for weight in quantized}
     for name, param in model.named_parameters():
-        params[_owner(owners[id(param)])].append((name, param))
+        params[_owner(owners[id(param)])] += [(name, param), *parts.get(id(param), ())]
     for buffer in model.buffers():
         buffer_bytes[_owner(owners[id(buffer)])] += align_up(buffer.nbytes, PARAM_ALIGN_BYTES)
     return [(p, align_up(b, PAGE_BYTES)) for p, b in zip(params, buffer_bytes, strict=True)]
@@ -157,6 +166,9 @@ def _refuse_unusable(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         _refuse_parameter(name, param)
     for name, module in model.named_modules():
+        for key, param in module.named_parameters(recurse=False):
+            if is_quantized(param):
+                refuse_unusable(f"{name}.{key}", module, param)
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             _refuse_embedding(name, module)
     _refuse_overlap(model)
@@ -193,10 +205,13 @@ def _refuse_parameter(name: str, param: nn.Parameter) -> None:
             f"expected parameters with a shape, but '{name}' is not initialized yet; "
             "run one forward pass of the lazy module first"
         )
+    if is_quantized(param):
+        return
     if kind is not nn.Parameter:
         raise UnsupportedError(
-            f"expected torch.nn.Parameter, but '{name}' is {kind.__module__}.{kind.__qualname__}; hand over the model "
-            "before it is quantized"
+            f"expected torch.nn.Parameter, or a quantised weight of bitsandbytes, but '{name}' is "
+            f"{kind.__module__}.{kind.__qualname__}; hand over the model before it is quantized, or load it with "
+            "transformers.BitsAndBytesConfig (load_in_4bit, load_in_8bit) and train adapters"
         )
     if param.layout is not torch.strided or not param.is_leaf:
         raise UnsupportedError(
@@ -210,9 +225,9 @@ def _refuse_parameter(name: str, param: nn.Parameter) -> None:
             "it by torch.nn.Parameter(value.detach().clone(memory_format=torch.contiguous_format)) before you build "
             "the optimizer"
         )
-    if str(param.dtype).removeprefix("torch.") not in DTYPE_BYTES:
+    if str(param.dtype).removeprefix("torch.") not in TRAINED_DTYPES:
         raise ConfigError(
-            f"expected parameters of dtype {' or '.join(DTYPE_BYTES)}, but '{name}' is {param.dtype}; "
+            f"expected parameters of dtype {' or '.join(TRAINED_DTYPES)}, but '{name}' is {param.dtype}; "
             f"{_advice_on(param.dtype)}"
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ class Shapes(NamedTuple):
     """A model and a micro-batch without values."""
 
     own: Mapping[str, torch.Tensor]
-    """Parameters and buffers, by name."""
+    """Parameters, what belongs to them, and buffers, by name."""
     batch: Mapping[str, Any]
     forward: Callable[[Callable[[list[Any]], None]], None]
     """Runs the model, and gives its result, in a list, to a function while the model has these parameters."""
@@ -43,15 +43,18 @@ def on_shapes(cut: Partition, sample: Mapping[str, Any], device: torch.device) -
     Time of the forward: its Python, 1 to 3 s for a large model. Memory: none.
     """
     model = cut.modules[0]
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), ExitStack() as undo:
         own = _fakes(cut, device)
+        parts: dict[str, torch.Tensor] = {}
+        for weight in cut.quantized:
+            parts |= weight.follow(own[weight.name], undo)
         batch = pytree.tree_map_only(torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device=device), sample)
 
         def forward(then: Callable[[list[Any]], None]) -> None:
             lent = _Lent(model, then, Autocast.now(device))
             torch.func.functional_call(lent, {f"model.{name}": t for name, t in own.items()}, (batch,))
 
-        yield Shapes(own, batch, forward)
+        yield Shapes({**own, **parts}, batch, forward)
 
 
 class _Lent(nn.Module):

@@ -20,8 +20,9 @@ from torch.nn import Parameter
 from outcore.device.lanes import Handle
 from outcore.memory.arena import Buffer
 from outcore.order.ledger import Ledger
+from outcore.planning.units.quantized import present_class
 from outcore.runtime.unit.absent import AbsentParameter, Owner, WatchedParameter, absent_class
-from outcore.runtime.unit.views import GradientForm, Views, torch_dtype
+from outcore.runtime.unit.views import GradientForm, Views, nothing, torch_dtype
 from outcore.spec.model import ParamSpec
 
 
@@ -142,6 +143,8 @@ class Presence:
             has_master: An update starts from something else than the weights.
         """
         self._name, self._params, self._specs = name, params, specs
+        self.classes = [present_class(param) for param in params]
+        """Of the parameters while they are present."""
         self.absent_class = absent_class
         self.now = Beneath.ABSENT
         self.num_calls = 0
@@ -191,8 +194,8 @@ class Presence:
             )
 
     def _point_at(self, tensors: Iterable[torch.Tensor]) -> None:
-        for param, tensor in zip(self._params, tensors, strict=True):
-            param.__class__ = Parameter
+        for param, kind, tensor in zip(self._params, self.classes, tensors, strict=True):
+            param.__class__ = kind
             param.data = tensor
 
 
@@ -210,8 +213,9 @@ class Watch:
         """The parameters have become present, and are plain ones."""
         if self._is_on:
             for i, param in enumerate(self._params):
-                param.__class__ = WatchedParameter
-                param.touched, param.place = self.touched, i  # type: ignore[attr-defined]
+                if type(param) is Parameter:  # a quantised one is nobody's to edit
+                    param.__class__ = WatchedParameter
+                    param.touched, param.place = self.touched, i  # type: ignore[attr-defined]
         self.note_versions()
 
     def note_versions(self) -> None:
@@ -234,5 +238,4 @@ class Watch:
 def absent_view(spec: ParamSpec, device: torch.device) -> torch.Tensor:
     """A view of one NaN with the parameter's shape and no strides: a few bytes whatever the shape."""
     with torch.inference_mode(mode=False):
-        nan = torch.full((1,), float("nan"), dtype=torch_dtype(spec.dtype), device=device)
-        return nan.as_strided(spec.shape, (0,) * len(spec.shape))
+        return nothing(torch_dtype(spec.dtype), device).as_strided(spec.shape, (0,) * len(spec.shape))

@@ -20,6 +20,12 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
+def nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """One NaN; of a dtype that has none, the largest value."""
+    value = float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
+    return torch.full((1,), value, dtype=dtype, device=device)
+
+
 class Views:
     """Made once per buffer; buffers live as long as the unit."""
 

@@ -1,0 +1,245 @@
+"""Quantised weights of bitsandbytes: parameters whose bytes only the library reads, and what belongs to them.
+
+[Note: quantised] A quantised weight is a parameter of packed bytes, frozen, and further tensors that say what the bytes
+mean (largest values of blocks, code books). To outcore all of them are bytes of the unit: the packed parameter as it
+is, and each further tensor as a frozen parameter that stands where the library looks for it. So they move, rest and
+come back as other weights do, and the library's own kernels read them where they are at the time.
+
+The library's functions for backward hold the packed parameter itself, or a view of all of it. ``view`` then gives the
+parameter, so a graph that is kept finds the bytes wherever the unit's slot is by then.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from outcore.core.errors import UnsupportedError
+
+_KINDS = ("Params4bit", "Int8Params")
+_STATES = {"absmax": "absmax", "quant_map": "code"}
+_REPACKS = "support_avx512bf16_for_cpu"
+"""Attribute of a layer that repacks its weight in evaluation."""
+_CHANGED = ("state", "compute_dtype", "compute_type_is_set", _REPACKS)
+"""What a forward changes, or is kept from changing."""
+FULL_DTYPE = "_outcore_full_dtype"
+"""Attribute of a module on the meta device: the dtype of the weight that will be quantised."""
+
+
+class Place(NamedTuple):
+    """Where the library looks for a further tensor."""
+
+    name: str
+    """Behind the name of the weight, as the library's ``state_dict`` has it."""
+    holder: Any
+    attribute: str
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """What stands there now."""
+        found: torch.Tensor = getattr(self.holder, self.attribute)
+        return found
+
+    def put(self, tensor: torch.Tensor | None) -> None:
+        """Let another tensor stand there."""
+        setattr(self.holder, self.attribute, tensor)
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """One quantised weight."""
+
+    name: str
+    """Of the weight, fully qualified."""
+    module: nn.Module
+    param: Any
+    places: tuple[Place, ...]
+    parts: tuple[Parameter, ...]
+    """What stands at the places, as frozen parameters."""
+
+    @property
+    def names(self) -> list[str]:
+        """Of the parts."""
+        return [f"{self.name}.{place.name}" for place in self.places]
+
+    def take_over(self) -> None:
+        """Let the parts stand in their places, and the library repack nothing behind them."""
+        if kind_of(self.param) == "Int8Params":
+            if self.param.CB is not None:
+                self.module.init_8bit_state()  # type: ignore[operator]  # as the first forward does
+            self.module.state.CB = self.param  # type: ignore[union-attr]
+        else:
+            self.module.__dict__[_REPACKS] = False  # in evaluation, for good
+        for place, part in zip(places_of(self.module, self.param), self.parts, strict=True):
+            place.put(part)
+
+    def follow(self, weight: Any, undo: ExitStack) -> dict[str, torch.Tensor]:
+        """Let a fake tensor that stands for the weight have all that the library looks for.
+
+        Args:
+            weight: The fake.
+            undo: Is told how to take it away.
+
+        Returns:
+            Fakes of the parts, by name.
+        """
+        module = self.module.__dict__
+        fakes = [torch.empty(p.shape, dtype=p.dtype, device=weight.device) for p in self.parts]
+        undo.callback(module.update, {key: module[key] for key in _CHANGED if key in module})
+        if kind_of(self.param) == "Int8Params":
+            module["state"] = copy.copy(module["state"])
+            module["state"].CB, module["state"].SCB = weight, fakes[0]
+            weight.CB = weight.SCB = None
+        else:
+            module[_REPACKS] = False
+            weight.quant_state = state = copy.copy(self.param.quant_state)
+            if state.nested:
+                state.state2 = copy.copy(state.state2)
+            for place, fake in zip(_places_of_state(state), fakes, strict=True):
+                place.put(fake)
+        return dict(zip(self.names, fakes, strict=True))
+
+    def quantize(self, value: torch.Tensor, device: torch.device) -> list[torch.Tensor]:
+        """The packed weight and its parts of a weight in full precision, made on a device by the library's kernels.
+
+        Memory: device, the weight in full precision and quantised.
+        """
+        from bitsandbytes import functional
+
+        if issubclass(getattr(self.module, "source_cls", nn.Linear), _transposed()):
+            value = value.T
+        if kind_of(self.param) == "Int8Params":
+            full = value.to(device, getattr(self.module, FULL_DTYPE, torch.float16)).to(torch.float16)
+            return list(functional.int8_vectorwise_quant(full.contiguous())[:2])
+        like = self.param.quant_state
+        packed, state = functional.quantize_4bit(
+            value.to(device, like.dtype).contiguous(),
+            blocksize=like.blocksize,
+            compress_statistics=like.nested,
+            quant_type=like.quant_type,
+            quant_storage=self.param.quant_storage,
+        )
+        return [packed, *(place.tensor for place in _places_of_state(state))]
+
+
+def is_quantized(param: torch.Tensor) -> bool:
+    """Whether it is a weight of bitsandbytes. Imports nothing."""
+    return bool(kind_of(param))
+
+
+def kind_of(param: torch.Tensor) -> str:
+    """``Params4bit``, ``Int8Params``, or nothing."""
+    if "bitsandbytes" not in sys.modules:
+        return ""
+    names = [kind.__name__ for kind in type(param).__mro__ if kind.__module__.startswith("bitsandbytes.")]
+    return next((name for name in names if name in _KINDS), "")
+
+
+def quantized_weights(model: nn.Module) -> Iterator[Quantized]:
+    """All quantised weights of a model, each once."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for key, param in module._parameters.items():
+            if param is not None and is_quantized(param) and id(param) not in seen:
+                seen.add(id(param))
+                places = tuple(places_of(module, param))
+                parts = tuple(_as_parameter(place.tensor) for place in places)
+                yield Quantized(f"{prefix}.{key}" if prefix else key, module, param, places, parts)
+
+
+def places_of(module: nn.Module, param: Any) -> Iterator[Place]:
+    """Where the further tensors of a quantised weight stand."""
+    if kind_of(param) == "Int8Params":
+        yield Place("SCB", module.state if param.CB is None else param, "SCB")
+    else:
+        yield from _places_of_state(param.quant_state)
+
+
+def _places_of_state(state: Any) -> Iterator[Place]:
+    for name, attribute in _STATES.items():
+        yield Place(name, state, attribute)
+    if state.nested:
+        for name, attribute in _STATES.items():
+            yield Place(f"nested_{name}", state.state2, attribute)
+        yield Place("nested_offset", state, "offset")
+
+
+def _as_parameter(tensor: torch.Tensor) -> Parameter:
+    return tensor if isinstance(tensor, Parameter) else Parameter(tensor.detach(), requires_grad=False)
+
+
+def refuse_unusable(name: str, module: nn.Module, param: Any) -> None:
+    """Refuse weights of bitsandbytes that have no quantised form yet, or a passing one.
+
+    Raises:
+        UnsupportedError: Naming the weight.
+    """
+    if kind_of(param) == "Int8Params":
+        if param.has_fp16_weights:
+            raise UnsupportedError(
+                f"expected weights that stay quantised, but '{name}' has has_fp16_weights=True and is quantised anew "
+                "in every forward; build its layer with has_fp16_weights=False, and train adapters"
+            )
+        is_ready = param.dtype == torch.int8 and next(places_of(module, param)).tensor is not None
+    else:
+        is_ready = param.bnb_quantized and param.quant_state is not None
+        if getattr(param.quant_state, "packing_format_for_cpu", False):
+            raise UnsupportedError(
+                f"expected weights as they were quantised, but '{name}' was repacked by an evaluation on the CPU, "
+                "after which bitsandbytes cannot train over it; load the model again, and prepare it unevaluated"
+            )
+    if not is_ready:
+        raise UnsupportedError(
+            f"expected quantised weights, but '{name}' is not quantised yet; load the model with quantization_config=, "
+            "or build it on the meta device and pass it through outcore.quantized()"
+        )
+
+
+def full_shape(module: nn.Module, param: Any) -> tuple[int, ...]:
+    """Of a parameter as a checkpoint has it: before it was quantised."""
+    if not is_quantized(param):
+        return tuple(param.shape)
+    shape = tuple(param.shape) if kind_of(param) == "Int8Params" else tuple(param.quant_state.shape)
+    return shape[::-1] if issubclass(getattr(module, "source_cls", nn.Linear), _transposed()) else shape
+
+
+def _transposed() -> Any:
+    """Layers whose weights lie the other way round."""
+    library = sys.modules.get("transformers.pytorch_utils")
+    return () if library is None else library.Conv1D
+
+
+def give_back(module: Any, param: Any, values: Mapping[int, torch.Tensor]) -> None:
+    """Let the library have tensors of its own again, where the weight is. Args: values: Of parts, by their identity."""
+    for place in places_of(module, param):
+        place.put(values.get(id(place.tensor), place.tensor).to(param.device))
+    if kind_of(param) == "Int8Params":
+        module.state.CB = param.data
+
+
+def present_class(param: Parameter) -> type[Parameter]:
+    """The class of a parameter while it has its bytes."""
+    return _held_by_itself(type(param)) if is_quantized(param) else Parameter
+
+
+@functools.cache
+def _held_by_itself(kind: type[Parameter]) -> type[Parameter]:
+    """See [Note: quantised]."""
+
+    def view(self: torch.Tensor, *shape: Any) -> torch.Tensor:
+        return self if shape == (-1, 1) and self.shape[1:] == (1,) else kind.view(self, *shape)
+
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.data.to(*args, **kwargs)  # what stands in the state is to be a tensor like any other
+
+    own = {"view": view} if kind.__name__ == "Params4bit" else {"to": to}
+    return type(kind.__name__, (kind,), own)

@@ -1,0 +1,78 @@
+"""A model on the meta device, made a quantised one: its weights are quantised as they are read, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from outcore.core.errors import ConfigError
+from outcore.core.extra import refuse_missing
+from outcore.planning.units.quantized import FULL_DTYPE, is_quantized, kind_of
+
+
+def quantized(model: nn.Module, config: Any) -> nn.Module:
+    """Make the linear layers of a model on the meta device quantised ones, as ``from_pretrained`` does.
+
+    With ``prepare(weights=...)`` their weights are then read one by one, and quantised as they are read.
+
+    Args:
+        model: Of Transformers, on the meta device, without adapters; add these afterwards.
+        config: ``BitsAndBytesConfig``.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigError: bitsandbytes is not installed, or the model is not on the meta device or not of Transformers.
+
+    Memory: none.
+    """
+    refuse_missing("bitsandbytes", extra="quantized")
+    import bitsandbytes
+    from transformers import BitsAndBytesConfig, PreTrainedModel
+    from transformers.quantizers import AutoHfQuantizer
+
+    if not isinstance(config, BitsAndBytesConfig) or not (config.load_in_4bit or config.load_in_8bit):
+        raise ConfigError(
+            f"quantized: expected a BitsAndBytesConfig with load_in_4bit or load_in_8bit, but got {config!r:.200}"
+        )
+    if not isinstance(model, PreTrainedModel) or not all(p.is_meta for p in model.parameters()):
+        raise ConfigError(
+            f"quantized: expected a model of Transformers on the meta device, but got a {type(model).__name__} with "
+            "values, or of another library; build it under torch.device('meta')"
+        )
+    bitsandbytes.functional.quantize_4bit(torch.zeros(64, device="cpu"), compress_statistics=True)  # makes its tables
+    quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
+    quantizer.preprocess_model(model=model, dtype=model.dtype, device_map=None)
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Parameter) and is_quantized(weight):
+            _quantize_on_meta(module, weight, model.dtype)
+    quantizer.postprocess_model(model)
+    model.hf_quantizer = quantizer
+    return model
+
+
+def _quantize_on_meta(module: Any, weight: Any, dtype: torch.dtype) -> None:
+    import bitsandbytes
+
+    full = torch.empty(weight.shape, dtype=dtype, device="meta")
+    setattr(module, FULL_DTYPE, dtype)
+    if kind_of(weight) == "Int8Params":
+        packed, scales, _ = bitsandbytes.functional.int8_vectorwise_quant(full.half())
+        module.weight = bitsandbytes.nn.Int8Params(packed, requires_grad=False, CB=packed, SCB=scales)
+        return
+    packed, state = bitsandbytes.functional.quantize_4bit(
+        full,
+        blocksize=weight.blocksize,
+        compress_statistics=weight.compress_statistics,
+        quant_type=weight.quant_type,
+        quant_storage=weight.quant_storage,
+    )
+    known: Mapping[str, Any] = {"quant_state": state, "bnb_quantized": True}
+    module.weight = bitsandbytes.nn.Params4bit(packed, requires_grad=False, **{**weight.__dict__, **known})
+    module.quant_state = state

@@ -1,0 +1,222 @@
+"""Quantised frozen bases of bitsandbytes under adapters: the plain QLoRA loop, bit for bit, wherever the bytes are."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+import outcore
+from outcore.api import plan_for
+from outcore.saving.checkpoint import load_checkpoint, save_checkpoint
+
+from .rig import DEVICE, assert_same, make, prepared
+from .test_transformers import ids
+
+bitsandbytes = pytest.importorskip("bitsandbytes")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # peft's and bitsandbytes'
+    pytest.mark.skipif(DEVICE != "cpu", reason="the simulated GPU has no kernels of bitsandbytes"),
+]
+
+KINDS = {
+    "nf4": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+    "fp4": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16),
+    "nf4 nested": BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_quant_storage=torch.bfloat16,
+    ),
+    "fp4 nested": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True),
+    "int8": BitsAndBytesConfig(load_in_8bit=True),
+}
+LORA = LoraConfig(task_type="CAUSAL_LM", r=4, lora_dropout=0.1, target_modules="all-linear", init_lora_weights=False)
+WHERE = ("device", "plain", "host", "host keep", "disk", "disk keep")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint in bf16."""
+    path = tmp_path_factory.mktemp("base")
+    make(sizable, torch.bfloat16).save_pretrained(path)
+    return path
+
+
+def sizable():
+    """As wide as a block of 64 weights."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=61, num_hidden_layers=3, attention_dropout=0.1, **sizes))
+
+
+def quantized(folder, kind):
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, quantization_config=copy.deepcopy(KINDS[kind])
+    )
+    return adapted(model)
+
+
+def adapted(model):
+    torch.manual_seed(12)
+    return get_peft_model(model, copy.deepcopy(LORA)).train()
+
+
+def loaded(folder, kind):
+    torch.manual_seed(11)
+    return quantized(folder, kind)
+
+
+def trained(model, **options):
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, **options)
+
+
+def drive(model, optimizer):
+    """Between forward and backward something else passes through the slots."""
+    seen = []
+    for i in range(2):
+        loss = model(input_ids=ids(i), labels=ids(i)).loss
+        with torch.no_grad():
+            model(input_ids=ids(i + 1))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.detach())
+    return seen
+
+
+def plain(folder, kind):
+    model = loaded(folder, kind)
+    torch.manual_seed(5)
+    return drive(model, trained(model, fused=True)), dict(model.state_dict())
+
+
+ROUND = [(kind, where) for i, kind in enumerate(KINDS) for where in (WHERE * 2)[i : i + 2]]
+
+
+@pytest.mark.parametrize(("kind", "where"), ROUND)
+def test_trained_as_in_the_plain_loop(kind, where, folder, tmp_path):
+    want, state = plain(folder, kind)
+    model = loaded(folder, kind)
+    with prepared(model, trained(model), where, tmp_path, depth=int("disk" in where or "keep" in where)) as (
+        model,
+        optimizer,
+    ):
+        torch.manual_seed(5)
+        assert_same(want, drive(model, optimizer))
+        assert_same(state, dict(model.state_dict()))
+    assert_same(state, dict(model.state_dict()), "closed")
+    with prepared(model.requires_grad_(requires_grad=False), None, where, tmp_path) as (model, _):
+        assert_same(state, dict(model.state_dict()), "prepared again")
+
+
+@pytest.mark.parametrize(("kind", "where"), [("nf4 nested", "disk"), ("int8", "host")])
+def test_quantised_as_it_is_read(kind, where, folder, tmp_path):
+    """A model on the meta device: its weights come one by one, and are what ``from_pretrained`` makes of them."""
+    want, state = plain(folder, kind)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(sizable().config, dtype=torch.bfloat16)
+    model = adapted(outcore.quantized(model, copy.deepcopy(KINDS[kind])))
+    with prepared(model, trained(model), where, tmp_path, weights=folder) as (model, optimizer):
+        before = loaded(folder, kind)
+        assert_same({k: v for k, v in before.state_dict().items() if "lora_" not in k}, base_of(model))
+        model.load_state_dict({k: v for k, v in before.state_dict().items() if "lora_" in k}, strict=False)
+        torch.manual_seed(5)
+        assert_same(want, drive(model, optimizer))
+        assert_same(state, dict(model.state_dict()))
+
+
+def base_of(model):
+    return {k: v for k, v in model.state_dict().items() if "lora_" not in k}
+
+
+@pytest.mark.parametrize("kind", ["nf4 nested", "int8"])
+def test_saved_and_resumed(kind, folder, tmp_path):
+    model = loaded(folder, kind)
+    with prepared(model, trained(model), "host", tmp_path) as (model, optimizer):
+        drive(model, optimizer)
+        save_checkpoint(model, optimizer, tmp_path / "saved", step=2, wait=True)
+        outcore.save_pretrained(model, tmp_path / "adapters")
+        want, state = drive(model, optimizer), dict(model.state_dict())
+    model = loaded(folder, kind)
+    with prepared(model, trained(model), "disk", tmp_path, policy="keep") as (model, optimizer):
+        load_checkpoint(model, optimizer, tmp_path / "saved")
+        adapters = {k: v for k, v in model.state_dict().items() if "lora_" in k}
+        assert_same(want, drive(model, optimizer))
+        assert_same(state, dict(model.state_dict()))
+    again = PeftModel.from_pretrained(unadapted(folder, kind), tmp_path / "adapters").state_dict()
+    assert_same(adapters, {k: v for k, v in again.items() if "lora_" in k})
+
+
+def unadapted(folder, kind):
+    config = copy.deepcopy(KINDS[kind])
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config)
+
+
+def test_another_base_is_not_resumed_on(folder, tmp_path):
+    for kind, place in (("nf4", "host"), ("fp4", "host")):
+        model = loaded(folder, kind)
+        with prepared(model, trained(model), place, tmp_path) as (model, optimizer):
+            if kind == "nf4":
+                save_checkpoint(model, optimizer, tmp_path / "saved", step=2, wait=True)
+                continue
+            with pytest.raises(outcore.ConfigError, match="expected the frozen parameters that it was trained with"):
+                load_checkpoint(model, optimizer, tmp_path / "saved")
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_merged_when_the_run_is_over(kind, folder, tmp_path):
+    merged = []
+    for is_plain in (True, False):
+        model = loaded(folder, kind)
+        with nullcontext((model, None)) if is_plain else prepared(model, trained(model), "host", tmp_path):
+            pass
+        merged.append(dict(model.merge_and_unload().state_dict()))
+    assert_same(*merged)
+
+
+@pytest.mark.parametrize("kind", ["nf4 nested", "int8"])
+def test_what_a_step_takes_is_planned(kind, folder, tmp_path):
+    """From shapes, through the library's own operations; the model is as before."""
+    model = loaded(folder, kind)
+    want = dict(model.state_dict())
+    budget = outcore.Budget(device="1MiB", host="64MiB")
+    options = {"budget": budget, "sample": {"input_ids": ids(), "labels": ids()}, "hardware": "rtx-4090+pcie4"}
+    _, plan = plan_for(model, trained(model), **options)
+    assert plan.tier_bytes["device"] <= budget.device
+    assert_same(want, dict(model.state_dict()))
+    model.eval()
+    with outcore.prepare(model, trained(model), **options) as (model, optimizer):
+        with torch.no_grad():
+            model(input_ids=ids())
+        model.train()
+        drive(model, optimizer)
+        assert_same(base_of(model), {k: v for k, v in want.items() if "lora_" not in k})
+
+
+def test_refused(folder, tmp_path):
+    with torch.device("meta"):
+        model = LlamaForCausalLM(sizable().config)
+    with pytest.raises(outcore.ConfigError, match="expected a BitsAndBytesConfig with load_in_4bit or load_in_8bit"):
+        outcore.quantized(model, BitsAndBytesConfig())
+    with pytest.raises(outcore.ConfigError, match="expected a model of Transformers on the meta device, but"):
+        outcore.quantized(sizable(), KINDS["nf4"])
+    model = adapted(outcore.quantized(model, KINDS["nf4"]))
+    with pytest.raises(outcore.ConfigError, match="expected weights= with a quantised model on the meta .*q_proj"):
+        outcore.prepare(model, trained(model))
+    blocks = [bitsandbytes.nn.Linear4bit(64, 64), bitsandbytes.nn.Linear8bitLt(64, 64, has_fp16_weights=False)]
+    for block in blocks:
+        with pytest.raises(outcore.UnsupportedError, match="expected quantised weights, but '0.weight' is not"):
+            outcore.prepare(torch.nn.Sequential(block), None)
+    with pytest.raises(outcore.UnsupportedError, match="'0.weight' has has_fp16_weights=True"):
+        outcore.prepare(torch.nn.Sequential(bitsandbytes.nn.Linear8bitLt(64, 64)), None)
+    model = loaded(folder, "nf4").eval()
+    if model.base_model.model.model.layers[0].mlp.up_proj.base_layer.support_avx512bf16_for_cpu:
+        with torch.no_grad():
+            model(input_ids=ids())
+        with pytest.raises(outcore.UnsupportedError, match="q_proj.*was repacked by an evaluation on the CPU"):
+            outcore.prepare(model, trained(model))
