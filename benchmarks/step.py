@@ -23,6 +23,7 @@ import argparse
 import copy
 import json
 import os
+import resource
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -56,16 +57,21 @@ class Contestant:
         self.name, self.step, self.drain, self.exposed = name, step, drain, exposed
         self.seconds: list[float] = []
         self.exposed_s: dict[str, list[float]] = {}
+        self.user_s: list[float] = []
+        self.system_s: list[float] = []
 
     def turn(self, steps: int) -> float:
         """Run one turn; seconds per step."""
         self.step()
         await_compute()
-        before, start = self.exposed(), time.perf_counter()
+        before, busy, start = self.exposed(), resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
         for _ in range(steps):
             self.step()
         await_compute()
         seconds = (time.perf_counter() - start) / steps
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        self.user_s.append((used.ru_utime - busy.ru_utime) / steps)
+        self.system_s.append((used.ru_stime - busy.ru_stime) / steps)
         self.drain()  # what compute waited for is known when it is over
         for lane, after in self.exposed().items():
             self.exposed_s.setdefault(lane, []).append((after - before[lane]) / steps)
@@ -285,6 +291,7 @@ def main() -> None:
         c.name: {
             "seconds_per_step": spread(c.seconds),
             "over_plain": spread([s / b for s, b in zip(c.seconds, baseline, strict=True)]),
+            "processor_s_per_step": {"user": spread(c.user_s), "system": spread(c.system_s)},
             "exposed_s_per_step": {lane: spread(values)["median"] for lane, values in c.exposed_s.items()},
         }
         for c in contestants

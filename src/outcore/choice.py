@@ -21,7 +21,7 @@ from outcore.memory.limits import disk_free_bytes, host_free_bytes
 from outcore.planning.homes.check import check_plan, room_bytes, with_room
 from outcore.planning.homes.early import with_early_updates
 from outcore.planning.homes.placement import place
-from outcore.planning.homes.sending import Sending, workspace_bytes
+from outcore.planning.homes.sending import Sending, undecided, workspace_bytes
 from outcore.planning.search.candidates import Candidate
 from outcore.planning.search.search import estimate
 from outcore.planning.timing.counted import counted_work
@@ -33,7 +33,7 @@ from outcore.planning.units.footprint import Footprint
 from outcore.planning.units.partition import Partition
 from outcore.spec.budget import Budget, Limits
 from outcore.spec.model import Precision
-from outcore.spec.plan import POLICIES, AwayTier, Plan
+from outcore.spec.plan import POLICIES, AwayTier, Plan, UnitPlan
 
 _DEVICE_SHARE = 0.9  # of what is free, where no budget says otherwise: the rest is for the driver and fragmentation
 _HOST_SHARE = 0.8
@@ -306,7 +306,8 @@ class Planner:
     def _placed(self, sending: Sending | None) -> Placed:
         """The plan of the rule. Args: sending: Which activations leave; None: those that stay are recomputed."""
         left = self._limits if sending is None else sending.left(self._limits)
-        workspace, share = self._workspace_bytes(sending), self._device.activation_share
+        units = undecided((unit.name for unit in self._cut.spec.units), sending)
+        workspace, share = self._workspace_bytes(units), self._device.activation_share
         room = {"activation_reserve_bytes": workspace} if workspace else {"activation_share": share}
         try:
             bare = place(self._cut.spec, left, accumulation_steps=self._options.accumulation_steps, **room)
@@ -317,16 +318,16 @@ class Planner:
     def _whole(self, bare: Plan, candidate: Candidate | None, sending: Sending | None) -> Placed:
         """With the activations, and what is left to them."""
         spec, plan = self._cut.spec, bare if sending is None else sending.applied(bare)
-        plan = dataclasses.replace(plan, workspace_bytes=self._workspace_bytes(sending))
+        plan = dataclasses.replace(plan, workspace_bytes=self._workspace_bytes(plan.units))
         check_plan(spec, plan, self._limits)
         plan = with_room(spec, plan, self._limits, clipping=self._options.clipping)
         return Placed(plan, bare, candidate, sending)
 
-    def _workspace_bytes(self, sending: Sending | None) -> int:
+    def _workspace_bytes(self, units: Sequence[UnitPlan]) -> int:
         """What the device is to leave to activations and workspace; 0: not known, or not in its budget."""
         if self._footprint is None or not self._device.activation_share:
             return 0
-        return workspace_bytes(self._footprint, (unit.name for unit in self._cut.spec.units), sending)
+        return workspace_bytes(self._footprint, units)
 
 
 def _tier_of_activations(options: Options) -> AwayTier | None:

@@ -18,17 +18,25 @@ WORKSPACE_SHARE = 1.03
 """Of what shapes tell: kernels take workspaces of their own."""
 
 
-def workspace_bytes(footprint: Footprint, names: Iterable[str], sending: Sending | None) -> int:
+def workspace_bytes(footprint: Footprint, units: Iterable[UnitPlan]) -> int:
     """What a plan is to leave of the device to activations and workspace; 0: not known.
 
     Args:
         footprint: Of the largest micro-batch.
+        units: Of the plan, or ``undecided``.
+    """
+    return align_up(int(WORKSPACE_SHARE * footprint.peak_bytes(units)), PAGE_BYTES)
+
+
+def undecided(names: Iterable[str], sending: Sending | None) -> list[UnitPlan]:
+    """Units of which only the activations are decided, where they would take most of the device beside the plan.
+
+    Args:
         names: Of all units, the root first.
         sending: What becomes of activations; None: they stay, and are recomputed.
     """
     units = [UnitPlan(name=name, weights="device", gradients="device", states="device") for name in names]
-    peak = footprint.peak_bytes(units if sending is None else map(sending.unit, units))
-    return align_up(int(WORKSPACE_SHARE * peak), PAGE_BYTES)
+    return units if sending is None else [sending.unit(unit) for unit in units]
 
 
 class Away(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from outcore.planning.homes.sending import Away, Sending, workspace_bytes
+from outcore.planning.homes.sending import Away, Sending, undecided, workspace_bytes
 from outcore.planning.search.search import Job
 from outcore.planning.timing.profile import Profile, rates_for
 from outcore.planning.timing.rates import Rates
@@ -36,7 +36,7 @@ def job_for(
     """
     workspace = 0
     if footprint is not None and activation_share:
-        workspace = workspace_bytes(footprint, (unit.name for unit in model.units), sending)
+        workspace = workspace_bytes(footprint, undecided((unit.name for unit in model.units), sending))
     return Job(
         model=model,
         limits=limits if sending is None else sending.left(limits),

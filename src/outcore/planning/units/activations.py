@@ -6,8 +6,10 @@ on fake tensors of the device that will compute, with the kernels that torch wou
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from outcore.planning.units.partition import Partition
 from outcore.planning.units.rows import Whole, cut_rows, has_rows, rows_of, sizes_of
 from outcore.planning.units.shapes import on_shapes
 from outcore.planning.units.watch import Risen, Watch
-from outcore.spec.model import UnitSpec
+from outcore.spec.model import ParamSpec, UnitSpec
 
 _TILE_BYTES = 4096 * 32768 * 2
 """Of logits that a loss in tiles has at a time (TRL 1.16, ``kernels/chunked_logprob.py``, ``trainer/utils.py``)."""
@@ -54,13 +56,16 @@ def footprint_of(
         tiled = {**{k: v for k, v in sample.items() if k != "labels"}, "logits_to_keep": 1}
         with suppress(ConfigError):  # another model has no such argument
             return footprint_of(cut, tiled, device).with_loss(_loss_in_tiles(cut.modules[0], sample["labels"].numel()))
-    watch, is_whole = Watch(device), False
+    watch, is_whole, logits_bytes = Watch(device), False, 0
     known: dict[Any, _Known] = {}
     count = cut.spec.micro_batches_in_unit
     units = {unit.name: _Unit(unit.name, module, watch, known, count) for unit, module in _pairs(cut)}
 
     def backward(result: list[Any]) -> None:
-        nonlocal is_whole
+        nonlocal is_whole, logits_bytes
+        made = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+        logits_bytes = max((t.nbytes for t in made), default=0)
+        del made
         loss = _loss_of(result.pop())
         try:
             if loss is not None:
@@ -73,6 +78,7 @@ def footprint_of(
     with on_shapes(cut, sample, device) as shapes, ExitStack() as undo:
         given = [t for t in pytree.tree_leaves(shapes.batch) if isinstance(t, torch.Tensor)]
         watch.begin([*shapes.own.values(), *given])
+        early = _gradients_before_units(cut.spec.units[0], shapes.own, watch)
         for unit, (_, module) in zip(units.values(), _pairs(cut), strict=True):
             undo.callback(stand_in(module, unit.call))
         with watch:
@@ -82,7 +88,21 @@ def footprint_of(
     if count == 1:
         return found
     casts = _head_bytes(cut.modules[0], Autocast.now(device))
-    return found.with_casts((count - 1) * casts).with_sums(cut.spec.units[0].update_bytes)
+    sums = {unit.name: unit.update_bytes for unit in cut.spec.units[1:]}
+    return replace(found, sums=sums).with_casts((count - 1) * casts).with_sums(early, logits_bytes)
+
+
+def _gradients_before_units(root: UnitSpec, own: Mapping[str, torch.Tensor], watch: Watch) -> list[ParamSpec]:
+    """Those of the root, such as of output embeddings, to be filled in when backward comes to them."""
+    found: list[ParamSpec] = []
+
+    def reached(spec: ParamSpec, _: torch.Tensor) -> None:
+        if not watch.is_backward:
+            found.append(spec)
+
+    for spec in root.trainable:
+        own[spec.name].register_post_accumulate_grad_hook(functools.partial(reached, spec))
+    return found
 
 
 def _head_bytes(model: nn.Module, autocast: Autocast) -> int:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
+from outcore.spec.model import ParamSpec
 from outcore.spec.plan import Plan, Policy, UnitPlan
 
 STAY = 2
@@ -73,6 +74,8 @@ class Footprint:
     """Empty where the step could not be followed."""
     pieces: int = 1
     """Calls in which a unit runs the micro-batch."""
+    sums: Mapping[str, int] = field(default_factory=dict)
+    """By unit: of its gradients over several pieces. They are loose on the device where gradients live there."""
 
     def with_loss(self, nbytes: int) -> Footprint:
         """With so much more alive between the last forward and the first backward."""
@@ -98,16 +101,23 @@ class Footprint:
             steps[last] = replace(steps[last], **more)
         return replace(self, steps=steps)
 
-    def with_sums(self, nbytes: int) -> Footprint:
-        """With so much more alive from the first backward on, and shortly before."""
-        more = self.with_loss(nbytes)
+    def with_sums(self, early: Sequence[ParamSpec], logits_bytes: int) -> Footprint:
+        """With sums of the root's gradients over pieces, in their update dtype, where one of the whole batch was seen.
+
+        Args:
+            early: Parameters whose gradients are there before backward comes to units.
+            logits_bytes: Of the gradient that all pieces of the head share.
+        """
+        more = sum(param.update_bytes - param.weight_bytes for param in early)
+        added = max((_adding(param) for param in early), default=0)
+        found = self.with_loss(logits_bytes + more + added) if early else self
         steps = [
-            replace(step, begin_bytes=step.begin_bytes + nbytes, peak_bytes=step.peak_bytes + nbytes)
+            replace(step, begin_bytes=step.begin_bytes + more, peak_bytes=step.peak_bytes + more)
             if step.is_backward
             else step
-            for step in more.steps
+            for step in found.steps
         ]
-        return replace(more, steps=steps)
+        return replace(found, steps=steps)
 
     @property
     def keep_bytes(self) -> int:
@@ -122,6 +132,7 @@ class Footprint:
         """The same for every visit alone. Args: units: With their policies."""
         plans = {unit.name: unit for unit in units}
         waiting: list[_Waiting] = []  # calls between forward and backward, the latest last
+        summed = set[str]()  # units of which a piece has given gradients
         for step in self.steps:
             saved = self.saved.get(step.unit)
             if saved is None:  # the root's own work, before any unit
@@ -140,7 +151,15 @@ class Footprint:
             calls = waiting if self.pieces > 1 else reversed(waiting)
             mine = next(call for call in calls if call.unit == step.unit)
             waiting.remove(mine)
-            yield step, mine.walked(step) + sum(call.beyond for call in waiting)
+            sums = self.sums.get(step.unit, 0) if step.unit in summed and plans[step.unit].gradients == "device" else 0
+            summed.add(step.unit)
+            yield step, mine.walked(step) + sums + sum(call.beyond for call in waiting)
+
+
+def _adding(param: ParamSpec) -> int:
+    """Beside the sum so far, while a gradient of one piece is added to it."""
+    is_anew = param.update_dtype == param.dtype
+    return (2 if is_anew else 1) * param.weight_bytes
 
 
 def as_run(plan: Plan, saved: Mapping[str, Saved], nbytes: int) -> Plan:

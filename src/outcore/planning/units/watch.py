@@ -107,6 +107,11 @@ class Watch(TorchDispatchMode):
         self.end()
         self._begun, self._latest = (unit, is_backward, self._alive), None
 
+    @property
+    def is_backward(self) -> bool:
+        """Whether what runs now follows on the backward of a unit."""
+        return self._begun[1]
+
     def rise(self, risen: Risen) -> None:
         """A visit as it was before."""
         self._peaks.most = {policy: max(n, self._alive + risen.most[policy]) for policy, n in self._peaks.most.items()}
