@@ -306,7 +306,7 @@ class Planner:
     def _placed(self, sending: Sending | None) -> Placed:
         """The plan of the rule. Args: sending: Which activations leave; None: those that stay are recomputed."""
         left = self._limits if sending is None else sending.left(self._limits)
-        units = undecided((unit.name for unit in self._cut.spec.units), sending)
+        units = undecided((unit.name for unit in self._cut.spec.units), sending) if self._footprint else []
         workspace, share = self._workspace_bytes(units), self._device.activation_share
         room = {"activation_reserve_bytes": workspace} if workspace else {"activation_share": share}
         try:

@@ -208,6 +208,50 @@ def test_the_last_units_stay(tmp_path: Path, counted: Counted) -> None:
     assert moved <= 2 * weights + 3 * 2**14, "three of five come back"
 
 
+class Scaled(rig.Block):
+    def forward(self, x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * by
+
+
+class Shared(Tower):
+    """All blocks get the same tensor besides, as from an encoder."""
+
+    def __init__(self) -> None:
+        super().__init__(Scaled, num_blocks=5)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        by = 1 + x
+        self.storage = by.untyped_storage()._cdata
+        for block in self.blocks:
+            x = block(x, by)
+        return self.head(x)
+
+
+@each_tier
+@each_policy
+def test_what_several_units_get_leaves_once(
+    policy: str, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken, take = list[int](), _Packing._take
+
+    def noting(mine: _Packing, place: int, tensor: torch.Tensor) -> Any:
+        taken.append(tensor.untyped_storage()._cdata)
+        return take(mine, place, tensor)
+
+    monkeypatch.setattr(_Packing, "_take", noting)
+
+    def drive(model: nn.Module, optimizer: Any) -> Any:
+        losses = []
+        for _ in range(3):
+            taken.clear()
+            losses += train(model, optimizer, 1)
+            assert taken.count(model.storage) == (optimizer.__class__.__name__ == "StreamedOptimizer")
+        return losses
+
+    same(drive, tier, tmp_path, Shared, policy=policy)
+
+
 class InPlace(nn.Module):
     """Saves a result that somebody changes afterwards."""
 

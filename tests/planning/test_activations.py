@@ -9,7 +9,16 @@ import pytest
 import torch
 from loop.rig import DEVICE, Tower, adamw, assert_same, batch, make, seen
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import outcore
 from outcore.api import plan_for
@@ -22,6 +31,9 @@ WIDTH = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "nu
 MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**WIDTH)),
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(n_embd=48, n_layer=3, n_head=4, n_positions=64, **IDS)),
+    "t5": lambda: T5ForConditionalGeneration(
+        T5Config(d_model=48, d_kv=12, d_ff=80, num_layers=3, num_heads=4, vocab_size=96, decoder_start_token_id=0)
+    ),
 }
 
 

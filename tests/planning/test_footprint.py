@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from outcore.planning.units import dear
 from outcore.planning.units.activations import footprint_of
@@ -103,6 +103,18 @@ def test_equal_layers_are_followed_once_and_count_all() -> None:
     assert {step.made_bytes for step in backward[1:]} == {few.steps[-1].made_bytes}
     arguments = 2 * 64 * 64 * 4
     assert peak(many) == peak(few) + 10 * arguments
+
+
+def test_what_several_units_get_is_counted_once() -> None:
+    """What the encoder gave, and the positions that the first block of each half gives to the others."""
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 3, "num_heads": 4, "vocab_size": 300}
+    cut = partition(T5ForConditionalGeneration(T5Config(decoder_start_token_id=0, **sizes)), state_names=())
+    found = footprint_of(cut, sample(), CPU)
+    row, positions = 2 * 64 * 64 * 4, 4 * 64 * 64 * 4
+    arguments = {name: saved.recompute for name, saved in found.saved.items()}
+    assert [arguments[f"encoder.block.{i}"] for i in range(3)] == [row, row + positions, row]
+    assert [arguments[f"decoder.block.{i}"] for i in range(3)] == [2 * row, row + positions, row]
+    assert found.shared_bytes == row + 2 * positions
 
 
 def test_rows_add_bytes() -> None:

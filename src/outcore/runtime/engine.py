@@ -16,7 +16,7 @@ from outcore.device.device import Device
 from outcore.optim.rules import UpdateRule
 from outcore.optim.sums import run_here
 from outcore.planning.units.partition import Partition
-from outcore.runtime.activations.room import Room
+from outcore.runtime.activations.room import Between, Room
 from outcore.runtime.attached import Attached
 from outcore.runtime.gradients.homes import GradientHomes
 from outcore.runtime.gradients.passes import Gradients
@@ -92,6 +92,7 @@ class Engine:
             self.access,
             Room(0),
             order.activations,
+            Between(),
             Compiling(options=False),
         )
         self.attached = Attached(self)

@@ -7,6 +7,7 @@ on fake tensors of the device that will compute, with the kernels that torch wou
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -24,7 +25,7 @@ from outcore.planning.units.footprint import NOTHING, Footprint, Saved
 from outcore.planning.units.partition import Partition
 from outcore.planning.units.rows import Whole, cut_rows, has_rows, rows_of, sizes_of
 from outcore.planning.units.shapes import on_shapes
-from outcore.planning.units.watch import Risen, Watch
+from outcore.planning.units.watch import Risen, Saving, Watch
 from outcore.spec.model import ParamSpec, UnitSpec
 
 _TILE_BYTES = 4096 * 32768 * 2
@@ -84,7 +85,8 @@ def footprint_of(
         with watch:
             shapes.forward(backward)
     saved = {name: unit.saved for name, unit in units.items()}
-    found = Footprint(saved=saved, steps=watch.steps if is_whole else [], pieces=count)
+    shared = sum(watch.shared.values())
+    found = Footprint(saved=saved, steps=watch.steps if is_whole else [], pieces=count, shared_bytes=shared)
     if count == 1:
         return found
     casts = _head_bytes(cut.modules[0], Autocast.now(device))
@@ -181,8 +183,9 @@ class _Unit:
         if not given and not self.params():
             values, named = pytree.tree_unflatten(leaves, form)
             return self.forward(*values, **named)
-        known = self._known.setdefault(kind_of(self._module, leaves, form), _Known())
-        run = _Run(self, leaves, form, given, known)
+        met = self.watch.meet(leaves[i] for i in given)
+        known = self._known.setdefault((kind_of(self._module, leaves, form), *met), _Known())
+        run = _Run(self, leaves, form, given, met, known)
         anchor = torch.empty(0, device="cpu", requires_grad=True)
         made = iter(_Again.apply(run, anchor, *(leaves[i] for i in given)))
         results, form = pytree.tree_flatten(run.result)
@@ -199,7 +202,7 @@ class _Known:
 
     def __init__(self) -> None:
         self.saved = NOTHING
-        self.forward = self.backward = Risen({}, {})
+        self.forward = self.backward = Risen({}, {}, 0)
         self.made_bytes = 0
         """As ``Step.made_bytes``."""
         self.result: Any = None
@@ -211,13 +214,25 @@ class _Known:
 class _Run:
     """One call, to be repeated."""
 
-    def __init__(self, unit: _Unit, leaves: list[Any], form: Any, given: list[int], known: _Known) -> None:
-        """Args: leaves: All parts of the arguments. given: Which of them get a gradient. known: Of such calls."""
-        self.unit, self.given, self.known, self._form = unit, given, known, form
+    def __init__(
+        self, unit: _Unit, leaves: list[Any], form: Any, given: list[int], met: list[bool], known: _Known
+    ) -> None:
+        """Args: leaves: All parts of the arguments.
+
+        given: Which of them get a gradient.
+        met: Whether an earlier unit got these, too.
+        known: Of such calls.
+        """
+        self.unit, self.given, self.known, self._met, self._form = unit, given, known, met, form
         self.leaves = [None if i in given else leaf for i, leaf in enumerate(leaves)]
         self.result: Any = None
         self.made: set[int] = set()
         self._autocast = Autocast.now(unit.watch.device)
+
+    def begin_call(self, given: Sequence[torch.Tensor]) -> Saving:
+        """Args: given: Arguments that get a gradient."""
+        arguments = [t for t in (*self.leaves, *given) if isinstance(t, torch.Tensor)]
+        return self.unit.watch.begin_call(arguments, itertools.compress(given, self._met))
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """On leaves that share the memory of these. Returns them, and results with a gradient."""
@@ -263,7 +278,7 @@ class _Again(torch.autograd.Function):
         if run.known.result is not None:
             unit.count(run.known.saved)
             return tuple(run.invent())
-        saving = watch.begin_call([t for t in (*run.leaves, *given) if isinstance(t, torch.Tensor)])
+        saving = run.begin_call(given)
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(saving.keep, _never):
             made = run.forward(given)[1]
         saved = watch.end_call(made)
@@ -277,11 +292,11 @@ class _Again(torch.autograd.Function):
         params, watch, known = run.unit.params(), run.unit.watch, run.known
         watch.visit(run.unit.name, is_backward=True)
         if known.grads is not None:
-            watch.rise(known.backward)
             watch.walk().peak = known.made_bytes
+            watch.rise(known.backward)
             pairs = zip(ctx.saved_tensors, known.grads, strict=True)
             return (None, None, *(torch.empty_like(t) if is_given else None for t, is_given in pairs))
-        watch.begin_call([t for t in (*run.leaves, *ctx.saved_tensors) if isinstance(t, torch.Tensor)])
+        run.begin_call(ctx.saved_tensors)
         with torch.enable_grad():
             inner, made = run.forward(ctx.saved_tensors)
         watch.end_call(made)

@@ -62,6 +62,8 @@ class Step:
     """In forward: alive at most if this call keeps all that autograd saves."""
     made_bytes: int = 0
     """What the walk through the unit's graph makes, at most at a time, without what was saved for it."""
+    again_bytes: int = 0
+    """In backward: alive at most while the unit runs again, if what is selected is held beside that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,8 @@ class Footprint:
     """By unit, without the root."""
     steps: Sequence[Step]
     """Empty where the step could not be followed."""
+    shared_bytes: int = 0
+    """Arguments that several units get: only the first sends them, and for the others they stay on the device."""
     pieces: int = 1
     """Calls in which a unit runs the micro-batch."""
     sums: Mapping[str, int] = field(default_factory=dict)
@@ -112,7 +116,12 @@ class Footprint:
         added = max((_adding(param) for param in early), default=0)
         found = self.with_loss(logits_bytes + more + added) if early else self
         steps = [
-            replace(step, begin_bytes=step.begin_bytes + more, peak_bytes=step.peak_bytes + more)
+            replace(
+                step,
+                begin_bytes=step.begin_bytes + more,
+                peak_bytes=step.peak_bytes + more,
+                again_bytes=step.again_bytes + more,
+            )
             if step.is_backward
             else step
             for step in found.steps
@@ -146,14 +155,19 @@ class Footprint:
                 held = sum(call.beyond for call in waiting[:-1])
                 if self.pieces == 1 and waiting[0].has_left:  # a model's forward has it in a variable
                     held += waiting[0].saved.recompute
-                yield step, waiting[-1].ran(step) + held
+                yield step, waiting[-1].ran(step) + held + self._staying(waiting)
                 continue
             calls = waiting if self.pieces > 1 else reversed(waiting)
             mine = next(call for call in calls if call.unit == step.unit)
             waiting.remove(mine)
             sums = self.sums.get(step.unit, 0) if step.unit in summed and plans[step.unit].gradients == "device" else 0
             summed.add(step.unit)
-            yield step, mine.walked(step) + sums + sum(call.beyond for call in waiting)
+            held = sum(call.beyond for call in waiting) + self._staying(waiting)
+            yield step, mine.walked(step) + sums + held
+
+    def _staying(self, waiting: Sequence[_Waiting]) -> int:
+        """Of arguments that some call has sent: others got them, too, for which they are on the device still."""
+        return self.shared_bytes if any(call.has_left for call in waiting) else 0
 
 
 def _adding(param: ParamSpec) -> int:
@@ -204,7 +218,7 @@ class _Waiting:
         if self.has_left:
             return whole if self.plan.policy == "keep" else step.peak_bytes - self.saved.recompute
         if not self.leaves or self.plan.policy == "recompute":
-            return step.peak_bytes
+            return max(step.peak_bytes, step.again_bytes if self.plan.policy == "select" else 0)
         # What was to leave is held as a whole; else backward lets go of it bit by bit.
         return whole + self.saved.keep if self.plan.policy == "keep" else step.select_bytes
 

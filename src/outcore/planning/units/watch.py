@@ -32,6 +32,10 @@ class Watch(TorchDispatchMode):
         self.steps: list[Step] = []
         self.staying: set[int] = set()
         """Storages that the loop keeps in any case."""
+        self.met: dict[int, int] = {}
+        """Bytes of arguments that calls of units got so far. See [Note: between units] in ``activations.room``."""
+        self.shared: dict[int, int] = {}
+        """Of those that several got."""
         self.call: Saving | None = None
         """Of a unit, in forward."""
         self._serials: dict[int, int] = {}
@@ -42,6 +46,8 @@ class Watch(TorchDispatchMode):
         self._latest: Saving | None = None
         """The call whose forward was visited last."""
         self._walk: Walk | None = None
+        self._again = 0
+        """As ``Step.again_bytes``."""
         self._begun: tuple[str, bool, int] = ("", False, 0)
 
     def begin(self, own: Iterable[torch.Tensor]) -> None:
@@ -90,9 +96,17 @@ class Watch(TorchDispatchMode):
         if walk is not None:
             walk.add(-nbytes)
 
-    def begin_call(self, arguments: Sequence[torch.Tensor]) -> Saving:
-        """A unit's forward begins."""
-        self.call = self._latest = Saving(self, arguments)
+    def meet(self, arguments: Iterable[torch.Tensor]) -> list[bool]:
+        """A unit's forward gets these. Returns which of them an earlier one got."""
+        sizes = [(self.number(t), t.untyped_storage().nbytes()) for t in arguments]
+        found = [number in self.met for number, _ in sizes]
+        self.shared |= {number: nbytes for number, nbytes in sizes if number in self.met and nbytes > SMALL_BYTES}
+        self.met |= dict(sizes)
+        return found
+
+    def begin_call(self, arguments: Sequence[torch.Tensor], met: Iterable[torch.Tensor]) -> Saving:
+        """A unit's forward begins. Args: met: The arguments that an earlier unit got."""
+        self.call = self._latest = Saving(self, arguments, met)
         return self.call
 
     def end_call(self, made: Sequence[torch.Tensor]) -> Saved:
@@ -116,12 +130,13 @@ class Watch(TorchDispatchMode):
         """A visit as it was before."""
         self._peaks.most = {policy: max(n, self._alive + risen.most[policy]) for policy, n in self._peaks.most.items()}
         self._peaks.lost |= risen.lost
+        self._again = self._begun[2] + risen.again
 
     @property
     def risen(self) -> Risen:
         """What this visit was so far."""
         most = {policy: n - self._begun[2] for policy, n in self._peaks.most.items()}
-        return Risen(most, dict(self._peaks.lost))
+        return Risen(most, dict(self._peaks.lost), self._again - self._begun[2])
 
     def end(self) -> None:
         """Write down what was alive since the last visit began."""
@@ -135,13 +150,14 @@ class Watch(TorchDispatchMode):
                 select_bytes=self._peaks.most["select"],
                 keep_bytes=self._peaks.most["keep"],
                 made_bytes=0 if made is None else made.peak,
+                again_bytes=self._again,
             )
         )
-        self._walk, self._peaks = None, _Peaks(self._alive)
+        self._walk, self._peaks, self._again = None, _Peaks(self._alive), 0
 
     def walk(self) -> Walk:
         """The graph of the unit is walked from here on."""
-        self._walk = Walk()
+        self._walk, self._again = Walk(), self._peaks.most["select"]
         return self._walk
 
 
@@ -151,6 +167,8 @@ class Risen(NamedTuple):
     most: Mapping[Policy, int]
     lost: Mapping[Policy, int]
     """What was dropped that a policy would hold."""
+    again: int
+    """As ``Step.again_bytes``."""
 
 
 class _Peaks:
@@ -181,9 +199,10 @@ class Walk:
 class Saving:
     """What one call saves, by policy, each storage once."""
 
-    def __init__(self, watch: Watch, arguments: Sequence[torch.Tensor]) -> None:
+    def __init__(self, watch: Watch, arguments: Sequence[torch.Tensor], met: Iterable[torch.Tensor]) -> None:
         self._watch = watch
-        self._staying = {*watch.staying, *(watch.number(t) for t in arguments if not t.requires_grad)}
+        mine = (*met, *(t for t in arguments if not t.requires_grad))
+        self._staying = watch.staying | {watch.number(t) for t in mine}
         self._arguments = self._large([t for t in arguments if t.requires_grad])
         self._keep: dict[int, int] = {}
         self._casts: dict[int, int] = {}

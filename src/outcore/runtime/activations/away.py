@@ -25,6 +25,7 @@ from outcore.order.activations import ActivationOrder, SavedCall
 from outcore.order.ledger import Span
 from outcore.planning.units.casts import cast_of
 from outcore.planning.units.watch import ALIGN_BYTES, SMALL_BYTES
+from outcore.runtime.activations.room import Between
 from outcore.runtime.activations.saved import Cast, Kept, Placed, by_place, changed, escaped, storage_of, version_of
 from outcore.runtime.unit.unit import Unit
 from outcore.spec.lanes import Lane
@@ -324,9 +325,12 @@ class Away:
 class Sender:
     """Begins what leaves with a call of one unit."""
 
-    def __init__(self, unit: Unit, order: ActivationOrder[Handle], device: Device, where: str) -> None:
-        """Args: order: Of all units. device: That compute uses. where: For errors."""
+    def __init__(
+        self, unit: Unit, order: ActivationOrder[Handle], between: Between, device: Device, where: str
+    ) -> None:
+        """Args: order: Of all units, as ``between``. device: That compute uses. where: For errors."""
         self._unit, self._order, self._device, self._where = unit, order, device, where
+        self._between = between
         self._buffers = [buffer for module in unit.modules for buffer in module.buffers(recurse=False)]
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> Away | None:
@@ -334,7 +338,7 @@ class Sender:
         if not self._order.is_free(self._unit.ledger):
             warnings.warn(TAKEN, stacklevel=1)
             return None
-        staying = [*self._buffers, *(t for t in tensors if not t.requires_grad)]
+        staying = [*self._buffers, *(t for t in tensors if not t.requires_grad or self._between.has(t))]
         return Away(self._unit, self._order, self._device, staying, self._where)
 
 

@@ -15,7 +15,7 @@ from outcore.device.lanes import Handle
 from outcore.order.activations import ActivationOrder, SavedCall
 from outcore.runtime.activations.away import TOO_LARGE, Away, Sender
 from outcore.runtime.activations.recomputed import Again
-from outcore.runtime.activations.room import Lease, Room
+from outcore.runtime.activations.room import Between, Lease, Room
 from outcore.runtime.activations.saved import by_place, escaped, storage_of, without_values
 from outcore.runtime.activations.saving import Dropped, Graph, KeptGraph, KeptPiece, Saving, SavingBase, edges_of
 from outcore.runtime.activations.selection import Selection
@@ -307,9 +307,11 @@ class SendAway(Policy):
         self._too_large.add(kind)
 
 
-def policy_of(unit: Unit, room: Room, order: ActivationOrder[Handle], device: Device, where: str) -> Policy:
+def policy_of(
+    unit: Unit, room: Room, order: ActivationOrder[Handle], between: Between, device: Device, where: str
+) -> Policy:
     """The policy that the plan gives to a unit."""
-    sender = None if unit.plan.activations == "device" else Sender(unit, order, device, where)
+    sender = None if unit.plan.activations == "device" else Sender(unit, order, between, device, where)
     kind = device.torch_device.type
     if unit.plan.policy == "keep":
         return Policy(unit, kind, where) if sender is None else SendAway(unit, kind, sender, where)

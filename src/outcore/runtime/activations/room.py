@@ -9,12 +9,22 @@ Bytes are given back when backward comes to the call, or when its graph goes.
 [Note: what else is alive] On an accelerator results, logits and workspace need memory too, and only a run can tell how
 much. So there the room is closed until a step was measured in which nothing was kept: the peak of that step is not to
 be had. Larger arguments than were measured close the room again, until another such step was measured.
+
+[Note: between units] Several units may get the same tensor, as all blocks of a decoder get what the encoder gave. Each
+of them would send it and need room for it in its slot. So the first call alone sends it. For the others it stays on the
+device, once, until their backward: that takes no more than one slot would.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
+
+import torch
+
 from outcore.device.autograd import keeps_graph
 from outcore.device.device import Meter
+from outcore.runtime.activations.saved import storage_of
 
 _OTHER_SHARE = 1.125  # of a measured peak: allocators leave gaps
 
@@ -101,3 +111,21 @@ class Room:
     def _start(self, meter: Meter) -> None:
         self._was_used = False
         meter.start()
+
+
+class Between:
+    """Memory of arguments that calls of units got so far, while it lives. See [Note: between units]."""
+
+    def __init__(self) -> None:
+        self._met = weakref.WeakValueDictionary[int, torch.UntypedStorage]()
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether an earlier call got the same memory."""
+        return storage_of(tensor) != 0 and tensor.untyped_storage()._cdata in self._met
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Arguments of a call."""
+        for tensor in tensors:
+            if tensor.requires_grad and storage_of(tensor):
+                storage = tensor.untyped_storage()
+                self._met[storage._cdata] = storage

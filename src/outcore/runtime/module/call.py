@@ -23,7 +23,7 @@ from outcore.device.lanes import Handle
 from outcore.order.activations import ActivationOrder
 from outcore.planning.units.caches import is_cache
 from outcore.runtime.activations.policies import Policy, policy_of
-from outcore.runtime.activations.room import Room
+from outcore.runtime.activations.room import Between, Room
 from outcore.runtime.activations.saved import storage_of, version_of
 from outcore.runtime.activations.saving import Graph
 from outcore.runtime.module.caches import refuse_filled_caches, without_caches
@@ -79,6 +79,7 @@ class Services(NamedTuple):
     access: Access
     room: Room
     activations: ActivationOrder[Handle]
+    between: Between
     compiling: Compiling
 
 
@@ -89,7 +90,7 @@ class UnitCall:
 
     def __init__(self, unit: Unit, services: Services) -> None:
         self.unit = unit
-        self._weights, self._sink, self._device, doubts, access, room, activations, compiling = services
+        self._weights, self._sink, self._device, doubts, access, room, activations, between, compiling = services
         self._is_closed, self._where = False, f"unit '{unit.label}'"
         functools.update_wrapper(self, unit.module.forward)
         self._forward = compiling.forward_of(unit.module)
@@ -97,7 +98,8 @@ class UnitCall:
         self._anchor, self._trained = Anchor(), Trained(unit)
         self._edits = OwnEdits(unit, access)
         self._repeats = Repeats(unit.modules, self._device, doubts, self._where)
-        self._policy: Policy = policy_of(unit, room, activations, self._device, self._where)
+        self._policy: Policy = policy_of(unit, room, activations, between, self._device, self._where)
+        self._between = between
         self._activations = activations if activations.homes_are_used else None
 
     def close(self) -> None:
@@ -129,6 +131,8 @@ class UnitCall:
         # Whoever packs what is saved expects the same of the call that it will repeat.
         kind = self._policy.kind_of(args, kwargs) if self._policy.has_kinds and not is_packing() else None
         call, inner, outputs, out_structure = self._run_forward(tensors, structure, kind)
+        if self._activations is not None:
+            self._between.add(tensors)
         if call.outputs:
             given = [t for t, u in zip(tensors, call.used, strict=True) if u]
             saved = tensors if call.needs_arguments or is_packing() else []
