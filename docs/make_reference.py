@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import outcore
+from outcore import optim
 from outcore.device.recorder import Recorder
 from outcore.integrations.transformers import OutcoreMixin
 from outcore.losses import chunked
@@ -43,9 +44,11 @@ def page() -> str:
     for name in functions:
         parts.append(_entry(f"outcore.{name}", getattr(outcore, name)))
     parts.append(_entry("outcore.losses.chunked", chunked))
+    parts.append(_entry("outcore.optim.check", optim.check))
     parts.append("## Values\n\n")
     for name in values:
         parts.append(_class(f"outcore.{name}", getattr(outcore, name)))
+    parts += [_class(f"outcore.optim.{kind.__name__}", kind) for kind in (optim.Lion, optim.Rule, optim.State)]
     parts.append("## What these hand out\n\n")
     for name, (kind, what, members) in _BESIDE.items():
         names = members or _public(kind)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from outcore.optim.joined import members
 from outcore.optim.rules import rule_for
 from outcore.planning.homes.pools import LEAST, Comfort, pools_for
 from outcore.planning.homes.reservations import can_be_early
@@ -58,8 +59,11 @@ def forced(
         may_be_one: The root may be all there is.
         pieces: ``micro_batches_in_unit``.
     """
-    names = () if optimizer is None else rule_for(optimizer).state_names(optimizer.param_groups)
-    cut = partition(model, units=units, state_names=names, precision=precision, micro_batches_in_unit=pieces)
+    rule, groups = (None, []) if optimizer is None else (rule_for(*members(optimizer)), optimizer.param_groups)
+    names, keeps = (() if rule is None else rule.state_names(groups)), (None if rule is None else rule.kept(groups))
+    cut = partition(
+        model, units=units, state_names=names, keeps=keeps, precision=precision, micro_batches_in_unit=pieces
+    )
     spec = cut.spec
     assert may_be_one or len(spec.units) > 1, "nothing moves"
     plans = []

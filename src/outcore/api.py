@@ -19,6 +19,7 @@ from outcore.device.opening import open_device
 from outcore.device.race import RaceChecker
 from outcore.device.threads import close_at_exit
 from outcore.forecast import NamedHardware
+from outcore.optim.joined import as_one, members
 from outcore.optim.rules import UpdateRule, rule_for
 from outcore.planning.timing.simulate import Simulation
 from outcore.planning.units.partition import Partition, partition
@@ -37,6 +38,8 @@ from outcore.saving.give_back import Origin, give_back, origins_of, take_weights
 from outcore.spec.budget import Budget
 from outcore.spec.model import ModelSpec, Precision
 from outcore.spec.plan import AwayTier, Plan
+
+_Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
 class Prepared(NamedTuple):
@@ -67,7 +70,7 @@ class Prepared(NamedTuple):
 
 def prepare(  # noqa: PLR0913 (one call is the whole configuration)
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
     *,
     sample: Mapping[str, torch.Tensor] | None = None,
     budget: Budget | None = None,
@@ -88,8 +91,8 @@ def prepare(  # noqa: PLR0913 (one call is the whole configuration)
 
     Args:
         model: Any module. It stays the same object; its parameters keep their identity.
-        optimizer: AdamW, Adam, SGD or Adagrad of ``torch.optim`` over them. Param groups stay the same list. None: all
-            parameters are frozen, for evaluation, generation or a frozen reference.
+        optimizer: Of ``torch.optim`` or an ``outcore.optim.Rule``, over them. Param groups stay the same list. Several
+            for different parameters: a list. None: all are frozen, to evaluate, generate or be a reference.
         sample: The largest micro-batch that will come, as keyword arguments of the model's forward: from its shapes,
             activations and workspace are planned, and the fastest plan is found.
         budget: The most to take on each tier; default: what is free, without disk.
@@ -137,7 +140,7 @@ def prepare(  # noqa: PLR0913 (one call is the whole configuration)
     )
 
 
-def prepare_in_loop(model: nn.Module, optimizer: torch.optim.Optimizer | None, **options: Any) -> Prepared:
+def prepare_in_loop(model: nn.Module, optimizer: _Optimizers, **options: Any) -> Prepared:
     """``prepare`` for a loop of ours, of which more is known (``loop=``). Not part of the contract."""
     given = {name: value for name, value in options.items() if value is not None}
     return _prepare(model, optimizer, Options(**given), Faults(), None)
@@ -180,7 +183,7 @@ def plan_in_time(
     """``plan_for``, and steps of the plan in time, where sample and machine are known."""
     given = Options(**{name: value for name, value in options.items() if value is not None})
     compiling = Compiling(given.compile)
-    _, cut = _cut(model, optimizer, given)
+    _, cut = _cut(model, as_one(optimizer), given)
     with open_device(given.device, Faults(), None) as device:
         compiling.check(cut, device.torch_device)
         timed = Timed(cut, given, device)
@@ -323,11 +326,12 @@ _GIVEN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 def _prepare(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: _Optimizers,
     options: Options,
     faults: Faults,
     race_checker: RaceChecker | None,
 ) -> Prepared:
+    optimizer: torch.optim.Optimizer | None = as_one(optimizers)
     origins = origins_of(model, is_to_be_frozen=optimizer is None) if isinstance(model, nn.Module) else {}
     compiling = Compiling(options.compile)
     rule, cut = _cut(model, optimizer, options)
@@ -368,7 +372,7 @@ def _prepare(
     _ENGINES.add(engine)
     _ORIGINS[engine] = origins
     if optimizer is not None:
-        _GIVEN.add(optimizer)
+        _GIVEN.update((optimizer, *members(optimizer)))
     _CLOSED.discard(model)
     close_at_exit(engine)
     return Prepared(model, streamed)
@@ -382,12 +386,13 @@ def _cut(
     check_counts(options)
     if optimizer is None:
         model.requires_grad_(requires_grad=False)
-    rule = None if optimizer is None else rule_for(optimizer)
-    names = () if optimizer is None or rule is None else rule.state_names(optimizer.param_groups)
+    rule = None if optimizer is None else rule_for(*members(optimizer))
+    groups = [] if optimizer is None else optimizer.param_groups
     return rule, partition(
         model,
         units=options.units,
-        state_names=names,
+        state_names=() if rule is None else rule.state_names(groups),
+        keeps=None if rule is None else rule.kept(groups),
         precision=options.precision,
         micro_batches_in_unit=options.micro_batches_in_unit or 1,
     )
@@ -412,7 +417,7 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
     refuse_prefixes(model)
     if optimizer is None:
         return
-    if optimizer in _GIVEN:
+    if any(one in _GIVEN for one in members(optimizer)):
         raise ConfigError(
             f"prepare: expected a new optimizer, but this {type(optimizer).__name__} was prepared before, and its "
             "states ended with that run; build a new one, and load the prepared one's state_dict() into it if the "

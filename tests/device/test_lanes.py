@@ -17,7 +17,7 @@ from outcore.core.errors import DiskError, LaneError
 from outcore.device.faults import Faults
 from outcore.device.lanes import Handle
 from outcore.device.opening import open_device
-from outcore.device.threads import start_single_threaded
+from outcore.device.threads import start_threads
 from outcore.order.ledger import newest
 from outcore.spec.lanes import Lane
 
@@ -345,7 +345,7 @@ def test_a_body_that_cannot_start_does_not_hang_the_others(monkeypatch, three_th
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(RuntimeError, match="new thread"):
-        start_single_threaded({"a": lambda: ran.append("a"), "b": lambda: ran.append("b")})
+        start_threads({"a": lambda: ran.append("a"), "b": lambda: ran.append("b")})
     assert not ran
     assert torch.get_num_threads() == 3
     assert _in_new_thread(torch.get_num_threads) == 3

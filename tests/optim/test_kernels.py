@@ -10,7 +10,7 @@ import torch
 from outcore.optim import kernels
 from outcore.optim.blocks import update_blocks
 
-from .update_cases import OPTIMIZERS, Blocked, PlainLoop, assert_same_bits, fused_sgd_is_broken, random
+from .update_cases import FUSED, OPTIMIZERS, Blocked, PlainLoop, assert_same_bits, fused_sgd_is_broken, random
 
 KERNELS = {"adamw": "_fused_adamw_", "adam": "_fused_adam_", "sgd": "_fused_sgd_", "adagrad": "_fused_adagrad_"}
 
@@ -46,7 +46,7 @@ def test_this_torch_passes_the_check(kernel, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+@pytest.mark.parametrize("name", FUSED)
 def test_without_the_private_kernel_public_torch_gives_the_same(name, dtype, monkeypatch):
     monkeypatch.setattr(kernels, "_private_step", lambda _: torch._fused_gone_)
     with pytest.warns(RuntimeWarning, match="of torch .* cannot be used for torch.(float32|bfloat16) on cpu"):

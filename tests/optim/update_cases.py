@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from outcore.optim.blocks import Piece
+from outcore.optim import Lion
+from outcore.optim.blocks import Piece, numbers_after
 from outcore.optim.rules import rule_for
 
 OPTIMIZERS = {
@@ -24,7 +25,27 @@ OPTIMIZERS = {
     "adagrad decay": lambda p: torch.optim.Adagrad(
         p, lr=0.1, lr_decay=0.2, weight_decay=0.1, initial_accumulator_value=0.3, maximize=True, fused=True
     ),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True, foreach=True),
+    "adam plain": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1, maximize=True, fused=False),
+    "sgd foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.1, foreach=True),
+    "adagrad foreach": lambda p: torch.optim.Adagrad(
+        p, lr=0.1, lr_decay=0.2, initial_accumulator_value=0.3, foreach=True
+    ),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, weight_decay=0.1),
+    "rmsprop centered": lambda p: torch.optim.RMSprop(p, lr=1e-2, momentum=0.9, centered=True, maximize=True),
+    "rmsprop foreach": lambda p: torch.optim.RMSprop(p, lr=1e-2, momentum=0.9, centered=True, foreach=True),
+    "adadelta": lambda p: torch.optim.Adadelta(p, weight_decay=0.1),
+    "adadelta foreach": lambda p: torch.optim.Adadelta(p, maximize=True, foreach=True),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=1e-2, weight_decay=0.1, maximize=True),
+    "adamax foreach": lambda p: torch.optim.Adamax(p, lr=1e-2, foreach=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2, weight_decay=0.1, decoupled_weight_decay=True),
+    "nadam foreach": lambda p: torch.optim.NAdam(p, lr=1e-2, weight_decay=0.1, maximize=True, foreach=True),
+    "radam": lambda p: torch.optim.RAdam(p, lr=1e-2, betas=(0.9, 0.6), weight_decay=0.1, decoupled_weight_decay=True),
+    "radam foreach": lambda p: torch.optim.RAdam(p, lr=1e-2, betas=(0.9, 0.6), weight_decay=0.1, foreach=True),
+    "lion": lambda p: Lion(p, lr=1e-2, weight_decay=0.1, maximize=True),
 }
+FUSED = [name for name in OPTIMIZERS if OPTIMIZERS[name]([torch.nn.Parameter(torch.zeros(1))]).defaults.get("fused")]
+"""Those whose kernels are torch's fused ones."""
 
 
 def fused_sgd_is_broken() -> bool:
@@ -66,23 +87,32 @@ class Blocked:
 
     def __init__(self, make, numels, dtype=torch.float32, weights_dtype=None):
         plain = PlainLoop(make, numels, dtype)
-        self.groups = [{**group, "fused": True} for group in plain.optimizer.param_groups]
+        self.groups = make(plain.params).param_groups
         self.rule = rule_for(make(plain.params))
         self.names = self.rule.state_names(self.groups)
         self.targets = [p.detach() for p in plain.params]
-        start = {name: self.rule.initial_value(name) for name in self.names}
-        self.states = [{name: torch.full_like(t, start[name]) for name in self.names} for t in self.targets]
+        forms = self.rule.states(plain.params[0], self.groups[0])
+        self.states = [{name: _begun(form, t) for name, form in forms.items()} for t in self.targets]
+        self.dtypes = {name: form.dtype for name, form in forms.items() if form.shape == ()}
+        self.numbers = {name: form.initial for name, form in forms.items() if form.shape == ()}
         self.weights = [
             torch.full_like(t, torch.nan, dtype=weights_dtype) if weights_dtype else None for t in self.targets
         ]
 
     def pieces(self, step, grads, **options):
-        hyper = self.rule.hyper(self.groups[0])
+        hyper, numbers = self.rule.hyper(self.groups[0]), self.numbers
+        self.numbers = numbers_after(hyper, numbers, self.dtypes, step)
+        options["numbers"] = numbers
         rows = zip(self.targets, grads, self.states, self.weights, strict=True)
         return [Piece(target=t, grad=g, states=s, weights=w, step=step, hyper=hyper, **options) for t, g, s, w in rows]
 
     def tensors(self):
         return self.targets + [state[name] for state in self.states for name in self.names]
+
+
+def _begun(form, target):
+    like = target if form.shape is None else torch.empty(1, dtype=form.dtype)
+    return torch.full_like(like, form.initial, dtype=form.dtype)
 
 
 def assert_same_bits(got, want):

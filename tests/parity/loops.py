@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,9 @@ from typing import Any
 import torch
 from one_arithmetic import trains_fused
 from torch import nn
+
+from outcore.optim import Lion
+from outcore.optim.joined import Joined
 
 from . import zoo
 
@@ -21,7 +25,17 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 5e-2, "momentum": 0.9, "weight_decay": 0.01}),
     "nesterov": (torch.optim.SGD, {"lr": 5e-2, "momentum": 0.9, "nesterov": True}),
     "adagrad": (torch.optim.Adagrad, {"lr": 1e-2, "lr_decay": 0.01}),
+    "adamw foreach": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "foreach": True}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 1e-3, "momentum": 0.9, "centered": True}),
+    "nadam": (torch.optim.NAdam, {"lr": 1e-2, "weight_decay": 0.1}),
+    "radam": (torch.optim.RAdam, {"lr": 1e-2, "betas": (0.9, 0.6), "weight_decay": 0.1}),
+    "adamax": (torch.optim.Adamax, {"lr": 1e-2, "weight_decay": 0.1}),
+    "adadelta": (torch.optim.Adadelta, {"lr": 1.0}),
+    "lion": (Lion, {"lr": 1e-3, "weight_decay": 0.1}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 1e-2, "eps": (1e-9, 1e-3), "weight_decay": 0.1}),
 }
+BY_RULE = ("adamw foreach", "rmsprop", "nadam", "radam", "adamax", "adadelta", "lion", "adafactor", "muon")
+"""Those without a fused kernel; ``muon`` has AdamW beside it for all that is no matrix."""
 
 Moments = dict[str, dict[str, torch.Tensor]]
 
@@ -252,15 +266,33 @@ def build_optimizer(
     setting: Setting, named: Mapping[str, nn.Parameter], *, is_fused: bool = False
 ) -> torch.optim.Optimizer:
     """One group, or two as the Hugging Face trainer makes them."""
+    if setting.optimizer == "muon":
+        matrices = {n: p for n, p in named.items() if p.ndim == 2}
+        rest = {n: p for n, p in named.items() if p.ndim != 2}
+        adamw = build_optimizer(dataclasses.replace(setting, optimizer="adamw"), rest, is_fused=is_fused)
+        return Both([torch.optim.Muon(list(matrices.values()), lr=1e-2), adamw])
     cls, options = OPTIMIZERS[setting.optimizer]
     groups: list[dict[str, Any]] = [{"params": list(named.values())}]
     if setting.groups == "two":
         decayed = [p for p in named.values() if p.ndim >= 2]
         plain = [p for p in named.values() if p.ndim < 2]
         groups = [{"params": decayed}, {"params": plain, "weight_decay": 0.0, "lr": options["lr"] * 2}]
-    if is_fused:
+    if is_fused and setting.optimizer not in BY_RULE:
         groups = [part for group in groups for part in _fused_where_it_trains(cls, group)]
     return cls([g for g in groups if g["params"]], **options)
+
+
+class Both(Joined):
+    """Two optimizers that a plain loop can step as one."""
+
+    def __init__(self, members: list[torch.optim.Optimizer]) -> None:
+        super().__init__(members)
+        for member in members:
+            member.state = self.state  # type: ignore[assignment]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for member in self.members:
+            member.step(closure)
 
 
 def _fused_where_it_trains(cls: type, group: dict[str, Any]) -> list[dict[str, Any]]:

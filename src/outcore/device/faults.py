@@ -28,7 +28,7 @@ from outcore.device.lanes import (
     refuse_on_lane,
     run_operation,
 )
-from outcore.device.threads import start_single_threaded
+from outcore.device.threads import start_threads
 from outcore.spec.lanes import Lane
 
 COMPUTE = "compute"
@@ -120,7 +120,7 @@ class PermutedLanes:
         self._is_closed = False
         self._queues: dict[Lane, deque[Operation]] = {lane: deque() for lane in Lane}
         self._turns: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        (self._thread,) = start_single_threaded({"outcore-permuted": self._serve})
+        (self._thread,) = start_threads({"outcore-permuted": self._serve})
 
     def submit(self, operation: Operation) -> None:
         """Queue an operation; by chance run up to three that are ready."""

@@ -30,7 +30,7 @@ from outcore.device.lanes import (
     run_operation,
     wait_for,
 )
-from outcore.device.threads import start_single_threaded
+from outcore.device.threads import start_threads
 from outcore.spec.lanes import Lane
 
 STALL_TIMEOUT_S = 300.0
@@ -57,7 +57,7 @@ class ThreadedLanes:
         self._queues: dict[Lane, SimpleQueue[Operation | None]] = {lane: SimpleQueue() for lane in Lane}
         self._last: dict[Lane, Handle] = {}
         self._heads: dict[str, Operation] = {}  # what each lane works at, or waits to
-        self._threads = start_single_threaded({f"outcore-{lane.value}": partial(self._serve, lane) for lane in Lane})
+        self._threads = start_threads({f"outcore-{lane.value}": partial(self._serve, lane) for lane in Lane})
         self._idents = frozenset(thread.ident for thread in self._threads)
 
     def submit(self, operation: Operation) -> None:

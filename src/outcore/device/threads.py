@@ -33,18 +33,20 @@ _LOCK = threading.Lock()  # two callers at once would take each other's one for 
 _STARTED: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
-def start_single_threaded(bodies: Mapping[str, Callable[[], None]]) -> tuple[threading.Thread, ...]:
-    """Start a daemon thread with one ATen thread per body; returns when all of them have begun.
+def start_threads(bodies: Mapping[str, Callable[[], None]], *, aten_threads: int = 1) -> tuple[threading.Thread, ...]:
+    """Start a daemon thread per body; returns when all of them have begun.
 
     Args:
         bodies: Name of the thread -> what it runs.
+        aten_threads: Of each.
     """
     with _LOCK, ThreadPoolExecutor(max_workers=1) as other:
         torch.get_num_threads()  # the calling thread takes the default over before it changes for a moment
         default = other.submit(torch.get_num_threads).result()
         ready = threading.Barrier(len(bodies) + 1)
         threads = tuple(
-            threading.Thread(target=_begin, args=(body, ready), name=name, daemon=True) for name, body in bodies.items()
+            threading.Thread(target=_begin, args=(body, ready, aten_threads), name=name, daemon=True)
+            for name, body in bodies.items()
         )
         _STARTED.update(threads)
         try:
@@ -71,9 +73,9 @@ def join_started(timeout_s: float) -> None:
             thread.join(max(0.0, deadline_s - time.monotonic()))
 
 
-def _begin(body: Callable[[], None], ready: threading.Barrier) -> None:
+def _begin(body: Callable[[], None], ready: threading.Barrier, aten_threads: int) -> None:
     torch.get_num_threads()  # or the first parallel kernel would bring the default back
-    torch.set_num_threads(1)
+    torch.set_num_threads(aten_threads)
     try:
         ready.wait()
     except threading.BrokenBarrierError:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from outcore.core.quantities import align_up
 from outcore.optim.kernels import FusedStep, apply
-from outcore.optim.rules import Hyper, SgdHyper
+from outcore.optim.rules import Hyper, RuleHyper, SgdHyper
 
 CUT_NUMEL = 64
 """Cuts inside a parameter are multiples of it: a cache line or more in every dtype, and a whole number of vectors."""
@@ -38,7 +38,7 @@ class Piece:
     grad: Tensor | None
     """Gradient in the update dtype or in the dtype in which autograd made it; only read. None needs ``zero``."""
     states: Mapping[str, Tensor]
-    """At least the states that ``hyper.state_names`` lists, in the update dtype; updated in place."""
+    """At least those that ``hyper`` needs; updated in place. Numbers (below) have one element."""
     weights: Tensor | None
     """Receives ``target`` in its own dtype; None if ``target`` is the weights."""
     step: int
@@ -52,6 +52,16 @@ class Piece:
     """Out of place: what ``target`` is before the update."""
     old_states: Mapping[str, Tensor] = field(default_factory=dict)
     """Out of place: what ``states`` are before the update."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """States that are one number, as they are before the update: all parts of a parameter read the same."""
+    likes: Mapping[str, Tensor] = field(default_factory=dict)
+    """Meta tensors of the shape and strides that the rule is to see: of the parameter ("") and of states with a shape
+    of their own. For what is updated as a whole."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it must not be cut."""
+        return isinstance(self.hyper, RuleHyper) and self.hyper.rule.is_whole
 
     def parts(self, numels: Sequence[int]) -> Iterator[Piece]:
         """Cut the whole into parts of so many elements, one behind the other. See [Note: interpreter lock]."""
@@ -63,7 +73,10 @@ class Piece:
             return [None] * len(numels) if tensor is None else tensor.split_with_sizes(numels)
 
         def cut_each(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-            columns = {name: tensor.split_with_sizes(numels) for name, tensor in tensors.items()}
+            columns: dict[str, Sequence[Tensor]] = {
+                name: [tensor] * len(numels) if name in self.numbers else tensor.split_with_sizes(numels)
+                for name, tensor in tensors.items()
+            }
             return [{name: column[i] for name, column in columns.items()} for i in range(len(numels))]
 
         targets, grads, weights = self.target.split_with_sizes(numels), cut(self.grad), cut(self.weights)
@@ -87,7 +100,7 @@ class StoppedError(Exception):
 def update_blocks(pieces: Iterable[Piece], scratch: Tensor, is_stopped: Callable[[], bool] = lambda: False) -> None:
     """Update every piece, in blocks as large as the scratch.
 
-    Bit for bit one step of ``torch.optim`` with ``fused=True`` over whole parameters whose gradient is
+    Bit for bit one step of ``torch.optim`` with ``fused=True``, or of the rule, over whole parameters whose gradient is
     ``grad.to(update dtype)`` times the factors, then ``weights.copy_(target)``. See [Note: blocks].
 
     Args:
@@ -101,10 +114,14 @@ def update_blocks(pieces: Iterable[Piece], scratch: Tensor, is_stopped: Callable
         StoppedError: It said yes.
     """
     with torch.no_grad():
-        for (_, dtype, _), group in _alike(pieces).items():
-            numel = scratch.numel() // (dtype.itemsize * CUT_NUMEL) * CUT_NUMEL
+        for (hyper, dtype, _), group in _alike(pieces).items():
+            # A rule makes tensors of the size of a block, and all of them should fit where the scratch does.
+            cuts = scratch.numel() // (dtype.itemsize * CUT_NUMEL)
+            if isinstance(hyper, RuleHyper):
+                cuts = min(cuts, max(int(cuts / max(hyper.rule.temporaries, 1.0)), 1))
+            numel = cuts * CUT_NUMEL
             room = scratch[: numel * dtype.itemsize].view(dtype)
-            for blocks in _filled(group, numel):
+            for blocks in ([piece] for piece in group) if group[0].is_whole else _filled(group, numel):
                 if is_stopped():
                     raise StoppedError("the model was closed")
                 _update(blocks, room)
@@ -149,7 +166,10 @@ def _update(blocks: list[Piece], scratch: Tensor) -> None:
     grads, start = [], 0
     for block in blocks:
         numel = block.target.numel()
-        room = scratch if numel == scratch.numel() else scratch[start : start + numel]
+        if block.is_whole:
+            room = torch.empty_like(block.target) if _needs_room(block) else block.target
+        else:
+            room = scratch if numel == scratch.numel() else scratch[start : start + numel]
         grads.append(_gradient(block, room))
         start += align_up(numel, CUT_NUMEL)
     hyper = blocks[0].hyper
@@ -158,12 +178,56 @@ def _update(blocks: list[Piece], scratch: Tensor) -> None:
             block.target.copy_(block.old_target)
         for name, old in block.old_states.items():
             block.states[name].copy_(old)
-    targets, steps = [block.target for block in blocks], [block.step for block in blocks]
-    states = [tuple(block.states[name] for name in hyper.state_names) for block in blocks]
-    apply(FusedStep(hyper=hyper, targets=targets, grads=grads, states=states, steps=steps))
+    if isinstance(hyper, RuleHyper):
+        for block, grad in zip(blocks, grads, strict=True):
+            _follow(hyper, block, grad)
+    else:
+        targets, steps = [block.target for block in blocks], [block.step for block in blocks]
+        states = [tuple(block.states[name] for name in hyper.state_names) for block in blocks]
+        apply(FusedStep(hyper=hyper, targets=targets, grads=grads, states=states, steps=steps))
     for block in blocks:
         if block.weights is not None:
             block.weights.copy_(block.target)
+
+
+def _follow(hyper: RuleHyper, block: Piece, grad: Tensor) -> None:
+    """The rule's own function."""
+    numbers = {name: _number(value, block.states[name].dtype) for name, value in block.numbers.items()}
+    states = {name: numbers[name] if name in numbers else t for name, t in block.states.items()}
+    target = block.target
+    if block.is_whole:
+        target, grad = _shaped(target, block.likes[""]), _shaped(grad, block.likes[""])
+        states = {n: t if n in numbers else _shaped(t, block.likes.get(n, block.likes[""])) for n, t in states.items()}
+    hyper.rule.update(target, grad, states, block.step, hyper.settings)
+    for name, number in numbers.items():
+        block.states[name].fill_(number.item())
+
+
+def _number(value: float, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(value, dtype=dtype, device="cpu")
+
+
+def _shaped(flat: Tensor, like: Tensor) -> Tensor:
+    return flat.as_strided(like.shape, like.stride())
+
+
+def numbers_after(
+    hyper: Hyper, numbers: Mapping[str, float], dtypes: Mapping[str, torch.dtype], step: int
+) -> dict[str, float]:
+    """What the numbers of a parameter are after a step: asked of the rule, with a weight of no elements."""
+    if not numbers or not isinstance(hyper, RuleHyper):
+        return dict(numbers)
+    empty = torch.empty(0, dtype=torch.float32, device="cpu")
+    held = {name: _number(value, dtypes[name]) for name, value in numbers.items()}
+    names = hyper.rule.states((0,), hyper.settings)
+    with torch.no_grad():
+        states = {name: held.get(name, empty.clone()) for name in names}
+        hyper.rule.update(empty.clone(), empty, states, step, hyper.settings)
+    return {name: float(value) for name, value in held.items()}
+
+
+def _needs_room(block: Piece) -> bool:
+    return block.zero or bool(block.factors) or block.grad is None or block.grad.dtype != block.target.dtype
 
 
 def _gradient(block: Piece, room: Tensor) -> Tensor:

@@ -19,8 +19,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from outcore.optim.rules import AdagradHyper, AdamHyper, Hyper, SgdHyper
+from outcore.optim.rules import AdagradHyper, AdamHyper, SgdHyper
 
+FusedHyper = AdamHyper | SgdHyper | AdagradHyper
+"""Settings of what has a fused kernel."""
 _LAST_STEP = 2**24  # torch counts steps in fp32 by adding 1, which stands still here
 _CHECKED_NUMELS = (199, 64, 1)  # a vector body with a scalar tail, a body alone, a tail alone
 _CHANGED = (AttributeError, TypeError, ValueError, RuntimeError)  # how a missing or changed private name shows
@@ -31,7 +33,7 @@ _CHANGED = (AttributeError, TypeError, ValueError, RuntimeError)  # how a missin
 class FusedStep:
     """One step for several tensors with the same settings, as one kernel call takes it. All tensors are 1D."""
 
-    hyper: Hyper
+    hyper: FusedHyper
     targets: list[Tensor]
     """Updated in place; one dtype, one device."""
     grads: list[Tensor]
@@ -82,7 +84,7 @@ def apply(step: FusedStep) -> None:
         stepper_for(step.hyper, step.targets[0].device, step.targets[0].dtype)(step)
 
 
-def stepper_for(hyper: Hyper, device: torch.device, dtype: torch.dtype) -> Stepper:
+def stepper_for(hyper: FusedHyper, device: torch.device, dtype: torch.dtype) -> Stepper:
     """What updates with such settings there; the first call does the check of [Note: first use]."""
     key = (_kernel_name(hyper), device.type, dtype)
     if key not in _steppers:  # asked without the lock, which workers would fight for at every block
@@ -115,7 +117,7 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [taken[i] for i in range(len(tensors))]
 
 
-def _kernel_name(hyper: Hyper) -> str:
+def _kernel_name(hyper: FusedHyper) -> str:
     if isinstance(hyper, AdamHyper):
         return "_fused_adamw_" if hyper.decoupled else "_fused_adam_"
     return "_fused_sgd_" if isinstance(hyper, SgdHyper) else "_fused_adagrad_"
@@ -163,7 +165,7 @@ _public_fused = partial(_public_step, fused=True)
 _public_plain = partial(_public_step, fused=False)
 
 
-def _public_optimizer(hyper: Hyper, param: torch.nn.Parameter, *, fused: bool) -> torch.optim.Optimizer:
+def _public_optimizer(hyper: FusedHyper, param: torch.nn.Parameter, *, fused: bool) -> torch.optim.Optimizer:
     common: dict[str, Any] = {"lr": hyper.lr, "weight_decay": hyper.weight_decay, "maximize": hyper.maximize}
     common |= {"fused": fused, "foreach": False}
     if isinstance(hyper, SgdHyper):
@@ -199,7 +201,7 @@ class _Made:
         count = torch.arange(1, numel + 1, dtype=torch.float32, device=self.device)
         return count.mul_(frequency).sin_().to(self.dtype)
 
-    def two_steps(self, stepper: Stepper, hyper: Hyper) -> Tensor:
+    def two_steps(self, stepper: Stepper, hyper: FusedHyper) -> Tensor:
         """Targets and states after two steps, all in one."""
         targets = [self.wave(n, 0.7) for n in _CHECKED_NUMELS]
         states = [tuple(torch.zeros_like(t) for _ in hyper.state_names) for t in targets]
@@ -211,7 +213,11 @@ class _Made:
 
 
 def _difference(
-    stepper: Stepper, reference: Stepper, hypers: Iterable[Hyper], made: _Made, same: Callable[[Tensor, Tensor], bool]
+    stepper: Stepper,
+    reference: Stepper,
+    hypers: Iterable[FusedHyper],
+    made: _Made,
+    same: Callable[[Tensor, Tensor], bool],
 ) -> str | None:
     """What is wrong with a stepper, if anything."""
     try:
@@ -229,7 +235,7 @@ def _close(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a.float(), b.float(), rtol=tolerance, atol=tolerance)
 
 
-def _checked_hypers(name: str) -> Iterable[Hyper]:
+def _checked_hypers(name: str) -> Iterable[FusedHyper]:
     """Settings that together meet every branch of a kernel."""
     for flag, other in itertools.product((False, True), repeat=2):
         if name == "_fused_sgd_":

@@ -1,15 +1,21 @@
-"""Update rules: which ``torch.optim`` optimizers are supported, what they keep, and what a step needs of a group."""
+"""Update rules: which optimizers can be taken apart, what they keep, and what a step needs of a group."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, final
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, final
 
 import torch
+from torch import Tensor
 
 from outcore.core.errors import ConfigError
+from outcore.optim.of_torch import RULES, TorchRule
+from outcore.optim.rule import Rule, State, settings_of
+from outcore.spec.layout import SCRATCH_BYTES
+from outcore.spec.model import DTYPE_BYTES, StateForm
 
 Group = Mapping[str, Any]
 """One entry of ``optimizer.param_groups``."""
@@ -71,55 +77,184 @@ class AdagradHyper:
         return ("sum",)
 
 
-Hyper = AdamHyper | SgdHyper | AdagradHyper
-"""A snapshot of a param group: plain numbers, so that no scheduler reaches an update under way."""
+AnyRule = Rule | TorchRule
+"""Both have ``states`` and ``update``."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RuleHyper:
+    """What one step of an optimizer by rule needs of a param group."""
+
+    rule: AnyRule
+    values: tuple[tuple[str, Any], ...]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """By name."""
+        return dict(self.values)
+
+
+Hyper = AdamHyper | SgdHyper | AdagradHyper | RuleHyper
+"""A snapshot of a param group: plain values, so that no scheduler reaches an update under way."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class UpdateRule:
-    """How one optimizer updates: the states it keeps per element, where they start, its settings as numbers."""
+class Kind:
+    """How one optimizer updates."""
 
     name: str
-    """Class in ``torch.optim``."""
-    initial_sum: float
+    """Class in ``torch.optim``, or of its own."""
+    rule: AnyRule
+    keys: Mapping[str, Any]
+    """Settings of groups that a step needs."""
+    initial_sum: float = 0.0
     """Where Adagrad's ``sum`` starts: set once for all groups, as in torch."""
+    groups: Sequence[Group] = ()
+    """The optimizer's own list."""
+
+    @property
+    def has_step(self) -> bool:
+        """Whether it keeps a ``step``."""
+        return getattr(self.rule, "has_step", True)
+
+    @property
+    def has_states_at_once(self) -> bool:
+        """Whether states exist before the first step."""
+        return self.name == "Adagrad"
+
+    def hyper(self, group: Group) -> Hyper:
+        """Take what a step needs of a group, now."""
+        _refuse_other_implementations(self.name, group)
+        is_fused = self.name in _READERS and not group.get("foreach") and group.get("fused") is not False
+        if is_fused:
+            return _READERS[self.name](group)
+        values = settings_of(group, self.keys)
+        if getattr(self.rule, "may_be_foreach", False) and group["foreach"] is None and group["params"]:
+            is_foreach = not group["params"][0].is_cpu  # what torch takes there; an update elsewhere does the same
+            values = tuple((name, is_foreach if name == "foreach" else value) for name, value in values)
+        return RuleHyper(self.rule, values)
+
+    def states(self, shape: tuple[int, ...], hyper: Hyper) -> Mapping[str, State]:
+        """The states of a parameter, by name."""
+        if not isinstance(hyper, RuleHyper):
+            return {name: State(initial=self.initial_sum if name == "sum" else 0.0) for name in hyper.state_names}
+        found = self.rule.states(shape, hyper.settings)
+        return {n: replace(s, initial=self.initial_sum) if n == "sum" else s for n, s in found.items()}
+
+
+class Kept(NamedTuple):
+    """What the update of one parameter keeps, and makes and drops."""
+
+    states: tuple[StateForm, ...]
+    temporary_bytes: int
+    is_whole: bool
+
+
+@final
+class UpdateRule:
+    """How parameters are updated: by one optimizer, or by one of several."""
+
+    def __init__(self, kinds: Sequence[Kind]) -> None:
+        """Args: kinds: Of every optimizer."""
+        self.kinds = kinds
+
+    def kind(self, group: Group) -> Kind:
+        """Whose group it is."""
+        if len(self.kinds) == 1:
+            return self.kinds[0]
+        found = next((kind for kind in self.kinds if any(mine is group for mine in kind.groups)), None)
+        if found is None:
+            raise ConfigError(
+                "optimizer: expected param groups of the optimizers that outcore.prepare() was given, but one was "
+                "added later, which belongs to none of them; add it before prepare"
+            )
+        return found
 
     def hyper(self, group: Group) -> Hyper:
         """Take what a step needs of a param group, now.
 
         Raises:
-            ConfigError: The group asks for an implementation other than the fused one.
+            ConfigError: The group asks for an implementation that cannot be taken apart.
         """
-        _refuse_other_implementations(self.name, group)
-        return _READERS[self.name](group)
+        return self.kind(group).hyper(group)
+
+    def states(self, param: Tensor, group: Group) -> Mapping[str, State]:
+        """What a parameter needs with the settings that its group has now."""
+        kind = self.kind(group)
+        return kind.states(tuple(param.shape), kind.hyper(group))
 
     def state_names(self, groups: Iterable[Group]) -> tuple[str, ...]:
-        """States per trainable element, in torch's names and order: the union over all groups."""
-        return tuple(dict.fromkeys(name for group in groups for name in self.hyper(group).state_names))
+        """States, in torch's names and order: the union over all groups."""
+        params = ((param, group) for group in groups for param in group["params"])
+        return tuple(dict.fromkeys(name for param, group in params for name in self.states(param, group)))
 
-    def initial_value(self, name: str) -> float:
-        """What every element of a state starts with."""
-        return self.initial_sum if name == "sum" else 0.0
+    def kept(self, groups: Sequence[Group]) -> Callable[[Tensor, str], Kept]:
+        """What is kept for a parameter that is updated in a dtype; settings may change between groups of a kind."""
+        owners = {id(param): group for group in groups for param in group["params"]}
+
+        def kept(param: Tensor, dtype: str) -> Kept:
+            group = owners.get(id(param), groups[0])
+            kind, shape = self.kind(group), tuple(param.shape)
+            hypers = [kind.hyper(g) for g in groups if self.kind(g) is kind]
+            states = {name: state for hyper in hypers for name, state in kind.states(shape, hyper).items()}
+            forms = tuple(
+                StateForm(n, _name_of(s.dtype) if s.dtype else dtype, s.shape, s.initial) for n, s in states.items()
+            )
+            return Kept(forms, *_temporaries(kind.hyper(group), param.numel() * DTYPE_BYTES[dtype]))
+
+        return kept
 
 
-def rule_for(optimizer: torch.optim.Optimizer) -> UpdateRule:
-    """Find the update rule of an optimizer.
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _temporaries(hyper: Hyper, update_bytes: int) -> tuple[int, bool]:
+    if not isinstance(hyper, RuleHyper):
+        return 0, False
+    times = hyper.rule.temporaries
+    if hyper.rule.is_whole:
+        return math.ceil((times + 1) * update_bytes), True  # a gradient in the update dtype besides
+    return math.ceil(min(SCRATCH_BYTES, times * update_bytes)), False
+
+
+def rule_for(*optimizers: torch.optim.Optimizer) -> UpdateRule:
+    """Find the update rule of an optimizer, or of several that share a model.
 
     Raises:
         ConfigError: Not a supported optimizer, a subclass with a step of its own, or a group that asks for an
-            implementation other than the fused one.
+            implementation that cannot be taken apart.
     """
-    kind = next((cls for cls in _SUPPORTED if isinstance(optimizer, cls) and _steps_like(type(optimizer), cls)), None)
-    if kind is None:
-        raise ConfigError(
-            f"optimizer: expected one of torch.optim.{', '.join(_READERS)} (or a subclass with the same step), but got "
-            f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-        )
-    rule = UpdateRule(name=kind.__name__, initial_sum=float(optimizer.defaults.get("initial_accumulator_value", 0.0)))
-    for group in optimizer.param_groups:
-        rule.hyper(group)
+    rule = UpdateRule([_kind_of(optimizer) for optimizer in optimizers])
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            rule.hyper(group)
     return rule
+
+
+def _kind_of(optimizer: torch.optim.Optimizer) -> Kind:
+    groups, keys, kind = optimizer.param_groups, optimizer.defaults, type(optimizer)
+    if isinstance(optimizer, Rule) and inspect.unwrap(kind.step) is inspect.unwrap(Rule.step):
+        return Kind(name=kind.__name__, rule=optimizer, keys=keys, groups=groups)
+    name = next((n for n, cls in _SUPPORTED.items() if isinstance(optimizer, cls) and _steps_like(kind, cls)), None)
+    if name is None:
+        where = f"{kind.__module__}.{kind.__qualname__}"
+        raise ConfigError(
+            f"optimizer: expected one of torch.optim.{', '.join(RULES)} (or a subclass with the same step), or an "
+            f"outcore.optim.Rule, but got {where}; {_advice_on(where)}"
+        )
+    initial = float(keys.get("initial_accumulator_value", 0.0))
+    return Kind(name=name, rule=RULES[name], keys=keys, initial_sum=initial, groups=groups)
+
+
+def _advice_on(name: str) -> str:
+    """What to take instead of an optimizer whose step cannot be taken apart."""
+    for word, instead in _INSTEAD.items():
+        if word in name.lower():
+            return f"take {instead}"
+    return "write its update as an outcore.optim.Rule (docs/updates.md), which takes a few lines"
 
 
 def _adam(group: Group) -> AdamHyper:
@@ -158,7 +293,15 @@ def _adagrad(group: Group) -> AdagradHyper:
 
 
 _READERS: dict[str, Callable[[Group], Hyper]] = {"AdamW": _adam, "Adam": _adam, "SGD": _sgd, "Adagrad": _adagrad}
-_SUPPORTED = tuple(getattr(torch.optim, name) for name in _READERS)  # AdamW before Adam, which it derives from
+_SUPPORTED = {name: getattr(torch.optim, name) for name in RULES}
+_INSTEAD = {
+    "lion": "outcore.optim.Lion",
+    "muon": "torch.optim.Muon for matrices, beside another one for the rest: prepare(model, [muon, adamw])",
+    "adafactor": "torch.optim.Adafactor",
+    "adamw": "torch.optim.AdamW",
+    "adam": "torch.optim.AdamW",
+    "sgd": "torch.optim.SGD",
+}
 
 
 def _steps_like(cls: type, supported: type) -> bool:
@@ -170,11 +313,10 @@ def _steps_like(cls: type, supported: type) -> bool:
 
 
 def _refuse_other_implementations(name: str, group: Group) -> None:
-    refused = [f"{key}=True" for key in ("foreach", "capturable", "differentiable") if group.get(key)]
-    if group.get("fused") is False:
-        refused.append("fused=False")
+    refused = [f"{key}=True" for key in ("capturable", "differentiable") if group.get(key)]
     if refused:
         raise ConfigError(
-            f"optimizer: expected torch.optim.{name} with fused=True or fused left unset (updates run in fused kernels)"
-            f", but got {', '.join(refused)} in a param group; leave {'it' if len(refused) == 1 else 'them'} out"
+            f"optimizer: expected torch.optim.{name} in its fused, foreach or plain implementation (updates run piece "
+            f"by piece), but got {', '.join(refused)} in a param group; leave "
+            f"{'it' if len(refused) == 1 else 'them'} out"
         )

@@ -32,20 +32,19 @@ class Attached:
         self._moved: list[Unit] = []
         self._undo: list[Callable[[], None]] = []
 
-    def move_in(self, values: Callable[[Unit], Values], initial: Callable[[str], float]) -> None:
+    def move_in(self, values: Callable[[Unit], Values]) -> None:
         """Fill homes unit by unit and make parameters absent.
 
         A unit's own bytes are freed as soon as they are home, so that model and arenas never stand side by side.
 
         Args:
             values: Unit -> first values of its parameters; asked for in module order.
-            initial: What every element of a state begins with.
         """
         opened, freed_bytes = self._engine.opened, 0
         for unit in self._engine.units:
             if not self._engine.opened.plan.plain:
                 self._take_gradients(unit)
-            fill_unit(unit, opened.tiers, opened.order.pools, values(unit), initial)
+            fill_unit(unit, opened.tiers, opened.order.pools, values(unit))
             opened.device.synchronize()
             self._moved.append(unit)
             if unit.ledger.is_resident:

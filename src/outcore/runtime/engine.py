@@ -28,6 +28,7 @@ from outcore.runtime.unit.one_process import refuse_process_group
 from outcore.runtime.unit.recovery import Recovery
 from outcore.runtime.unit.unit import Beneath, Unit
 from outcore.runtime.updates.early import EarlyUpdates
+from outcore.runtime.updates.numbers import Numbers
 from outcore.runtime.updates.of_unit import Settings
 from outcore.runtime.updates.plain import PlainUpdates
 from outcore.runtime.updates.streamed import Stepper, StreamedUpdates
@@ -70,7 +71,7 @@ class Engine:
         self.model, self.device = partition.modules[0], device
         self.is_closed = False
         self.opened = Opened(partition.spec, plan, device, paths, has_updates=rule is not None)
-        order, workers, initial = self.opened.order, self.opened.workers, None if rule is None else rule.initial_value
+        order, workers = self.opened.order, self.opened.workers
         with self.opened.closed_on_error():
             self.units = self._units_of(partition)
         self.places = {id(p): (u, i) for u in self.units for i, p in enumerate(u.params)}
@@ -81,8 +82,8 @@ class Engine:
         steps, clipping = promises.accumulation_steps, promises.clipping
         self.gradients = Gradients(self.units, order.gradients, device, resting, steps, recovery, clipping=clipping)
         self.access = Access(self.opened.tiers, order.pools, device, self.weights)
-        self.states = States(self.places, self.access, initial)
-        self.settings = Settings(rule, partition.spec.state_names)
+        self.states = States(self.places, self.access, has_optimizer=rule is not None)
+        self.settings = Settings(rule, self.states.names)
         self._stepper: Stepper = self._streamed_updates()
         self._services = Services(
             self.weights,
@@ -108,7 +109,8 @@ class Engine:
 
     def _streamed_updates(self) -> StreamedUpdates:
         opened, order = self.opened, self.opened.order.updates
-        early = EarlyUpdates(order, self.device, opened.traffic, opened.workers, self.settings.now)
+        numbers = Numbers(self.access)
+        early = EarlyUpdates(order, self.device, opened.traffic, opened.workers, self.settings.now, numbers)
         self.gradients.on_last = early.attempt
         self._recovery.parts += [early.reset, opened.order.activations.reset, opened.order.pools.reclaim]
         return StreamedUpdates(self.units, self.gradients, self.weights, order, early, self.access, opened.workers)
@@ -124,12 +126,12 @@ class Engine:
         if compiling is not None:
             self._services = self._services._replace(compiling=compiling)
         with self.opened.closed_on_error():
-            self.attached.move_in(values, self.states.initial_value)
+            self.attached.move_in(values)
             if plan.kept_bytes:
                 room = Room(plan.kept_bytes + plan.workspace_bytes, self.device.meter())
                 self._services = self._services._replace(room=room)
             if plan.plain:
-                self._stepper = plain = PlainUpdates(self.units, self.device)
+                self._stepper = plain = PlainUpdates(self.units, self.device, Numbers(self.access))
                 self._services = self._services._replace(sink=plain)
                 self.attached.watch_results(plain)
             self.attached.take_calls(self._services)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.optim.rules import Kind
 from outcore.runtime.engine import Engine
 from outcore.runtime.gradients.on_demand import DistantTensor
 from outcore.runtime.unit.unit import Unit
@@ -45,16 +47,14 @@ class StateTensor(DistantTensor):
 class LiveStates(MutableMapping[torch.Tensor, Any]):
     """By parameter, as in ``torch.optim.Optimizer.state``."""
 
-    def __init__(self, engine: Engine, groups: list[dict[str, Any]], *, from_the_start: bool, has_step: bool) -> None:
-        """Args: from_the_start: States exist before the first step. has_step: The optimizer keeps a ``step``."""
+    def __init__(self, engine: Engine, groups: list[dict[str, Any]]) -> None:
         self._engine, self._groups, self._place = engine, groups, engine.states.place
-        self._from_the_start, self._has_step = from_the_start, has_step
 
     def names(self, param: torch.Tensor) -> tuple[str, ...]:
         """States that a parameter has now."""
         unit, index = self._place(param) or (None, 0)
-        has_begun = unit is not None and (unit.steps[index] or self._from_the_start)
-        return self._all_names(unit, index) if unit is not None and has_begun else ()
+        has_begun = unit is not None and (unit.steps[index] or self._kind(param).has_states_at_once)
+        return self._all_names(param, unit, index) if unit is not None and has_begun else ()
 
     def names_to_save(self, param: torch.Tensor) -> tuple[str, ...]:
         """Those, and before the first step all where there is a master, which the rounded weight cannot bring back.
@@ -64,13 +64,22 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
         unit, index = self._place(param) or (None, 0)
         if unit is None or self.names(param):
             return self.names(param)
-        names = self._all_names(unit, index)
+        names = self._all_names(param, unit, index)
         if "master" not in names:
             return ()
-        return names if self._has_step else ("master",)  # SGD takes a momentum that is there for one that has begun
+        return (
+            names if self._kind(param).has_step else ("master",)
+        )  # SGD takes a momentum that is there for one that has begun
 
-    def _all_names(self, unit: Unit, index: int) -> tuple[str, ...]:
-        return (*(("step",) if self._has_step else ()), *(state.name for state in own_states(unit, index)))
+    def _kind(self, param: torch.Tensor) -> Kind:
+        rule = self._engine.settings.expect_rule()
+        if len(rule.kinds) == 1:
+            return rule.kinds[0]
+        group = next((g for g in self._groups if any(p is param for p in g["params"])), self._groups[0])
+        return rule.kind(group)
+
+    def _all_names(self, param: torch.Tensor, unit: Unit, index: int) -> tuple[str, ...]:
+        return (*(("step",) if self._kind(param).has_step else ()), *(state.name for state in own_states(unit, index)))
 
     def read(self, param: torch.Tensor, name: str) -> torch.Tensor:
         """One state, in host memory."""
@@ -87,9 +96,10 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
             unit.steps[index] = int(value)
             unit.states_version += 1
             return
-        if name not in unit.ledger.state_specs:
+        held = self._engine.states.names(param) or []
+        if name not in held:
             raise ConfigError(
-                f"optimizer.state: expected one of step, {', '.join(unit.ledger.state_specs)} for "
+                f"optimizer.state: expected one of step, {', '.join(held)} for "
                 f"'{unit.spec.params[index].name}', but got '{name}', for which outcore.prepare() took no memory; "
                 "keep values of your own elsewhere"
             )
@@ -101,10 +111,15 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
         unit, index = self._expect(param)
         like, device = torch.empty((), device="meta"), torch.device("cpu")
         if name != "step":
-            dtype = torch_dtype(unit.ledger.state_specs[name].parts[index].dtype)
+            state = unit.ledger.state_specs[name]
+            dtype, form = torch_dtype(state.parts[index].dtype), state.described(unit.spec.params[index], index)
             like = torch.empty_like(unit.gradient_form.likes[index], dtype=dtype)
+            if form is not unit.spec.params[index]:
+                like = torch.empty(form.shape, dtype=dtype, device="meta")
+            if form.shape == ():
+                return StateTensor(like, device, partial(self.read, param, name), partial(self.write, param, name))
             device = self._engine.device.torch_device
-        return StateTensor(like, device, lambda: self.read(param, name), lambda value: self.write(param, name, value))
+        return StateTensor(like, device, partial(self.read, param, name), partial(self.write, param, name))
 
     def replace(self, values: Mapping[torch.Tensor, Any]) -> None:
         """Take other states for all parameters; those without begin anew."""

@@ -47,7 +47,9 @@ class Opened:
             self.tiers.hand_out(self.order)
             on_host = has_updates and any(u.plan.is_updated_on_host and u.spec.trainable for u in self.order.ledgers)
             spare = 0 if device.computes_on_host else 1  # for whoever gives the device its work
-            self.workers = UpdateWorkers(spare_cores=spare) if on_host else None
+            whole = has_updates and any(p.is_whole for unit in model.units for p in unit.trainable)
+            on_host |= whole and device.computes_on_host  # where staged updates need the same threads
+            self.workers = UpdateWorkers(spare_cores=spare, has_whole=whole) if on_host else None
             if self.workers is not None:
                 self._closing.callback(self.workers.close)
             self._closing.callback(self._stop)

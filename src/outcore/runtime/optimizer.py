@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.device.recorder import Recorder
+from outcore.optim.joined import members
 from outcore.runtime.engine import Engine
 from outcore.runtime.live_states import LiveStates
 from outcore.runtime.module.timing import recording
@@ -40,16 +41,11 @@ class StreamedOptimizer(torch.optim.Optimizer):
             original: Keeps its groups, which stay the same list; its states are written home. It refuses to step.
         """
         self.engine = engine
-        self._original = original
+        self._originals = (original, *members(original))
         self._is_complete = False
         super().__init__(original.param_groups, dict(original.defaults))
         self.param_groups = engine.settings.groups = original.param_groups
-        self._states = LiveStates(
-            engine,
-            original.param_groups,
-            from_the_start=isinstance(original, torch.optim.Adagrad),
-            has_step=not isinstance(original, torch.optim.SGD),
-        )
+        self._states = LiveStates(engine, original.param_groups)
         self._is_complete = True
         self.step_was_skipped = False
         self.resumed: dict[str, Any] | None = None
@@ -58,12 +54,17 @@ class StreamedOptimizer(torch.optim.Optimizer):
             values = original.state.pop(param)
             if _has_begun(original, values):
                 engine.states.load(param, values)
-        original.state = self._states  # type: ignore[assignment]
         for name in _HOOKS:
-            setattr(self, f"_optimizer_{name}_hooks", getattr(original, f"_optimizer_{name}_hooks"))
+            hooks = getattr(original, f"_optimizer_{name}_hooks")
+            for member in members(original):
+                hooks.update(getattr(member, f"_optimizer_{name}_hooks"))
+            setattr(self, f"_optimizer_{name}_hooks", hooks)
         refuse = _Refusal(self, original)
-        original.register_state_dict_pre_hook(refuse, prepend=True)
-        original.register_load_state_dict_pre_hook(refuse, prepend=True)
+        for one in self._originals:
+            one.state = self._states  # type: ignore[assignment]
+        for one in members(original):
+            one.register_state_dict_pre_hook(refuse, prepend=True)
+            one.register_load_state_dict_pre_hook(refuse, prepend=True)
         weakref.finalize(self, register_optimizer_step_pre_hook(refuse).remove)
 
     @property  # type: ignore[override]
@@ -118,7 +119,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
             if not self._is_infinite():
                 self._unscale()
                 self.engine.step(self.param_groups)
-        self._original._opt_called = True  # type: ignore[attr-defined]  # a scheduler built on it warns otherwise
+        for one in self._originals:
+            one._opt_called = True  # type: ignore[attr-defined]  # a scheduler built on it warns otherwise
         return loss
 
     def _is_infinite(self) -> bool:
@@ -261,14 +263,14 @@ class _Refusal:
     """
 
     def __init__(self, streamed: StreamedOptimizer, original: torch.optim.Optimizer) -> None:
-        self._streamed, self._original = weakref.ref(streamed), weakref.ref(original)
+        self._streamed, self._originals = weakref.ref(streamed), weakref.WeakSet((original, *members(original)))
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Asked before ``step()`` of any optimizer, and before ``state_dict()`` and loading of the original one."""
         mine = self._streamed()
         if optimizer is mine or mine is None:
             return
-        if optimizer is self._original():
+        if optimizer in self._originals:
             raise UnsupportedError(
                 "expected the optimizer that outcore.prepare() returned, but step(), state_dict() or "
                 "load_state_dict() of the one that was given to it was called, which has neither weights nor states "
@@ -280,6 +282,6 @@ class _Refusal:
             unit, index = place
             raise UnsupportedError(
                 f"expected one optimizer for a prepared model, but step() of another {type(optimizer).__name__} was "
-                f"called, which has '{unit.spec.params[index].name}'; give outcore.prepare() one optimizer with a "
-                "param group for each setting"
+                f"called, which has '{unit.spec.params[index].name}'; give outcore.prepare() all of them, as one "
+                "with a param group for each setting, or as a list"
             )

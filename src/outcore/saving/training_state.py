@@ -194,8 +194,8 @@ def _trained(optimizer: StreamedOptimizer) -> Iterator[tuple[str, tuple[Unit, in
 
 def _specs(name: str, unit: Unit, index: int) -> list[TensorSpec]:
     spec = unit.spec.params[index]
-    states = [(state.name, torch_dtype(state.parts[index].dtype)) for state in own_states(unit, index)]
-    return [(f"{name}.{state}", dtype, spec.shape) for state, dtype in states]
+    states = [(state, torch_dtype(state.parts[index].dtype)) for state in own_states(unit, index)]
+    return [(f"{name}.{state.name}", dtype, state.described(spec, index).shape) for state, dtype in states]
 
 
 def _values(engine: Engine, trained: Mapping[str, tuple[Unit, int]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -42,7 +42,7 @@ def sections(unit: Unit) -> list[Section]:
     weights = [(f"model.{p.name}", p, spec.weight_parts[i], spec.weight_parts[i].offset) for i, p in trained]
     sections = [Section(ledger.weights, 0, spec.trainable_bytes, weights)]
     states = [
-        (f"optimizer.{p.name}.{state.name}", p, state.parts[i], state.start + state.parts[i].offset)
+        (f"optimizer.{p.name}.{state.name}", state.described(p, i), state.parts[i], state.start + state.parts[i].offset)
         for state in ledger.state_specs.values()
         for i, p in trained
         if state in own_states(unit, i)
@@ -93,7 +93,8 @@ def load_param(access: Access, unit: Unit, index: int, path: Path, manifest: Man
     access.replace_weight(unit, index, _bytes_in_order(path, manifest, name, spec))
     for state in own_states(unit, index):
         name = f"optimizer.{spec.name}.{state.name}"
-        access.replace_state(unit, state.name, index, _bytes_in_order(path, manifest, name, spec))
+        form = state.described(spec, index)
+        access.replace_state(unit, state.name, index, _bytes_in_order(path, manifest, name, form))
 
 
 def _bytes_in_order(path: Path, manifest: Manifest, name: str, spec: ParamSpec) -> Iterator[torch.Tensor]:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from outcore.core.quantities import PAGE_BYTES, align_up
-from outcore.spec.model import ModelSpec, Part, Precision, UnitSpec
+from outcore.core.quantities import PAGE_BYTES, PARAM_ALIGN_BYTES, align_up
+from outcore.spec.model import (
+    ALIAS_BYTES,
+    ModelSpec,
+    ParamSpec,
+    Part,
+    Precision,
+    StateForm,
+    UnitSpec,
+)
 from outcore.spec.plan import UnitPlan
 
 SCRATCH_BYTES = 16 * 2**20
@@ -35,7 +45,16 @@ class StateSpec:
     nbytes: int
     """With padding, as all that may rest on disk."""
     parts: tuple[Part, ...]
-    """By trainable parameter, counted from ``start``."""
+    """By trainable parameter, counted from ``start``; empty for those that do not have it."""
+    forms: tuple[StateForm | None, ...]
+    """By trainable parameter. None: it does not have this state."""
+
+    def described(self, param: ParamSpec, index: int) -> ParamSpec:
+        """This state of a parameter as if it were a parameter: of its own shape, and strides."""
+        form = self.forms[index]
+        if form is None or form.shape is None:
+            return param
+        return dataclasses.replace(param, shape=form.shape, strides=None)
 
     @property
     def stop(self) -> int:
@@ -44,12 +63,43 @@ class StateSpec:
 
 
 def lay_out_states(spec: UnitSpec, names: Iterable[str]) -> dict[str, StateSpec]:
-    """The states of a unit, by name, in the order in which they lie behind one another."""
+    """The states of a unit, by name, in the order in which they lie behind one another.
+
+    Args:
+        spec: Parameters that say what they have get that alone.
+        names: Of all states that any of them has.
+    """
     states, start = dict[str, StateSpec](), 0
     for name in names:
-        states[name] = StateSpec(name, start, spec.update_bytes, spec.update_parts)
+        forms = tuple(_form(param, name) for param in spec.trainable)
+        if all(form is not None and form.shape is None for form in forms) and _is_update_layout(spec, forms):
+            states[name] = StateSpec(name, start, spec.update_bytes, spec.update_parts, forms)
+        else:
+            states[name] = StateSpec(name, start, *_own_layout(spec, forms), forms)
         start = states[name].stop
     return states
+
+
+def _form(param: ParamSpec, name: str) -> StateForm | None:
+    if param.states is None or name == "master":
+        return StateForm(name, param.update_dtype)
+    return next((form for form in param.states if form.name == name), None)
+
+
+def _is_update_layout(spec: UnitSpec, forms: Iterable[StateForm | None]) -> bool:
+    return [form.dtype for form in forms if form] == [param.update_dtype for param in spec.trainable]
+
+
+def _own_layout(spec: UnitSpec, forms: Iterable[StateForm | None]) -> tuple[int, tuple[Part, ...]]:
+    """Bytes and parts of a state that not all parameters have, or not in the update layout."""
+    parts, end = [], 0
+    for param, form in zip(spec.trainable, forms, strict=True):
+        shape = () if form is None else param.shape if form.shape is None else form.shape
+        part = Part(param.update_dtype, 0, 0) if form is None else Part(form.dtype, math.prod(shape), end)
+        parts.append(part)
+        end += align_up(part.nbytes, PARAM_ALIGN_BYTES)
+    nbytes = align_up(end, PAGE_BYTES)
+    return nbytes + 2 * PAGE_BYTES * (nbytes > 0 and nbytes % ALIAS_BYTES == 0), tuple(parts)
 
 
 def states_of(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> dict[str, StateSpec]:

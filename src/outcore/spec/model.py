@@ -9,7 +9,7 @@
   pass sums several micro-batches, it has the update layout.
 * *update layout*: trainable parameters only, in the dtype in which they are updated (fp32 masters for bf16 weights).
   Accumulated gradients use it, ``update_bytes`` of them. What a state takes is said by its ``StateSpec``
-  (``spec.layout``); master weights and all states that there are now use the update layout, too.
+  (``spec.layout``); master weights and the states of most optimizers use the update layout, too.
 
 Sizes are padded to 4 KiB, so any of them may rest on disk.
 
@@ -78,6 +78,25 @@ class Part(NamedTuple):
         return self.numel * DTYPE_BYTES[self.dtype]
 
 
+@dataclass(frozen=True, slots=True)
+class StateForm:
+    """One state of one parameter."""
+
+    name: str
+    """Torch's, or ``master``."""
+    dtype: str
+    """A key of DTYPE_BYTES."""
+    shape: tuple[int, ...] | None = None
+    """None: the parameter's own, with its strides. ``()`` is a number that a step reads before it begins."""
+    initial: float = 0.0
+    """What every element begins with."""
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is one number, whatever the parameter's shape."""
+        return self.shape == ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParamSpec:
     """One parameter. Tied parameters are one ParamSpec under their first name."""
@@ -92,6 +111,12 @@ class ParamSpec:
     requires_grad: bool
     strides: tuple[int, ...] | None = None
     """As ``torch.Tensor.stride()`` says it; None: row-major. See [Note: strides]."""
+    states: tuple[StateForm, ...] | None = None
+    """What its optimizer keeps of it. None: all of ``ModelSpec.state_names``, of its shape in the update dtype."""
+    temporary_bytes: int = 0
+    """What an update of it makes and drops besides, where it does; on the host it counts for what is whole."""
+    is_whole: bool = False
+    """An update must not cut it."""
 
     def __post_init__(self) -> None:
         if self.strides is not None and not is_dense(self.shape, self.strides):

@@ -18,13 +18,22 @@ AwayTier = Literal["host", "disk"]
 Policy = Literal["keep", "select", "recompute"]
 POLICIES: tuple[Policy, ...] = ("keep", "select", "recompute")
 PoolKind = Literal[
-    "weights", "bucket", "scratch", "staging", "new_weights", "states", "gradients", "landing", "activations"
+    "weights",
+    "bucket",
+    "scratch",
+    "staging",
+    "new_weights",
+    "states",
+    "gradients",
+    "landing",
+    "activations",
+    "temporary",
 ]
 POOL_KINDS: tuple[PoolKind, ...] = get_args(PoolKind)
 
 _KINDS_BY_TIER: dict[Tier, tuple[PoolKind, ...]] = {
-    "device": ("weights", "bucket", "scratch", "staging", "activations"),
-    "host": ("weights", "new_weights", "states", "gradients", "landing", "activations"),
+    "device": ("weights", "bucket", "scratch", "staging", "activations", "temporary"),
+    "host": ("weights", "new_weights", "states", "gradients", "landing", "activations", "temporary"),
 }
 MAX_SLOTS = 1024
 

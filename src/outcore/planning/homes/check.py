@@ -126,7 +126,8 @@ def with_room(model: ModelSpec, plan: Plan, limits: Limits, *, clipping: bool) -
         clipping: Whether norms may be asked for; False is a promise.
     """
     if clipping and plan.accumulation_steps is None and can_be_plain(model, plan):
-        plan = dataclasses.replace(plan, plain=True, pools=())  # slots are for what moves or changes its form
+        made = tuple(pool for pool in plan.pools if pool.kind == "temporary")
+        plan = dataclasses.replace(plan, plain=True, pools=made)  # others are for what moves or changes its form
         plan = dataclasses.replace(plan, tier_bytes=dict(tier_bytes(model, plan).items()))
     left = room_bytes(model, plan, limits)
     return dataclasses.replace(plan, kept_bytes=left if any(u.policy != "keep" for u in plan.units) else 0)

@@ -22,16 +22,20 @@ POOL_ORDER: tuple[tuple[Tier, PoolKind], ...] = (
     ("device", "scratch"),
     ("device", "staging"),
     ("device", "activations"),
+    ("device", "temporary"),
     ("host", "weights"),
     ("host", "new_weights"),
     ("host", "states"),
     ("host", "gradients"),
     ("host", "landing"),
     ("host", "activations"),
+    ("host", "temporary"),
 )
 
 _TWO = ("new_weights", "gradients", "landing")
-_HOST_SLOTS = {"states": 3, "activations": 3} | dict.fromkeys(_TWO, 2)  # read, use, write: some do all three
+_HOST_SLOTS = {"states": 3, "activations": 3, "temporary": 1} | dict.fromkeys(
+    _TWO, 2
+)  # read, use, write: some do all three
 
 
 class Need(NamedTuple):
@@ -104,6 +108,9 @@ def _needs(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> Iterator[Need]:
 
 
 def _update_needs(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> Iterator[Need]:
+    on_host = unit.is_updated_on_host
+    made = (p.temporary_bytes for p in spec.trainable if p.is_whole or not on_host)
+    yield Need("host" if on_host else "device", "temporary", align_up(max(made, default=0), PAGE_BYTES))
     if unit.states == "device":
         yield Need("device", "scratch", min(SCRATCH_BYTES, spec.update_bytes))
         return

@@ -1,6 +1,6 @@
 """Every buffer that a plan takes, on every tier: the one list that the planner adds up and the runtime allocates from.
 
-Workspace is the exception: what compute makes and drops again, which comes from the device's own allocator.
+Exceptions are workspace, and what updates make and drop again (``is_temporary``): they come from torch's allocators.
 
 Predicted bytes are exact because both sides read this list.
 """
@@ -29,6 +29,11 @@ class Reservation:
     owner: str
     """Unit name; for a slot ``"<pool kind>/<pool index>/<slot index>"``."""
     nbytes: int
+
+
+def is_temporary(reservation: Reservation) -> bool:
+    """Whether it is of tensors that updates make and drop again."""
+    return reservation.kind == "slot" and reservation.owner.startswith("temporary/")
 
 
 def can_be_early(spec: UnitSpec, unit: UnitPlan) -> bool:

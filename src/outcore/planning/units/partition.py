@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,12 +20,17 @@ from outcore.spec.model import (
     ModelSpec,
     ParamSpec,
     Precision,
+    StateForm,
     UnitSpec,
     is_dense,
     row_major,
 )
 
 _COMPUTE_DTYPE = {"fp32": "float32", "bf16": "bfloat16", "pure_bf16": "bfloat16"}
+
+
+Keeps = Callable[[torch.Tensor, str], tuple[tuple[StateForm, ...], int, bool]]
+"""Parameter, dtype of its update -> ``ParamSpec.states``, ``temporary_bytes``, ``is_whole``."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,6 +51,7 @@ def partition(
     *,
     units: Sequence[str | type] | None = None,
     state_names: Sequence[str] = (),
+    keeps: Keeps | None = None,
     precision: Precision | None = None,
     micro_batches_in_unit: int = 1,
 ) -> Partition:
@@ -55,6 +61,7 @@ def partition(
         model: Any module, on any device, also meta.
         units: Exactly these modules (see ``select_units``); None finds repeated blocks and large input embeddings.
         state_names: Optimizer states per trainable element, torch's names, without master weights.
+        keeps: What each parameter has of them; None: all, of its own shape and in the dtype of its update.
         precision: None is ``choose_precision(model)``.
         micro_batches_in_unit: In so many pieces every unit runs a batch.
 
@@ -81,7 +88,7 @@ def partition(
     specs, params = [], []
     for name, (own, buffer_bytes) in zip(names, owned, strict=True):
         own.sort(key=lambda item: not item[1].requires_grad)
-        described = tuple(_describe(n, p, wanted, None if id(p) in opaque else dtype) for n, p in own)
+        described = tuple(_describe(n, p, wanted, None if id(p) in opaque else dtype, keeps) for n, p in own)
         specs.append(UnitSpec(name=name, params=described, buffer_bytes=buffer_bytes, is_cut=micro_batches_in_unit > 1))
         params.append(tuple(p for _, p in own))
     spec = ModelSpec(
@@ -103,15 +110,22 @@ def choose_precision(model: nn.Module) -> Precision:
     return "bf16" if any(p.dtype == torch.bfloat16 for p in params) else "fp32"
 
 
-def _describe(name: str, param: nn.Parameter, precision: Precision, dtype: str | None) -> ParamSpec:
+def _describe(
+    name: str, param: nn.Parameter, precision: Precision, dtype: str | None, keeps: Keeps | None
+) -> ParamSpec:
     compute = dtype or str(param.dtype).removeprefix("torch.")
+    update = compute if precision == "pure_bf16" else "float32"
+    kept = (None, 0, False) if keeps is None or not param.requires_grad else keeps(param, update)
     return ParamSpec(
         name=name,
         shape=tuple(param.shape),
         dtype=compute,
-        update_dtype=compute if precision == "pure_bf16" else "float32",
+        update_dtype=update,
         requires_grad=param.requires_grad,
         strides=None if param.stride() == row_major(param.shape) else param.stride(),
+        states=kept[0],
+        temporary_bytes=kept[1],
+        is_whole=kept[2],
     )
 
 

@@ -15,7 +15,7 @@ from outcore.memory.arena import Arena, Buffer
 from outcore.memory.disk import DiskStore, Extent
 from outcore.memory.host import HostMemory
 from outcore.order.step import StepOrder
-from outcore.planning.homes.reservations import Reservation, reservations
+from outcore.planning.homes.reservations import Reservation, is_temporary, reservations
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
 
@@ -38,7 +38,7 @@ class Tiers:
         """
         # Buffers stay where they are; gradients of a plain plan are autograd's own tensors.
         elsewhere = ("buffers", "workspace", *(["gradients"] if plan.plain else []))
-        self._items = [r for r in reservations(model, plan) if r.kind not in elsewhere]
+        self._items = [r for r in reservations(model, plan) if r.kind not in elsewhere and not is_temporary(r)]
         total = {
             tier: sum(align_up(r.nbytes, 4096) for r in self._items if r.tier == tier)
             for tier in ("device", "host", "disk")

@@ -33,6 +33,15 @@ class Views:
         """Args: states: What is in the states home."""
         self._spec, self._states, self._num_trainable = spec, states, len(spec.trainable)
         self._made: dict[tuple[str, Region], list[torch.Tensor]] = {}
+        forms = [[s.forms[i] for s in states.values()] for i in range(len(spec.trainable))]
+        named = [[form for form in own if form is not None and form.name != "master"] for own in forms]
+        self.state_names = [tuple(form.name for form in own) for own in named]
+        """Of every trained parameter, without its master."""
+        self.numbers = [
+            {form.name: torch_dtype(form.dtype) for form in own if form.is_number and not param.is_whole}
+            for own, param in zip(named, spec.trainable, strict=True)
+        ]
+        """Dtypes of states that are one number, which a step reads before it begins: what is not cut needs none."""
 
     def weights(self, buffer: Buffer) -> list[torch.Tensor]:
         """All parameters over a buffer in the weights layout."""

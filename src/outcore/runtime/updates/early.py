@@ -38,6 +38,7 @@ from outcore.order.updates import UpdateOrder
 from outcore.runtime.gradients.of_unit import UnitGradients
 from outcore.runtime.unit.port import Traffic
 from outcore.runtime.unit.unit import Unit
+from outcore.runtime.updates.numbers import Numbers
 from outcore.runtime.updates.of_unit import Change, Copies, copy_all, pieces_of, run_on
 from outcore.runtime.updates.workers import UpdateWorkers
 
@@ -134,8 +135,10 @@ class EarlyUpdates:
         traffic: Traffic,
         workers: UpdateWorkers | None,
         hypers: Hypers,
+        numbers: Numbers,
     ) -> None:
         """Args: hypers: Asked during backward."""
+        self.numbers = numbers
         self._order, self._device, self._traffic = order, device, traffic
         self._workers, self._hypers = workers, hypers
         self._attempts: dict[str, _Attempt] = {}
@@ -151,10 +154,12 @@ class EarlyUpdates:
             handles, hypers = gradients.held_handles(), self._hypers()
         except OutcoreError:  # step() will say it
             return
-        if any(handle.is_zero or handle.factors for handle in handles.values()):
+        if any(handle.is_zero or handle.factors for handle in handles.values()) or not self.numbers.are_known(unit):
             return
         changes = {
-            i: Change(unit.steps[i] + 1, hypers[id(unit.params[i])], (), is_zero=False)
+            i: Change(
+                unit.steps[i] + 1, hypers[id(unit.params[i])], (), is_zero=False, numbers=self.numbers.of(unit, i)
+            )
             for i in handles
             if id(unit.params[i]) in hypers
         }

@@ -8,7 +8,7 @@ Units whose states live on the device are updated on compute at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from outcore.spec.lanes import Lane
 
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Targets and sources."""
+_NO_LIKES: Mapping[str, torch.Tensor] = {}
 
 
 class Factors:
@@ -131,10 +132,15 @@ class UnitUpdate:
         held = states.memory if states.nbytes else None
         pieces = pieces_of(self._gradients, self._changes, grads.memory, held, weights.memory)
         copies = self._unchanged(held, weights.memory) if self.unit.ledger.has_master and held is not None else []
-        room = self._room(scratch)
+        room, workers = self._room(scratch), self._workers
+        on_cpu = workers is not None and room.is_cpu
+        whole = [piece for piece in pieces if piece.is_whole and on_cpu]  # see UpdateWorkers, [Note: whole parameters]
+        parts = [piece for piece in pieces if not (piece.is_whole and on_cpu)]
 
         def deed() -> None:
-            update_blocks(pieces, room)
+            update_blocks(parts, room)
+            if whole:
+                run_on(workers, whole)
             copy_all(copies)
 
         return deed
@@ -176,6 +182,8 @@ class Change:
     factors: tuple[torch.Tensor, ...]
     """On the device of the update."""
     is_zero: bool
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """States that are one number, as they are before it."""
 
 
 def pieces_of(
@@ -192,25 +200,34 @@ def pieces_of(
     unit = gradients.unit
     views, weight_views = _views(unit, states), unit.views.flat(weights)
     old_views, stored = _views(unit, old_states), gradients.stored_views(grads)
-    moments = [(name, view) for name, view in views.items() if name != "master"]
     old_targets = old_views.get("master") if old_weights is None else unit.views.flat(old_weights)
     pieces = []
     for i, change in changes.items():
+        moments = unit.views.state_names[i] if views else ()
         pieces.append(
             Piece(
                 target=views["master"][i] if unit.ledger.has_master else weight_views[i],
                 grad=None if change.is_zero else stored[i],
-                states={name: view[i] for name, view in moments},
+                states={name: views[name][i] for name in moments},
                 weights=weight_views[i] if unit.ledger.has_master else None,
                 step=change.step,
                 hyper=change.hyper,
                 factors=change.factors,
                 zero=change.is_zero,
                 old_target=None if old_targets is None else old_targets[i],
-                old_states={name: old_views[name][i] for name, _ in moments} if old_views else {},
+                old_states={name: old_views[name][i] for name in moments} if old_views else {},
+                numbers=change.numbers,
+                likes=likes_of(unit, i) if unit.spec.params[i].is_whole else _NO_LIKES,
             )
         )
     return pieces
+
+
+def likes_of(unit: Unit, index: int) -> Mapping[str, torch.Tensor]:
+    """The shapes that a rule is to see of a parameter that is updated as a whole; see ``Piece``."""
+    forms = (spec.forms[index] for spec in unit.ledger.state_specs.values())
+    own = {form.name: form.shape for form in forms if form is not None and form.shape is not None}
+    return {"": unit.gradient_form.likes[index]} | {n: torch.empty(s, device="meta") for n, s in own.items()}
 
 
 def _views(unit: Unit, states: Buffer | None) -> dict[str, list[torch.Tensor]]:
@@ -220,9 +237,10 @@ def _views(unit: Unit, states: Buffer | None) -> dict[str, list[torch.Tensor]]:
 class Settings:
     """What the rule makes of param groups."""
 
-    def __init__(self, rule: UpdateRule | None, state_names: Sequence[str]) -> None:
-        """Args: rule: None without an optimizer. state_names: For which there is memory."""
+    def __init__(self, rule: UpdateRule | None, state_names: Callable[[torch.Tensor], Sequence[str] | None]) -> None:
+        """Args: rule: None without an optimizer. state_names: For which a parameter has memory, if it is trained."""
         self._rule, self._state_names = rule, state_names
+        self._checked: dict[int, tuple[Hyper, int]] = {}
         self.groups: Sequence[Mapping[str, Any]] = ()
         """The user's own list."""
 
@@ -236,20 +254,33 @@ class Settings:
         Raises:
             UnsupportedError: There is no optimizer, or a group needs states for which no memory was taken.
         """
+        rule = self.expect_rule()
+        hypers = [rule.hyper(group) for group in groups]
+        for number, (hyper, group) in enumerate(zip(hypers, groups, strict=True)):
+            if self._checked.get(number) != (hyper, len(group["params"])):
+                self._refuse_new_states(rule, group)
+                self._checked[number] = hyper, len(group["params"])
+        return {id(p): hyper for group, hyper in zip(groups, hypers, strict=True) for p in group["params"]}
+
+    def expect_rule(self) -> UpdateRule:
+        """How parameters are updated.
+
+        Raises:
+            UnsupportedError: There is no optimizer.
+        """
         if self._rule is None:
             raise UnsupportedError(
                 "expected an optimizer given to outcore.prepare(), but there was none (optimizer=None); nothing to step"
             )
-        hypers = [self._rule.hyper(group) for group in groups]
-        for hyper in hypers:
-            self._refuse_new_states(hyper)
-        return {id(p): hyper for group, hyper in zip(groups, hypers, strict=True) for p in group["params"]}
+        return self._rule
 
-    def _refuse_new_states(self, hyper: Hyper) -> None:
-        missing = [name for name in hyper.state_names if name not in self._state_names]
-        if missing:
-            raise UnsupportedError(
-                f"expected param groups that need no other states than at outcore.prepare(), but one needs "
-                f"{', '.join(missing)} now, for which no memory was taken; set momentum or amsgrad before prepare "
-                "(momentum may be set to 0 afterwards and switched on again later)"
-            )
+    def _refuse_new_states(self, rule: UpdateRule, group: Mapping[str, Any]) -> None:
+        for param in group["params"]:
+            held = self._state_names(param)
+            missing = [] if held is None else [name for name in rule.states(param, group) if name not in held]
+            if missing:
+                raise UnsupportedError(
+                    f"expected param groups that need no other states than at outcore.prepare(), but one needs "
+                    f"{', '.join(missing)} now, for which no memory was taken; set momentum or amsgrad before prepare "
+                    "(momentum may be set to 0 afterwards and switched on again later)"
+                )

@@ -15,13 +15,21 @@ from torch import nn
 from outcore.core.errors import OutcoreError, UnsupportedError
 from outcore.device.device import Device
 from outcore.memory.arena import Buffer
-from outcore.optim.kernels import FusedStep, apply
-from outcore.optim.rules import Hyper, SgdHyper
+from outcore.optim.blocks import Piece, update_blocks
+from outcore.optim.kernels import FusedHyper, FusedStep, apply
+from outcore.optim.rules import Hyper, RuleHyper, SgdHyper
 from outcore.runtime.recompute.structure import take_apart
 from outcore.runtime.unit.absent import unfreezing_refusal
 from outcore.runtime.unit.unit import Unit
-from outcore.runtime.unit.views import shaped
+from outcore.runtime.unit.views import flat, shaped
+from outcore.runtime.updates.numbers import Numbers
+from outcore.runtime.updates.of_unit import likes_of
 from outcore.runtime.values.edits import refuse_other_form, refuse_other_strides
+from outcore.spec.layout import SCRATCH_BYTES
+
+_Piece = tuple[Unit, int, torch.Tensor, RuleHyper]
+_Steps = tuple[list[FusedStep], list[_Piece]]
+"""What one kernel call takes each, and what a rule takes one by one."""
 
 
 class PlainUpdates:
@@ -29,14 +37,16 @@ class PlainUpdates:
 
     takes_gradients = False
 
-    def __init__(self, units: Sequence[Unit], device: Device) -> None:
+    def __init__(self, units: Sequence[Unit], device: Device, numbers: Numbers) -> None:
         """Args: units: Filled."""
-        self._units, self._device = units, device
+        self._units, self._device, self._numbers = units, device, numbers
         self._places = {id(p): (u, i) for u in units for i, p in enumerate(u.params[: u.num_trainable])}
         self._forms = {id(p): (p.dtype, p.size(), p.stride()) for u in units for p in u.params}
         self._frozen = [(p, s.name) for u in units for p, s in zip(u.params, u.spec.params, strict=True)]
         self._frozen = [(p, name) for p, name in self._frozen if id(p) not in self._places]
         self._states: dict[int, dict[str, torch.Tensor]] = {}
+        # Gradients have the form of their parameters, so nothing is written there: it says how large blocks are.
+        self._room = torch.empty(min(SCRATCH_BYTES, device.update_block_bytes), dtype=torch.uint8, device="meta")
         self._is_closed = False
         self._homes = [home for unit in units for home in (unit.ledger.weights, unit.ledger.states)]
         self._regions = [home.memory.region for home in self._homes if isinstance(home.memory, Buffer)]
@@ -51,7 +61,7 @@ class PlainUpdates:
     def break_off(self) -> None:
         """Nothing is lost: what autograd has accumulated stays, as in a plain loop."""
 
-    def steps_of(self, hypers: Mapping[int, Hyper], on_missing: Callable[[], None]) -> list[FusedStep]:
+    def steps_of(self, hypers: Mapping[int, Hyper], on_missing: Callable[[], None]) -> _Steps:
         """What is to be done, by kernel call: for every parameter that has a gradient.
 
         Raises:
@@ -61,40 +71,47 @@ class PlainUpdates:
             if param.requires_grad:
                 raise UnsupportedError(unfreezing_refusal(name))
         steps: dict[Hashable, FusedStep] = {}
+        by_rule: list[_Piece] = []
         num_missing = 0
         for key, (unit, i) in self._places.items():
             grad, hyper = unit.params[i].grad, hypers.get(key)
             if grad is None:
                 num_missing += 1
+            elif isinstance(hyper, RuleHyper):
+                self._refuse_other_form(unit, i)
+                by_rule.append((unit, i, grad, hyper))
             elif hyper is not None:
                 self._add(steps, unit, i, grad, hyper)
         if num_missing:
             on_missing()
-        return list(steps.values())
+        return list(steps.values()), by_rule
 
     @torch.no_grad()
-    def take(self, steps: Sequence[FusedStep]) -> None:
+    def take(self, steps: _Steps) -> None:
         """Do it."""
         read = [reader for home in self._homes for reader in home.readers]  # by a save
         self._device.compute("update all units", writes=self._regions, after={"states read": read})
-        for step in steps:
+        for step in steps[0]:
             apply(step)
             torch.autograd.graph.increment_version(step.targets)  # a graph of the old weights must not be walked
             for param in step.targets:
                 unit, i = self._places[id(param)]
                 unit.steps[i] += 1
+        for unit, i, grad, hyper in steps[1]:
+            unit.steps[i] += 1
+            update_blocks([self._piece(unit, i, grad, hyper)], self._room)
+            torch.autograd.graph.increment_version(unit.params[i])
         updated = self._device.mark("updated")
         for home in self._homes:
             home.written_by(updated)
         for unit in self._units:
             unit.presence.watch.note_versions()
 
-    def _add(self, steps: dict[Hashable, FusedStep], unit: Unit, i: int, grad: torch.Tensor, hyper: Hyper) -> None:
+    def _add(self, steps: dict[Hashable, FusedStep], unit: Unit, i: int, grad: torch.Tensor, hyper: FusedHyper) -> None:
         """To what one kernel call can take."""
         param, number = unit.params[i], unit.steps[i] + 1
         if (param.dtype, param.size(), param.stride()) != self._forms[id(param)]:
-            refuse_other_form(unit.spec.params[i], param)
-            refuse_other_strides(unit.spec.params[i], param)
+            self._refuse_other_form(unit, i)
         kind = id(hyper), param.dtype, isinstance(hyper, SgdHyper) and number == 1
         step = steps.get(kind)
         if step is None:
@@ -104,6 +121,25 @@ class PlainUpdates:
         step.grads.append(grad)
         step.states.append(tuple([states[name] for name in hyper.state_names]))
         step.steps.append(number)
+
+    def _piece(self, unit: Unit, i: int, grad: torch.Tensor, hyper: RuleHyper) -> Piece:
+        """What an optimizer by rule does to a parameter."""
+        spec, states = unit.spec.params[i], unit.ledger.states.memory
+        names = unit.views.state_names[i] if isinstance(states, Buffer) else ()
+        return Piece(
+            target=flat(spec, unit.params[i].detach()),
+            grad=flat(spec, grad),
+            states={name: unit.views.state(states, name)[i] for name in names},
+            weights=None,
+            step=unit.steps[i],
+            hyper=hyper,
+            numbers=self._numbers.advance(unit, i, hyper, unit.steps[i]),
+            likes=likes_of(unit, i) if spec.is_whole else {},
+        )
+
+    def _refuse_other_form(self, unit: Unit, i: int) -> None:
+        refuse_other_form(unit.spec.params[i], unit.params[i])
+        refuse_other_strides(unit.spec.params[i], unit.params[i])
 
     def after_forward(self, _: nn.Module, __: Any, result: Any) -> None:
         """Hook of the model: once it is closed, its graphs must not be walked, since bytes that they saved are gone."""
@@ -124,7 +160,7 @@ class PlainUpdates:
         found = self._states.get(id(param))
         if found is None:
             spec, states = unit.spec.params[index], unit.ledger.states.memory
-            names = unit.ledger.state_specs if isinstance(states, Buffer) else ()
+            names = unit.views.state_names[index] if isinstance(states, Buffer) else ()
             views = {name: unit.views.state(states, name)[index] for name in names}
             found = self._states[id(param)] = {name: shaped(spec, view) for name, view in views.items()}
         return found

@@ -42,6 +42,7 @@ class Stepper(Protocol):
         """Let go of all memory, so that it can be given back."""
 
 
+_NONE: Mapping[str, float] = {}
 _Steps = tuple[Mapping[str, Mapping[int, GradHandle]], Mapping[int, Hyper]]
 """Gradients that units hold, and settings."""
 
@@ -113,5 +114,6 @@ class StreamedUpdates:
                 mine, ready = factors.of(handle)
                 copied += ready
             unit.steps[i] += 1
-            changes[i] = Change(unit.steps[i], hyper, tuple(mine), handle.is_zero)
+            before = self._early.numbers.advance(unit, i, hyper, unit.steps[i]) if unit.views.numbers[i] else _NONE
+            changes[i] = Change(unit.steps[i], hyper, tuple(mine), handle.is_zero, before)
         return changes, copied

@@ -1,4 +1,8 @@
-"""Worker threads of the CPU update: k threads with one ATen thread and one scratch each."""
+"""Worker threads of the CPU update: k threads with one ATen thread and one scratch each.
+
+[Note: whole parameters] A rule that needs whole parameters sums over them, and the number of ATen threads changes the
+bits of sums. So these are updated one after the other by a thread that has as many as the loop's own.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ import torch
 
 from outcore.core.closing import Closing
 from outcore.core.errors import UnsupportedError
-from outcore.device.threads import start_single_threaded
+from outcore.device.threads import start_threads
 from outcore.memory.topology import Topology, read_topology
 from outcore.optim.blocks import Piece, split, update_blocks
 from outcore.optim.sums import Work
@@ -36,12 +40,13 @@ class UpdateWorkers(Closing):
     ``close``. A forked child has no threads: there ``run`` raises and ``close`` does nothing.
     """
 
-    def __init__(self, num_workers: int | None = None, *, spare_cores: int = 0) -> None:
+    def __init__(self, num_workers: int | None = None, *, spare_cores: int = 0, has_whole: bool = False) -> None:
         """Start the threads.
 
         Args:
             num_workers: So many, anywhere. Default: one per core, see ``worker_cpus``.
             spare_cores: Cores to leave to others.
+            has_whole: Some parameters are updated as a whole. See [Note: whole parameters].
         """
         cpus = [None] * num_workers if num_workers else worker_cpus(read_topology(), spare_cores=spare_cores)
         self.num_workers = len(cpus)
@@ -50,8 +55,13 @@ class UpdateWorkers(Closing):
         self._queues: list[SimpleQueue[_Share | None]] = [SimpleQueue() for _ in cpus]
         self._is_stopped = threading.Event()
         bodies = [partial(_serve, queue, allowed) for queue, allowed in zip(self._queues, cpus, strict=True)]
-        self._threads = start_single_threaded({f"outcore-update-{i}": body for i, body in enumerate(bodies)})
-        self._end = weakref.finalize(self, _end, self._queues, self._is_stopped, self._pid)
+        self._threads = start_threads({f"outcore-update-{i}": body for i, body in enumerate(bodies)})
+        self._whole: SimpleQueue[_Share | None] = SimpleQueue()
+        if has_whole:
+            self._threads += start_threads(
+                {"outcore-update-whole": partial(_serve, self._whole, None)}, aten_threads=torch.get_num_threads()
+            )
+        self._end = weakref.finalize(self, _end, [*self._queues, self._whole], self._is_stopped, self._pid)
 
     def run(self, pieces: Sequence[Piece]) -> None:
         """Update all pieces and wait for them. See ``update_blocks``.
@@ -60,10 +70,14 @@ class UpdateWorkers(Closing):
             UnsupportedError: Called in a forked child or after ``close``.
             StoppedError: ``stop`` came first.
         """
-        numel = sum(piece.target.numel() for piece in pieces)
-        shares = split(pieces, max(1, min(self.num_workers, numel // LEAST_SHARE_NUMEL)))
+        whole = [piece for piece in pieces if piece.is_whole]
+        parts = [piece for piece in pieces if not piece.is_whole]
+        numel = sum(piece.target.numel() for piece in parts)
+        shares = split(parts, max(1, min(self.num_workers, numel // LEAST_SHARE_NUMEL))) if parts else []
         stopped = self._is_stopped.is_set
-        self.run_all([partial(_update, share, stopped) for share in shares])
+        self._deal([partial(_update, share, stopped) for share in shares], self._queues)
+        if whole:
+            self._deal([partial(_update, whole, stopped)], [self._whole])
 
     def run_all(self, works: Sequence[Work]) -> None:
         """Deal works out to the workers and wait for them; each gets the scratch of its worker.
@@ -71,13 +85,16 @@ class UpdateWorkers(Closing):
         Raises:
             UnsupportedError: Called in a forked child or after ``close``.
         """
+        self._deal(works, self._queues)
+
+    def _deal(self, works: Sequence[Work], queues: Sequence[SimpleQueue[_Share | None]]) -> None:
         if os.getpid() != self._pid:
             raise UnsupportedError("update: expected a call in the process that made the workers, but this is its fork")
         with self._lock:
             if not self._threads:
                 raise UnsupportedError("update: expected open workers, but they were closed; update before close()")
             ends: SimpleQueue[BaseException | None] = SimpleQueue()
-            for queue, work in zip(itertools.cycle(self._queues), works, strict=False):
+            for queue, work in zip(itertools.cycle(queues), works, strict=False):
                 queue.put((work, ends))
             errors = [error for error in [ends.get() for _ in works] if error is not None]
         if errors:

@@ -5,7 +5,7 @@ Synchronous: the host waits for whatever writes the bytes; writers also wait for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -47,7 +47,8 @@ class Access:
     def read_state(self, unit: Unit, name: str, index: int) -> torch.Tensor:
         """One optimizer state, master weights included, as a fresh tensor in host memory."""
         state = unit.ledger.state_specs[name]
-        return shaped(unit.spec.params[index], self._read(unit.ledger.states, state.parts[index], state.start))
+        form = state.described(unit.spec.params[index], index)
+        return shaped(form, self._read(unit.ledger.states, state.parts[index], state.start))
 
     def sample(self, unit: Unit, index: int) -> bytes:
         """Some bytes in the middle of a weight: other weights have others."""
@@ -121,7 +122,7 @@ class Access:
         unit.states_version += 1
         state = unit.ledger.state_specs[name]
         part = state.parts[index]
-        values = flat(unit.spec.params[index], value.detach().to(torch_dtype(part.dtype)))
+        values = flat(state.described(unit.spec.params[index], index), value.detach().to(torch_dtype(part.dtype)))
         self._write(unit.ledger.states, state.start + part.offset, values)
 
     def _read(self, home: Home[Handle], part: Part, start: int = 0) -> torch.Tensor:
@@ -182,26 +183,26 @@ def own_states(unit: Unit, index: int) -> list[StateSpec]:
     A master of the weight's own dtype is none, whether or not the plan has a copy: the weight itself says the same.
     """
     dtype = unit.spec.params[index].dtype
-    return [s for s in unit.ledger.state_specs.values() if s.name != "master" or s.parts[index].dtype != dtype]
+    states = [s for s in unit.ledger.state_specs.values() if s.forms[index] is not None]
+    return [s for s in states if s.name != "master" or s.parts[index].dtype != dtype]
 
 
 class States:
     """Checks and replaces the states of single parameters."""
 
-    def __init__(
-        self, places: Mapping[int, tuple[Unit, int]], access: Access, initial: Callable[[str], float] | None
-    ) -> None:
-        """Args: places: By the id of a parameter. initial: What a state begins with; None without an optimizer."""
-        self._places, self._access, self._initial = places, access, initial
-
-    def initial_value(self, name: str) -> float:
-        """What every element of a state begins with."""
-        return 0.0 if self._initial is None else self._initial(name)
+    def __init__(self, places: Mapping[int, tuple[Unit, int]], access: Access, *, has_optimizer: bool) -> None:
+        """Args: places: By the id of a parameter."""
+        self._places, self._access, self._has_optimizer = places, access, has_optimizer
 
     def place(self, param: torch.Tensor) -> tuple[Unit, int] | None:
         """Unit and index of a trained parameter."""
         unit, index = self._places.get(id(param), (None, 0))
         return None if unit is None or index >= unit.num_trainable else (unit, index)
+
+    def names(self, param: torch.Tensor) -> list[str] | None:
+        """States for which a parameter has memory; None: it is not trained."""
+        unit, index = self.place(param) or (None, 0)
+        return None if unit is None else [s.name for s in unit.ledger.state_specs.values() if s.forms[index]]
 
     def check(self, param: torch.Tensor, values: Mapping[str, Any]) -> None:
         """Raise if states of an optimizer do not fit a parameter.
@@ -213,26 +214,28 @@ class States:
         if unit is None:
             return
         spec = unit.spec.params[index]
-        for name in unit.ledger.state_specs:
-            value = values.get(name)
-            if value is not None and tuple(value.shape) != spec.shape:
+        for state in unit.ledger.state_specs.values():
+            value, shape = values.get(state.name), state.described(spec, index).shape
+            if value is not None and state.forms[index] is not None and tuple(value.shape) != shape:
                 raise ConfigError(
-                    f"optimizer state: expected {name} of '{spec.name}' with shape {spec.shape}, but got "
-                    f"{tuple(value.shape)}; it was saved for another model"
+                    f"optimizer state: expected {state.name} of '{spec.name}' with shape {shape}, but got "
+                    f"{tuple(value.shape)}; it was saved for another model or optimizer"
                 )
 
     def load(self, param: torch.Tensor, values: Mapping[str, Any]) -> None:
         """Replace a parameter's states by ``values``; what is missing begins anew, masters apart."""
         unit, index = self.place(param) or (None, 0)
-        if unit is None or self._initial is None:
+        if unit is None or not self._has_optimizer:
             return
         states = unit.ledger.state_specs
         has_states = any(values.get(name) is not None for name in states if name != "master")
         unit.steps[index] = int(values["step"]) if "step" in values else int(has_states)  # SGD keeps no step
         for name, state in states.items():
-            value = values.get(name)
+            value, form = values.get(name), state.forms[index]
+            if form is None:
+                continue
             if value is None and name != "master":
-                shape, dtype = unit.spec.params[index].shape, torch_dtype(state.parts[index].dtype)
-                value = torch.full(shape, self._initial(name), dtype=dtype, device="cpu")
+                shape = state.described(unit.spec.params[index], index).shape
+                value = torch.full(shape, form.initial, dtype=torch_dtype(form.dtype), device="cpu")
             if value is not None:
                 self._access.write_state(unit, name, index, value)

@@ -22,9 +22,7 @@ Values = Callable[[int], torch.Tensor]
 
 
 @torch.no_grad()
-def fill_unit(
-    unit: Unit, tiers: Tiers, pools: Pools[Handle], values: Values, initial_state: Callable[[str], float]
-) -> None:
+def fill_unit(unit: Unit, tiers: Tiers, pools: Pools[Handle], values: Values) -> None:
     """Write a unit's first bytes. Nothing else may be in flight for it.
 
     Args:
@@ -32,11 +30,10 @@ def fill_unit(
         tiers: Writes what lives on disk.
         pools: Slots serve as staging for that.
         values: Each parameter is asked for once.
-        initial_state: What every element of a state begins with.
     """
     weights, states = (_staged(home, pools) for home in (unit.ledger.weights, unit.ledger.states))
     if states is not None:
-        _begin_states(unit, states, initial_state)
+        _begin_states(unit, states)
     for i, param in enumerate(unit.spec.params):
         value = values(i).detach()
         if tuple(value.shape) != param.shape:
@@ -51,12 +48,12 @@ def fill_unit(
             tiers.store().write(home.memory, staged.bytes)
 
 
-def _begin_states(unit: Unit, states: Buffer, initial_state: Callable[[str], float]) -> None:
+def _begin_states(unit: Unit, states: Buffer) -> None:
     states.bytes.zero_()
-    for name in unit.ledger.state_specs:
-        if name != "master" and initial_state(name):
-            for view in unit.views.state(states, name):
-                view.fill_(initial_state(name))
+    for name, state in unit.ledger.state_specs.items():
+        for view, form in zip(unit.views.state(states, name), state.forms, strict=True):
+            if form is not None and form.initial:
+                view.fill_(form.initial)
 
 
 def _staged(home: Home[Handle], pools: Pools[Handle]) -> Buffer | None:

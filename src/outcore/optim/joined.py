@@ -1,0 +1,53 @@
+"""Several optimizers over the parameters of one model, as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from outcore.core.errors import ConfigError
+
+
+class Joined(torch.optim.Optimizer):
+    """Has the param groups of its members, in order, and their states; so no parameter may be in two of them."""
+
+    def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
+        """Args: members: They keep their groups. Their states are taken."""
+        self.members = tuple(members)
+        try:
+            super().__init__([group for member in members for group in member.param_groups], {})
+        except ValueError as error:
+            raise ConfigError(
+                f"prepare: expected optimizers that share no parameter, but {error}; give each parameter to one of them"
+            ) from error
+        for member in members:
+            self.state.update(member.state)
+            member.state.clear()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> NoReturn:
+        """Never called: what ``prepare`` returns steps."""
+        raise NotImplementedError
+
+
+def as_one(optimizer: Any) -> Any:
+    """A list of optimizers as one; anything else as it is.
+
+    Raises:
+        ConfigError: An empty list, something in it that is no optimizer, or two with the same parameter.
+    """
+    if not isinstance(optimizer, list | tuple):
+        return optimizer
+    other = next((one for one in optimizer if not isinstance(one, torch.optim.Optimizer)), None)
+    if other is not None or not optimizer:
+        raise ConfigError(
+            "prepare: expected torch.optim.Optimizers in the list of optimizers, but got "
+            f"{'none' if other is None else f'a {type(other).__name__}'}"
+        )
+    return optimizer[0] if len(optimizer) == 1 else Joined(optimizer)
+
+
+def members(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
+    """What it was made of."""
+    return optimizer.members if isinstance(optimizer, Joined) else (optimizer,)

@@ -1,0 +1,50 @@
+"""States that are one number per parameter: known to the host, so that a step need not wait for their home."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+
+from outcore.optim.blocks import numbers_after
+from outcore.optim.rules import Hyper
+from outcore.runtime.unit.unit import Unit
+from outcore.runtime.values.access import Access
+
+
+class Numbers:
+    """What the homes say, or will say when the updates that were submitted are over.
+
+    Whoever else writes states makes what is known of that unit worthless (``Unit.states_version``); it is read again.
+    """
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self._known: dict[tuple[str, int], tuple[int, Mapping[str, float]]] = {}
+        self._after: dict[Hashable, Mapping[str, float]] = {}
+
+    def are_known(self, unit: Unit) -> bool:
+        """Whether nobody has to wait for their home."""
+        return all(not names or self._is_known(unit, i) for i, names in enumerate(unit.views.numbers))
+
+    def of(self, unit: Unit, index: int) -> Mapping[str, float]:
+        """Before the next update."""
+        names = unit.views.numbers[index]
+        if not names:
+            return names  # type: ignore[return-value]
+        if not self._is_known(unit, index):
+            values = {name: self._access.read_state(unit, name, index).item() for name in names}
+            self._known[unit.name, index] = unit.states_version, values
+        return self._known[unit.name, index][1]
+
+    def advance(self, unit: Unit, index: int, hyper: Hyper, step: int) -> Mapping[str, float]:
+        """An update was submitted. Returns: what the numbers were before it."""
+        before, dtypes = self.of(unit, index), unit.views.numbers[index]
+        if dtypes:
+            key = hyper, step, tuple(before.items())  # most parameters are at the same step of the same group
+            if key not in self._after:
+                self._after = {key: numbers_after(hyper, before, dtypes, step)}
+            self._known[unit.name, index] = unit.states_version, self._after[key]
+        return before
+
+    def _is_known(self, unit: Unit, index: int) -> bool:
+        version, _ = self._known.get((unit.name, index), (-1, {}))
+        return version == unit.states_version

@@ -1,0 +1,139 @@
+"""Optimizers of one's own: what the kit finds, and what a rule is in a plain loop."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from outcore.core.errors import ConfigError
+from outcore.optim import Lion, Rule, State, check
+from outcore.optim.blocks import Piece, update_blocks
+from outcore.optim.rule import settings_of
+from outcore.optim.rules import RuleHyper, rule_for
+
+from .update_cases import assert_same_bits, random
+
+
+class Decaying(Rule):
+    """Needs all that a rule may have: a state, a number that goes on from step to step, a shape of its own."""
+
+    def __init__(self, params, lr=0.1, **more):
+        super().__init__(params, {"lr": lr, **more})
+
+    def states(self, shape, settings):
+        return {"total": State(initial=1.0, shape=(), dtype=torch.float32), "mean": State(dtype=torch.float32)}
+
+    def update(self, weight, grad, states, step, settings):
+        states["total"].mul_(0.9)
+        states["mean"].lerp_(grad.float(), 0.1 * float(states["total"]))
+        weight.sub_(states["mean"], alpha=settings["lr"] / step)
+
+
+class Scaled(Decaying):
+    """Divides by the norm of the whole gradient."""
+
+    is_whole = True
+
+    def states(self, shape, settings):
+        return {"rows": State(shape=shape[:1]), "count": State(shape=())}
+
+    def update(self, weight, grad, states, step, settings):
+        states["count"].add_(1)
+        states["rows"].add_(grad.float().reshape(*grad.shape[:1], -1).norm(dim=-1).reshape(states["rows"].shape))
+        weight.sub_(grad / grad.norm(), alpha=settings["lr"])
+
+
+class Forgetful(Scaled):
+    is_whole = False
+
+    def states(self, shape, settings):
+        return {}
+
+    def update(self, weight, grad, states, step, settings):
+        weight.sub_(grad / grad.norm(), alpha=settings["lr"])
+
+
+class Spoiling(Decaying):
+    def update(self, weight, grad, states, step, settings):
+        weight.sub_(grad.mul_(2))
+
+
+@pytest.mark.parametrize("kind", [Lion, Decaying, Scaled])
+def test_what_is_right_passes(kind):
+    check(kind)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Forgetful, r"the bits of step.* the weight differs after step 1 in pieces .*set is_whole = True"),
+        (Spoiling, r"the gradient to be only read, but update\(\) changed it"),
+        (torch.optim.SGD, r"make\(\) to build an outcore\.optim\.Rule, but got SGD"),
+    ],
+)
+def test_what_is_wrong_is_said(make, message):
+    with pytest.raises(ConfigError, match=message):
+        check(make)
+
+
+def test_lion_is_that_of_the_paper():
+    """Program 1 of arXiv:2302.06675, written down once more."""
+    weight, momentum = random(4097, 0), torch.zeros(4097)
+    param = torch.nn.Parameter(weight.clone())
+    optimizer = Lion([param], lr=0.01, betas=(0.9, 0.99), weight_decay=0.1)
+    for step in range(1, 4):
+        param.grad = grad = random(4097, step)
+        optimizer.step()
+        update = torch.sign(momentum * 0.9 + grad * 0.1)
+        weight = weight * (1 - 0.01 * 0.1) - 0.01 * update
+        momentum = momentum * 0.99 + grad * 0.01
+        torch.testing.assert_close(param.detach(), weight, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(optimizer.state[param]["exp_avg"], momentum, rtol=1e-5, atol=1e-7)
+
+
+def test_a_rule_is_an_ordinary_optimizer():
+    """Saved, loaded and gone on with."""
+    params = [torch.nn.Parameter(random(65, 3)) for _ in range(2)]
+    first, second = Decaying(params[:1]), Decaying(params[1:])
+    params[0].grad = random(65, 4)
+    first.step()
+    params[1].data.copy_(params[0])
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for param, optimizer in zip(params, (first, second), strict=True):
+        param.grad = random(65, 5)
+        assert optimizer.step(lambda: 7) == 7
+    assert_same_bits([params[0].detach()], [params[1].detach()])
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon])
+def test_whole_parameters_are_not_cut_and_keep_their_strides(kind):
+    """Transposed; the gradient comes in another dtype, with a factor, and the scratch is far too small for it."""
+    param = torch.nn.Parameter(random(33 * 65, 0).view(65, 33).T)
+    optimizer = kind([param], lr=0.1)
+    rule = rule_for(optimizer)
+    hyper = rule.hyper(optimizer.param_groups[0])
+    target = param.detach().clone().T.reshape(-1)
+    forms = rule.states(param, optimizer.param_groups[0])
+    shapes = {name: param.shape if form.shape is None else form.shape for name, form in forms.items()}
+    states = {name: torch.zeros(shape).reshape(-1) for name, shape in shapes.items()}
+    likes = {name: torch.empty(shape, device="meta") for name, shape in shapes.items() if shape != param.shape}
+    likes[""] = torch.empty_like(param, device="meta")
+    given = {"target": target, "states": states, "weights": None, "hyper": hyper, "likes": likes}
+    for step in (1, 2):
+        grad = random(33 * 65, step, torch.bfloat16)
+        param.grad = (grad.float() * 0.3).view(65, 33).T
+        optimizer.step()
+        piece = Piece(grad=grad, step=step, factors=(torch.tensor(0.3),), **given)
+        update_blocks([piece], torch.empty(256, dtype=torch.uint8))
+        assert_same_bits([target], [param.detach().T.reshape(-1)])
+
+
+def test_settings_are_a_snapshot_of_plain_values():
+    optimizer = Lion([torch.nn.Parameter(torch.zeros(1))], lr=torch.tensor(0.5), betas=[0.8, 0.9])
+    rule = rule_for(optimizer)
+    hyper = rule.hyper(optimizer.param_groups[0])
+    assert isinstance(hyper, RuleHyper)
+    assert hyper.settings == {"lr": 0.5, "betas": (0.8, 0.9), "weight_decay": 0.0, "maximize": False}
+    assert hash(hyper) == hash(RuleHyper(optimizer, settings_of(optimizer.param_groups[0], optimizer.defaults)))

@@ -1,0 +1,33 @@
+"""Optimizers that have no fused kernel: the bits of torch's own step, wherever their states live."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from .cases import Case, run_checked
+from .loops import BY_RULE, Setting, assert_equal, plain_loop
+from .zoo import DEVICE
+
+MODEL = "patchwork" if DEVICE == "cpu" else "qwen3"
+"""The simulated GPU multiplies parameters without dimensions in another precision than the others."""
+# What each adds to the one before it is what differs between rules: casts, factors, copies, second homes, slots.
+KINDS = {
+    "fits": Case(MODEL, "fits", Setting(groups="two", clipping="on")),
+    "device": Case(MODEL, "device", Setting(precision="bf16", micro_batches=2)),
+    "host": Case(MODEL, "host", Setting(precision="bf16", groups="two", scheduler="cosine")),
+    "early": Case(MODEL, "host", Setting(clipping="off", micro_batches=2), promised=True, early=True),
+    "lost": Case(MODEL, "disk", Setting(precision="bf16", clipping="on"), promised=True, early=True),
+    "share": Case(MODEL, "host", Setting(precision="bf16", clipping="always"), share=0.5, is_minimal=True),
+    "mixed": Case(MODEL, "mixed", Setting(precision="pure_bf16", clipping="on"), depth=2),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("optimizer", BY_RULE)
+def test_an_optimizer_by_rule_equals_its_torch_step(optimizer: str, kind: str, tmp_path: Path) -> None:
+    case = KINDS[kind]
+    case = dataclasses.replace(case, setting=dataclasses.replace(case.setting, optimizer=optimizer, steps=4))
+    assert_equal(plain_loop(case.name, case.setting), run_checked(case, tmp_path))

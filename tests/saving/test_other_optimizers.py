@@ -1,0 +1,161 @@
+"""States of other forms than AdamW's are saved, loaded and gone on with, under whatever plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import outcore
+from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.optim.joined import Joined
+from outcore.saving.training_state import load_states, save_states
+
+from . import small
+from .test_training_state import state_of
+
+
+def trained(model: Any) -> list[torch.nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def muon(model: Any) -> list[torch.optim.Optimizer]:
+    params = trained(model)
+    adamw = torch.optim.AdamW([p for p in params if p.ndim != 2], lr=1e-2)
+    return [torch.optim.Muon([p for p in params if p.ndim == 2], lr=1e-2), adamw]
+
+
+OPTIMIZERS = {
+    "nadam": lambda model: torch.optim.NAdam(trained(model), lr=1e-2),  # a number that every step multiplies
+    "adafactor": lambda model: torch.optim.Adafactor(trained(model), lr=1e-2),  # states of other shapes
+    "muon": muon,  # two optimizers, whose parameters have other states
+}
+
+
+def prepared(name: str, folder: Path, tier: str, seed: int = 0, **options: Any) -> Any:
+    model = small.build("llama", dtype=torch.bfloat16, seed=seed)
+    optimizer = OPTIMIZERS[name](model)
+    joined = Joined(optimizer) if isinstance(optimizer, list) else optimizer
+    return small.prepared(model, folder, tier, optimizer=joined, **options)
+
+
+@pytest.mark.parametrize(("there", "here"), [("host", "disk"), ("disk", "device")])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_checkpoint_goes_on_under_another_plan(name: str, there: str, here: str, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    with prepared(name, tmp_path, there) as (model, optimizer):
+        small.train(model, optimizer, range(3))
+        outcore.save_checkpoint(model, optimizer, folder, step=3, wait=True)
+        want = small.train(model, optimizer, range(3, 5)), state_of(model, optimizer)
+    with prepared(name, tmp_path, here, 1) as (model, optimizer):
+        small.train(model, optimizer, range(2))
+        outcore.load_checkpoint(model, optimizer, folder)
+        got = small.train(model, optimizer, range(3, 5)), state_of(model, optimizer)
+    assert want[0] == got[0]
+    small.same(want[1], got[1])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_training_state_and_a_state_dict_go_on(name: str, tmp_path: Path) -> None:
+    with prepared(name, tmp_path, "host") as (model, optimizer):
+        small.train(model, optimizer, range(2))
+        save_states(optimizer, tmp_path / "states")
+        state_dict, weights = optimizer.state_dict(), dict(outcore.named_tensors(model))
+        want = small.train(model, optimizer, range(2, 4)), state_of(model, optimizer)
+    for load in (lambda o: load_states(o, tmp_path / "states"), lambda o: o.load_state_dict(state_dict)):
+        with prepared(name, tmp_path, "disk", 1) as (model, optimizer):
+            with outcore.gathered(model, write=True), torch.no_grad():
+                for param_name, param in model.named_parameters():
+                    param.copy_(weights[param_name])
+            restore_buffers(model, weights)
+            load(optimizer)
+            got = small.train(model, optimizer, range(2, 4)), state_of(model, optimizer)
+        assert want[0] == got[0]
+        small.same(want[1], got[1])
+
+
+def restore_buffers(model: Any, values: dict[str, torch.Tensor]) -> None:
+    for name, buffer in model.named_buffers():
+        if name in values:
+            buffer.copy_(values[name])
+
+
+def test_states_are_torchs_by_name_and_shape(tmp_path: Path) -> None:
+    with prepared("nadam", tmp_path, "disk") as (model, optimizer):
+        small.train(model, optimizer, range(2))
+        plain = torch.optim.NAdam(
+            [torch.nn.Parameter(torch.zeros(p.shape)) for p in optimizer.param_groups[0]["params"]]
+        )
+        for param in plain.param_groups[0]["params"]:
+            param.grad = torch.ones_like(param)
+        plain.step()
+        theirs = {name: value.shape for name, value in plain.state[plain.param_groups[0]["params"][0]].items()}
+        state = optimizer.state[optimizer.param_groups[0]["params"][0]]
+        mine = {name: value.shape for name, value in state.items() if name != "master"}
+        assert mine == theirs
+        assert 0 < float(state["mu_product"]) < 1
+        before = float(state["mu_product"])
+        state["mu_product"] = torch.tensor(before / 2)  # the next step goes on from it
+        small.train(model, optimizer, range(2, 3))
+        assert float(state["mu_product"]) < before / 2
+
+
+def test_what_does_not_fit_together_is_refused(tmp_path: Path) -> None:
+    model = small.build("llama")
+    params = trained(model)
+    twice = [torch.optim.Adamax(params), torch.optim.AdamW(params[:1])]
+    with pytest.raises(ConfigError, match="expected optimizers that share no parameter"):
+        outcore.prepare(model, twice)
+    with pytest.raises(ConfigError, match=r"expected torch\.optim\.Optimizers in the list .* but got none"):
+        outcore.prepare(model, [])
+    with pytest.raises(ConfigError, match="but got a str"):
+        outcore.prepare(model, [torch.optim.Adamax(params), "adamw"])
+    with prepared("muon", tmp_path, "host") as (model, optimizer):
+        with pytest.raises(UnsupportedError, match="expected the optimizer that outcore.prepare"):
+            optimizer._originals[1].step()
+        small.train(model, optimizer)
+        outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1, wait=True)
+    with (
+        prepared("adafactor", tmp_path, "host") as (model, optimizer),
+        pytest.raises(ConfigError, match="expected one of this model, optimizer and precision"),
+    ):
+        outcore.load_checkpoint(model, optimizer, tmp_path / "c")
+
+
+def test_a_group_that_needs_more_states_later_is_refused(tmp_path: Path) -> None:
+    model = small.build("llama")
+    optimizer = torch.optim.RMSprop(trained(model), momentum=0.0)
+    with small.prepared(model, tmp_path, "host", optimizer=optimizer) as (model, optimizer):
+        small.train(model, optimizer)
+        optimizer.param_groups[0]["momentum"] = 0.9
+        model(**small.batch()).loss.backward()
+        with pytest.raises(UnsupportedError, match="needs momentum_buffer now, for which no memory was taken"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_whole_parameters_are_summed_by_as_many_threads_as_in_a_loop(name: str, tmp_path: Path) -> None:
+    """Large enough that torch cuts its sums among them."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        results = []
+        for tier in ("device", "host"):
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(
+                torch.nn.Linear(250, 250), *[torch.nn.Sequential(torch.nn.Linear(250, 250)) for _ in range(4)]
+            )
+            optimizer = OPTIMIZERS[name](model)
+            joined = Joined(optimizer) if isinstance(optimizer, list) else optimizer
+            with small.prepared(model, tmp_path, tier, optimizer=joined) as (model, streamed):
+                for step in range(2):
+                    torch.manual_seed(step)
+                    model(torch.randn(8, 250)).square().sum().backward()
+                    streamed.step()
+                    streamed.zero_grad()
+                results.append(dict(outcore.named_tensors(model)))
+        small.same(*results)
+    finally:
+        torch.set_num_threads(count)
