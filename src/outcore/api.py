@@ -28,6 +28,7 @@ from outcore.runtime.gather import gathered_units
 from outcore.runtime.module.compiling import Compiling
 from outcore.runtime.module_guard import attachment_of, engine_of, is_guarded
 from outcore.runtime.optimizer import StreamedOptimizer
+from outcore.runtime.saves import last_save
 from outcore.runtime.unit.one_process import refuse_several_processes, refuse_wrapped
 from outcore.runtime.unit.unit import Unit
 from outcore.saving.checkpoint import Resumed
@@ -53,19 +54,18 @@ class Prepared(NamedTuple):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         # An interrupt is to end things soon, so nothing is copied; errors leave the weights of the last whole step.
-        try:
-            close(self.model, keep_weights=kind is None or issubclass(kind, Exception))
-        except OutcoreError as refusal:
-            lost = (
-                f"the weights of this {type(self.model).__name__} are gone with the end of its block: "
-                f"{refusal.__cause__}. Save them inside the block, or go on from an earlier save"
-            )
-            if error is None:
-                warnings.warn(lost, stacklevel=2)
-            else:
-                error.add_note(lost)
-        finally:
-            close(self.model, keep_weights=False)
+        with last_save(attachment_of(self.model), error):
+            try:
+                close(self.model, keep_weights=kind is None or issubclass(kind, Exception))
+            except OutcoreError as refusal:
+                gone = f"the weights of this {type(self.model).__name__} are gone with the end of its block"
+                lost = f"{gone}: {refusal.__cause__}. Save them inside the block, or go on from an earlier save"
+                if error is not None:
+                    error.add_note(lost)
+                else:
+                    warnings.warn(lost, stacklevel=2)
+            finally:
+                close(self.model, keep_weights=False)
 
 
 def prepare(  # noqa: PLR0913 (one call is the whole configuration)
@@ -214,6 +214,7 @@ def close(model: nn.Module, *, keep_weights: bool = True) -> None:
     Raises:
         ConfigError: Not a prepared model.
         OutcoreError: The weights cannot be kept: they do not fit, or a step was cut short. The model is prepared still.
+        DiskError: All is closed, but the last checkpoint could not be written, and nobody was told.
 
     Memory: host, all weights beside what the run holds until it ends; none with ``keep_weights=False``.
     """
@@ -427,9 +428,9 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
     for param in (p for group in optimizer.param_groups for p in group["params"]):
         if id(param) not in names:
             raise ConfigError(
-                "prepare: expected an optimizer over the model's parameters, "
-                f"but one of shape {tuple(param.shape)} is not in the model; build the optimizer "
-                "from model.parameters() after all changes to the model (adapters, resized embeddings)"
+                f"prepare: expected an optimizer over the model's parameters, but one of shape {tuple(param.shape)} is "
+                "not in the model; build it from model.parameters() after all changes to it (adapters, resized "
+                "embeddings)"
             )
     held = next((n for n, p in model.named_parameters() if p.grad is not None), None)
     if held is not None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +23,10 @@ from safetensors.torch import load_file
 import outcore
 from outcore.cli.train import saves
 from outcore.cli.train.output.report import RunReport
+from outcore.cli.train.preemption import Preemption
 from outcore.cli.train.saves import Saves, seconds_to_write
 from outcore.cli.train.trainer import SftTrainer
+from outcore.integrations import saves as integration
 
 from .conftest import CONFIG, read_jsonl, write_json, write_jsonl
 from .test_train import assert_equal, options
@@ -34,7 +38,8 @@ STATES: dict[str, tuple[int, Any, str, int, int]] = {
     "before the update": (2, SftTrainer, "_get_grad_norm", 1, 3),
     "behind the step": (3, RunReport, "on_step_end", 1, 3),
     "evaluation": (3, SftTrainer, "prediction_step", 2, 3),
-    "between steps": (3, SftTrainer, "get_batch_samples", 1, 4),
+    "between steps": (1, SftTrainer, "get_batch_samples", 1, 1),
+    "between epochs": (3, SftTrainer, "get_batch_samples", 1, 4),
     "save": (4, SftTrainer, "_save_optimizer_and_scheduler", 1, 4),
     "last evaluation": (5, SftTrainer, "prediction_step", 1, 5),
 }
@@ -156,6 +161,7 @@ import os, signal, sys
 from unittest import mock
 from outcore.cli.main import main
 from outcore.cli.train.trainer import SftTrainer
+from outcore.integrations import saves as integration
 step, method = int(sys.argv.pop(1)), SftTrainer._maybe_log_save_evaluate
 
 def then_die(self, *args, **kwargs):
@@ -227,6 +233,7 @@ place, name, act = sys.argv[1:4]
 del sys.argv[1:4]
 from outcore.cli.train.job import Job
 from outcore.cli.train.trainer import SftTrainer
+from outcore.integrations import saves as integration
 from outcore.cli.main import main
 owner = {"Job": Job, "SftTrainer": SftTrainer}[place]
 method, calls = getattr(owner, name), []
@@ -333,12 +340,15 @@ def test_saves_come_by_the_clock_and_at_the_end(shared, command, tmp_path, monke
     """And what they cost is said."""
     out = tmp_path / "run"
     clock = iter(range(10**6))
-    monkeypatch.setattr(saves, "time", SimpleNamespace(monotonic=lambda: 10.0 * next(clock)))
+    for module in (saves, integration):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 10.0 * next(clock)))
     done = command(*shared, "--out", out, "--save-every-minutes", 1, "--keep", 2)
     assert done.status == 0, done.err
     assert "every 1 minutes, the last 2 kept" in done.out
     said = re.search(
-        r"saving +(\d) checkpoints, (\d+) s, ([\d.]+)% of the time; --save-every-minutes ([\d.]+) would", done.out
+        r"saving +(\d) checkpoints, for which training waited (\d+) s, ([\d.]+)% of the time; "
+        r"--save-every-minutes ([\d.]+) would",
+        done.out,
     )
     assert said is not None
     number, total_s, share, minutes = map(float, said.groups())
@@ -356,31 +366,59 @@ def test_what_is_needed_follows_from_what_was_measured(monkeypatch):
     assert (made.needs_s(), made.summary(), made.is_due(is_last=False)) == (7.0, {}, False)
     made.begin_step()
     now_s = 10.0
-    made.end_step()
+    made.end_step(1)
     made.begin_step()
     now_s = 13.0
     assert made.needs_s() == 7 + 7
-    with made.saving(1):
-        now_s = 16.0
-        assert made.needs_s() == 0, "nobody knows"
-        now_s = 18.0
-    with made.saving(2):
-        now_s = 20.0
-        assert made.needs_s() == 3
-    made.end_step()
-    assert (made.needs_s(), made.step) == (5, 2)
-    now_s = 79.0
+    now_s = 20.0
+    made.end_step(2)
+    made.begin_save(2)
+    now_s = 21.0
+    assert made.needs_s() == 0, "nobody knows"
+    made.end_save(busy_s=4.0, held_s=1.0)
+    assert (made.needs_s(), made.step) == (0, 2), "it is saved"
+    made.begin_step()
+    now_s = 31.0
+    made.end_step(3)
+    assert made.needs_s() == 4, "a save"
+    made.begin_save(3)
+    now_s = 32.0
+    assert made.needs_s() == 3, "the rest of it"
+    made.begin_step()
+    assert made.needs_s() == 10 + 4, "the step, while it is saved, and another one"
+    now_s = 48.0
+    made.end_step(4)
+    assert made.needs_s() == 4, "the one before is late"
+    assert not made.is_due(is_last=False), "one is under way"
+    made.end_save(busy_s=5.0, held_s=0.5)
+    now_s = 107.0
     assert [made.is_due(is_last=last) for last in (False, True)] == [False, True]
-    now_s = 80.0
+    now_s = 108.0
     assert made.is_due(is_last=False)
     assert made.summary() == {
-        "saving": "2 checkpoints, 7 s, 8.8% of the time; --save-every-minutes 1.2 would make it 5%"
+        "saving": "2 checkpoints, for which training waited 7.5 s, 6.9% of the time; "
+        "--save-every-minutes 1.2 would make it 5%"
     }
     now_s = 1000.0
-    assert made.summary() == {"saving": "2 checkpoints, 7 s, 0.7% of the time"}
+    assert made.summary() == {"saving": "2 checkpoints, for which training waited 7.5 s, 0.8% of the time"}
     made.end()
     assert made.needs_s() == 0
     assert not Saves(every_minutes=None, first_s=float).is_due(is_last=True)
+
+
+def test_the_time_begins_when_the_signal_comes():
+    """Also where Python can look only later: behind a backward pass on an accelerator, or here in one long call."""
+    asked = Preemption(Saves(every_minutes=None, first_s=float), 60)
+    asked._is_held = True
+    with asked:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        begun_s = time.monotonic()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 5_000_000)
+        over_s = time.monotonic()
+        assert asked.is_asked
+        assert over_s - begun_s > 0.8, "a call that is long enough"
+        assert 0.2 <= asked._end_s - 60 - begun_s < 0.2 + 0.5 * (over_s - begun_s)
+    assert not [thread for thread in threading.enumerate() if thread.name == "outcore-signals"]
 
 
 def test_a_sample_says_how_long_writing_takes(tmp_path):

@@ -211,31 +211,13 @@ def test_parts_of_two_checkpoints(checkpoints, tmp_path):
     mixed = tmp_path / "mixed"
     shutil.copytree(checkpoints / "checkpoint-4", mixed)
     shutil.copy(checkpoints / "checkpoint-2" / "optimizer.safetensors", mixed)
-    with pytest.raises(outcore.ConfigError, match="as it was saved, but 'optimizer.safetensors' of"):
+    with pytest.raises(outcore.ConfigError, match="as it was saved, but of 'optimizer.safetensors' "):
         resume(mixed, tmp_path)
     (mixed / "manifest.json").unlink()
     with pytest.raises(
         outcore.ConfigError, match="trainer_state.json is of step 4 and optimizer.safetensors of step 2"
     ):
         resume(mixed, tmp_path)
-
-
-@pytest.mark.parametrize(("job", "name"), [(language, "model"), (sft_lora, "adapter_model")])
-def test_weights_of_another_checkpoint(job, name, tmp_path):
-    """Of the same shapes. States that do not say what they were saved with load as ever."""
-    with streamed(tmp_path) as side:
-        job(side, tmp_path / "run", save_strategy="steps", save_steps=2).train()
-    mixed = tmp_path / "run" / "checkpoint-4"
-    with streamed(tmp_path) as side:
-        job(side, tmp_path / "whole").train(resume_from_checkpoint=str(mixed))
-    shutil.copy(tmp_path / "run" / "checkpoint-2" / f"{name}.safetensors", mixed)
-    (mixed / "manifest.json").unlink()
-    with streamed(tmp_path) as side, pytest.raises(outcore.ConfigError, match="weights are others than those that"):
-        job(side, tmp_path / "mixed").train(resume_from_checkpoint=str(mixed))
-    states = mixed / "optimizer.safetensors"
-    states.write_bytes(states.read_bytes().replace(b'\\"weights\\"', b'\\"unknown\\"'))
-    with streamed(tmp_path) as side:
-        job(side, tmp_path / "old").train(resume_from_checkpoint=str(mixed))
 
 
 def test_checkpoint_without_random_state(checkpoints, tmp_path):

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import outcore
+from outcore.api import Prepared
 from outcore.core.errors import ConfigError, DiskError
 from outcore.memory.files.checkpoint_folder import UnfinishedCheckpoint
 from outcore.saving.export_checkpoint import export_checkpoint
@@ -175,7 +176,7 @@ def test_one_that_failed_does_not_cost_the_next(tmp_path: Path, monkeypatch: pyt
 
     with small.prepared(small.build("plain"), tmp_path, "disk") as (model, optimizer):
         with monkeypatch.context() as patch:
-            patch.setattr("outcore.memory.files.checkpoint_folder._write", full)
+            patch.setattr("outcore.memory.files.checkpoint_folder._write_at", full)
             with pytest.raises(DiskError, match="ENOSPC"):
                 outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1, wait=True)
         assert _fails_beside(model, optimizer, tmp_path / "c", monkeypatch)
@@ -196,3 +197,22 @@ def _fails_beside(model: Any, optimizer: Any, folder: Path, monkeypatch: pytest.
         while not save.done:
             time.sleep(0.001)
     return save.error is not None
+
+
+@pytest.mark.parametrize("how", ["close", "block", "error"])
+def test_the_end_of_a_run_says_that_the_last_save_failed(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As an error, and all is closed then; weights are ordinary ones."""
+    error = KeyError("of the loop")
+    with small.prepared(small.build("plain"), tmp_path, "host") as (model, optimizer):
+        small.train(model, optimizer)
+        want = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        assert _fails_beside(model, optimizer, tmp_path / "c", monkeypatch)
+        block = Prepared(model, optimizer)
+        if how == "error":
+            block.__exit__(KeyError, error, None)
+            assert "the last checkpoint was not saved: " in error.__notes__[0]
+        else:
+            with pytest.raises(DiskError, match="ENOSPC"):
+                outcore.close(model) if how == "close" else block.__exit__(None, None, None)
+        small.same(want, dict(model.state_dict()))
+        outcore.close(model)

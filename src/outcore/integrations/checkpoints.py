@@ -8,51 +8,25 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
 from transformers import TrainerState
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
-from outcore.core.errors import ConfigError, DiskError
-from outcore.memory.files.checkpoint_folder import UnfinishedCheckpoint, read_manifest, remove
-from outcore.memory.files.weights_file import WeightsDirectory
-from outcore.saving.training_state import has_states, saved_with
-from outcore.spec.checkpoint import MANIFEST_NAME, Manifest
+from outcore.core.errors import ConfigError
+from outcore.memory.files.checkpoint_folder import read_manifest, remove
+from outcore.saving.small_state import read_small, write_small
+from outcore.saving.training_state import has_states, step_of_states
+from outcore.spec.checkpoint import MANIFEST_NAME
 
-RANDOM_STATE, SCHEDULE = "rng_state", "scheduler"
-"""Stems of files."""
+RANDOM_STATE, _SCHEDULE = "rng_state", "scheduler"  # stems of files
 _PLAIN_RANDOM_STATE = "rng_state.pth"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _checked: set[tuple[str, int, int]] = set()
 """Manifests whose files were all read and found right in this process."""
-
-
-@contextmanager
-def committed(target: Path, step: int) -> Iterator[Path]:
-    """A checkpoint that is there as a whole when the block ends, or not at all.
-
-    Yields:
-        A hidden folder: what lies in its folder of the target's name will be the target.
-
-    Raises:
-        DiskError: It cannot be written. An older one of the same name is untouched.
-    """
-    unfinished = UnfinishedCheckpoint(target)
-    try:
-        yield unfinished.path
-        inner = unfinished.path / target.name
-        for path in sorted(inner.iterdir()):
-            path.rename(unfinished.path / path.name)
-        inner.rmdir()
-        unfinished.commit(lambda files: Manifest(step=step, files=files))
-    except DiskError:
-        raise
-    except OSError as error:
-        raise unfinished.error(error) from error
-    finally:
-        unfinished.abandon()
 
 
 def rotate(folder: Path, limit: int | None, protected: set[Path]) -> None:
@@ -107,7 +81,9 @@ def refuse_incomplete(checkpoint: str) -> None:
     """
     folder = Path(checkpoint)
     refuse_damaged(folder)
-    missing = [] if (folder / f"{SCHEDULE}.json").is_file() or (folder / SCHEDULER_NAME).is_file() else [SCHEDULER_NAME]
+    missing = (
+        [] if (folder / f"{_SCHEDULE}.json").is_file() or (folder / SCHEDULER_NAME).is_file() else [SCHEDULER_NAME]
+    )
     missing += [] if (folder / TRAINER_STATE_NAME).is_file() else [TRAINER_STATE_NAME]
     if not has_states(checkpoint) and not (folder / OPTIMIZER_NAME).is_file():
         missing.insert(0, "optimizer.safetensors")
@@ -127,26 +103,30 @@ def refuse_incomplete(checkpoint: str) -> None:
         )
 
 
-def mark_of_weights(folder: Path) -> str | None:
-    """What tells the weights or adapters in a checkpoint from others; None if they are not in safetensors."""
-    if WeightsDirectory.is_there(folder, "model"):
-        return WeightsDirectory.open(folder).digest()
-    adapters = sorted(path.parent for path in folder.rglob("adapter_model.safetensors"))
-    return " ".join(WeightsDirectory.open(path, "adapter_model").digest() for path in adapters) or None
+def save_schedule(schedule: Mapping[str, Any], folder: Path) -> None:
+    """Without pickle, but for one of the user's own whose state only pickle can hold. Raises: OSError."""
+    try:
+        write_small(folder, _SCHEDULE, schedule)
+    except ConfigError:
+        torch.save(schedule, folder / SCHEDULER_NAME)
+
+
+def saved_schedule(folder: Path) -> Any:
+    """What ``save_schedule`` was given, or the plain Trainer's."""
+    if (folder / f"{_SCHEDULE}.json").is_file():
+        return read_small(folder, _SCHEDULE)
+    return torch.load(folder / SCHEDULER_NAME, weights_only=True)
 
 
 def _refuse_mixed(folder: Path) -> None:
-    """Older checkpoints, and those of plain Trainers, do not say what their states were saved with."""
+    """Where a manifest does not say it. Those of plain Trainers do not say of which step their states are."""
     if not has_states(folder):
         return
-    step, weights = saved_with(folder)
+    step = step_of_states(folder)
     at = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)).global_step
-    found = f"{TRAINER_STATE_NAME} is of step {at} and optimizer.safetensors of step {step}"
-    if step in (None, at):
-        if weights in (None, mark_of_weights(folder)):
-            return
-        found = "its weights are others than those that optimizer.safetensors was saved with"
-    raise ConfigError(
-        f"resume_from_checkpoint: expected parts of one checkpoint in '{folder}', but {found}; name a checkpoint as it "
-        "was saved, or begin anew from these weights: load the model from there and leave resume_from_checkpoint out"
-    )
+    if step not in (None, at):
+        raise ConfigError(
+            f"resume_from_checkpoint: expected parts of one checkpoint in '{folder}', but {TRAINER_STATE_NAME} is of "
+            f"step {at} and optimizer.safetensors of step {step}; name a checkpoint as it was saved, or begin anew "
+            "from these weights: load the model from there and leave resume_from_checkpoint out"
+        )

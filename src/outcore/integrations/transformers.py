@@ -24,21 +24,18 @@ from outcore.core.extra import TRAINER, refuse_missing
 
 refuse_missing(*TRAINER)  # before Python does, who knows of no extra
 
-from transformers import Trainer, TrainingArguments
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers import Trainer, TrainerState, TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME, TRAINING_ARGS_NAME
 
 from outcore.api import close, prepare_in_loop, save_pretrained
 from outcore.core.errors import ConfigError, OutcoreError
 from outcore.forecast import Loop, NamedHardware, token_batch
 from outcore.integrations.checkpoints import (
     RANDOM_STATE,
-    SCHEDULE,
-    committed,
-    mark_of_weights,
     newest_whole,
     refuse_incomplete,
-    rotate,
+    save_schedule,
+    saved_schedule,
 )
 from outcore.integrations.refusals import (
     refuse_accelerator,
@@ -47,12 +44,15 @@ from outcore.integrations.refusals import (
     refuse_optimizer,
     refuse_pieces,
 )
+from outcore.integrations.saves import TrainerSaves
 from outcore.integrations.versions import scores_in_tiles
 from outcore.memory.files.weights_file import WeightsDirectory
 from outcore.runtime.module_guard import attachment_of
 from outcore.runtime.optimizer import StreamedOptimizer
+from outcore.runtime.saves import Save
 from outcore.runtime.unit.one_process import refuse_several_processes
 from outcore.saving.conversions import is_adapter_model
+from outcore.saving.export import save_configuration, saves_adapters
 from outcore.saving.small_state import random_states, read_small, restore_random_states, write_small
 from outcore.saving.training_state import check_adapters, has_states, load_states, load_weights, save_states
 from outcore.spec.budget import Budget
@@ -77,6 +77,7 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
     """
 
     optimizer: Any  # a StreamedOptimizer from the first use on
+    state: TrainerState
 
     def __init__(  # noqa: PLR0913 (as prepare)
         self,
@@ -122,7 +123,7 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
         self._outcore_sample = sample
         self._outcore_precision = precision
         self._outcore_checkpoint: str | None = None  # to begin from, until the model is prepared
-        self._outcore_aside: Path | None = None  # where a checkpoint is being written
+        self._outcore_saves = TrainerSaves(self, self._outcore_saved)
         self._outcore_logged = (0, 0.0)
         training = next((a for a in (*args, *kwargs.values()) if isinstance(a, TrainingArguments)), None)
         if training is not None:
@@ -239,35 +240,52 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
         if resume_from_checkpoint is True:
             found = newest_whole(Path(self.args.output_dir))
             resume_from_checkpoint = True if found is None else str(found)  # or let the Trainer say it
-        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        with self._outcore_saves.settled():
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    def _maybe_log_save_evaluate(  # noqa: PLR0913 (the Trainer's)
+        self,
+        tr_loss: torch.Tensor,
+        grad_norm: torch.Tensor | float | None,
+        model: nn.Module,
+        trial: Any,
+        epoch: float,
+        ignore_keys_for_eval: list[str] | None,
+        start_time: float,
+        learning_rate: float | None = None,
+    ) -> None:
+        """Look after the save that is under way; the Trainer comes here behind steps and behind epochs."""
+        self._outcore_saves.look()
+        super()._maybe_log_save_evaluate(
+            tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate
+        )
+
+    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
+        """Wait for the last checkpoint: the best one may be loaded, and others removed."""
+        self._outcore_saves.settle()
+        return super()._finalize_training(trial, num_train_samples, start_time)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Have the Trainer write aside; its checkpoint is then there as a whole, with checksums, or not at all."""
-        folder, state = Path(self._get_output_dir(trial)), self.state
-        target = folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        with committed(target, state.global_step) as aside:
-            self._outcore_aside, before = aside, state.best_model_checkpoint
-            try:
-                super()._save_checkpoint(model, trial)
-            except BaseException:
-                state.best_model_checkpoint = before
-                raise
-            finally:
-                self._outcore_aside = None
-            if state.best_model_checkpoint == str(aside / target.name):
-                state.best_model_checkpoint = str(target)
-                state.save_to_json(aside / target.name / TRAINER_STATE_NAME)
-        best = {Path(state.best_model_checkpoint)} if state.best_model_checkpoint else set()
-        rotate(folder, self.args.save_total_limit, {target, *best})
+        """Save beside training. The checkpoint will be there as a whole, with checksums, or not at all."""
+        save = super()._save_checkpoint
+        self._outcore_saves.save(Path(self._get_output_dir(trial)), lambda: save(model, trial))
+
+    def _outcore_saved(self, save: Save, state: TrainerState, held_s: float) -> None:
+        """A checkpoint is durable. Args: state: Of its step. held_s: So long training stood still for it."""
         if self.args.push_to_hub:
-            self._push_from_checkpoint(str(target))
+            now, self.state = self.state, state
+            try:
+                self._push_from_checkpoint(str(save.path))
+            finally:
+                self.state = now
 
     def _get_output_dir(self, trial: Any) -> str:
-        return super()._get_output_dir(trial) if self._outcore_aside is None else str(self._outcore_aside)
+        aside = self._outcore_saves.aside
+        return super()._get_output_dir(trial) if aside is None else str(aside)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Not before it is whole."""
-        if self._outcore_aside is None:
+        if self._outcore_saves.aside is None:
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -302,7 +320,12 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
             super()._save(output_dir, state_dict)
             return
         directory = output_dir if output_dir is not None else self.args.output_dir
-        save_pretrained(self.model, directory)
+        files = self._outcore_saves.files
+        if files is None or saves_adapters(self.model):
+            save_pretrained(self.model, directory)
+        else:
+            files.weights()
+            save_configuration(self.model, directory)
         tokenizer = self.processing_class
         tokenizer = tokenizer if tokenizer is not None else getattr(self.data_collator, "tokenizer", None)
         if tokenizer is not None:
@@ -310,13 +333,12 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
         torch.save(self.args, os.path.join(directory, TRAINING_ARGS_NAME))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        weights = mark_of_weights(Path(output_dir))  # the Trainer has just saved them there
-        save_states(self.optimizer, output_dir, step=self.state.global_step, weights=weights)
-        schedule = self.lr_scheduler.state_dict()
-        try:
-            write_small(Path(output_dir), SCHEDULE, schedule)
-        except ConfigError:  # of the user's own, with state that only pickle can hold
-            torch.save(schedule, os.path.join(output_dir, SCHEDULER_NAME))
+        files = self._outcore_saves.files
+        if files is None:
+            save_states(self.optimizer, output_dir)
+        else:
+            files.states(self.optimizer, step=self.state.global_step)
+        save_schedule(self.lr_scheduler.state_dict(), Path(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Resume from a checkpoint of this Trainer, or of the plain one; that it is whole was checked before."""
@@ -327,11 +349,7 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
         else:
             plain = os.path.join(checkpoint, OPTIMIZER_NAME)
             self.optimizer.load_state_dict(torch.load(plain, map_location="cpu", weights_only=True, mmap=True))
-        if Path(checkpoint, f"{SCHEDULE}.json").is_file():
-            self.lr_scheduler.load_state_dict(read_small(Path(checkpoint), SCHEDULE))
-        else:
-            plain = os.path.join(checkpoint, SCHEDULER_NAME)
-            self.lr_scheduler.load_state_dict(torch.load(plain, weights_only=True))
+        self.lr_scheduler.load_state_dict(saved_schedule(Path(checkpoint)))
 
     # Logs.
 

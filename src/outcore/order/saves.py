@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Generic
 
-from outcore.order.ledger import H, Home, Ledger, Slot
+from outcore.order.ledger import H, Home, Ledger, Slot, Span
 from outcore.order.port import Deed, Port, Work
 from outcore.spec.lanes import Lane
 
@@ -39,6 +39,16 @@ class SaveOrder(Generic[H]):
             work=Work(copy(*span, None), moved=span[1] - span[0]),
         )
         home.read_by(saved)
+
+    def homes(self, homes: Sequence[tuple[Ledger[H], Home[H]]], spans: Sequence[Span], deed: Deed) -> None:
+        """Save something that is made of bytes of several homes, none of them on the device."""
+        after = {"homes written": [home.ready for _, home in homes]}
+        moved = sum(span.nbytes for span in spans)
+        saved = self._port.submit(
+            Lane.SAVE, "save", homes[0][0], reads=spans, writes=[], after=after, work=Work(deed, moved=moved)
+        )
+        for _, home in homes:
+            home.read_by(saved)
 
     def _through_slots(self, unit: Ledger[H], home: Home[H], span: tuple[int, int], copy: Copy[H]) -> None:
         piece = self._slots[0].nbytes

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from outcore.core.errors import OutcoreError
-from outcore.core.quantities import PAGE_BYTES, align_up
 from outcore.device.device import Device, aligned_bytes
 from outcore.device.lanes import Handle
 from outcore.memory.arena import TEMPORARY, Arena, Buffer, Region
@@ -38,6 +38,19 @@ class Writer(Protocol):
         """Append. See ``memory.checkpoint_folder.CheckpointFile``."""
 
 
+Spans = Sequence[tuple[int, int]]
+"""The bytes [start, stop) of a home, in the order in which they stand in a file; they grow."""
+
+
+class Source(NamedTuple):
+    """The bytes [start, stop) of a home."""
+
+    unit: Ledger[Handle]
+    home: Home[Handle]
+    start: int
+    stop: int
+
+
 class Save:
     """A checkpoint that is being written."""
 
@@ -52,6 +65,8 @@ class Save:
         self.num_pieces = 0
         """That were submitted. Counted apart from those that were written, which another thread counts."""
         self.num_written = 0
+        self.busy_s = 0.0
+        """That writing took, without what it waited for."""
         self._is_durable = False
         self._is_committing = False
         self._abandon, self._told = abandon, told
@@ -85,9 +100,11 @@ class Save:
             if self.done:
                 return
             self._is_committing = True
+        began_s = time.monotonic()
         try:
             work()
             self._is_durable = True
+            self.busy_s += time.monotonic() - began_s
         finally:
             self._is_committing = False
 
@@ -152,8 +169,10 @@ class Saves:
             self._order = SaveOrder(self._port, slots)
 
     def finish(self) -> None:
-        """Wait for the one that is under way; say it if it failed and nobody was told."""
-        _finish(self._running, self._pid)
+        """Wait for the one that is under way. Raises: What it raises, if it failed and nobody was told."""
+        failed = self.make_room() if os.getpid() == self._pid else None
+        if failed is not None:
+            failed.wait()
 
     def abandon(self) -> None:
         """The lanes have stopped: leave nothing of what was not written."""
@@ -163,21 +182,37 @@ class Saves:
         for save in self._running if os.getpid() == self._pid else ():
             save.fail(OutcoreError("expected a model whose checkpoint can be written, but it was closed"))
 
-    def home(self, unit: Ledger[Handle], home: Home[Handle], span: tuple[int, int], save: Save, file: Writer) -> None:
-        """Let the bytes [start, stop) of a home be appended to a file, with zeros up to a multiple of 4 KiB.
+    def home(self, unit: Ledger[Handle], home: Home[Handle], spans: Spans, save: Save, file: Writer) -> None:
+        """Let some bytes of a home be appended to a file.
 
         Weights that live on the device are written before this returns: whoever has them may change them in place.
         """
         if home.kind == "weights" and home.tier == "device":
-            self._at_once(home, span, file)
+            self._at_once(home, spans, file)
             return
 
         def copy(start: int, stop: int, slot: Slot[Handle] | None) -> Callable[[], None]:
             memory = home.span(start, stop).memory if slot is None else slot.span(stop - start).memory
             save.num_pieces += 1
-            return partial(self._write, save, file, memory)
+            return partial(self._write, save, file, memory, _inside(spans, start, stop))
 
-        self._order.home(unit, home, span, copy)
+        self._order.home(unit, home, (spans[0][0], max(stop for _, stop in spans)), copy)
+
+    def made(self, sources: Sequence[Source], save: Save, make: Callable[[Sequence[torch.Tensor]], None]) -> None:
+        """Let something be made of bytes of homes, none of them on the device: 1D uint8 each, fresh."""
+        save.num_pieces += 1
+        spans = [home.span(start, stop) for _, home, start, stop in sources]
+
+        def work() -> None:
+            if save.error is not None:
+                return
+            try:
+                make([self._fresh(span.memory, span.nbytes) for span in spans])
+                save.num_written += 1
+            except Exception as error:
+                save.fail(error)
+
+        self._order.homes([(unit, home) for unit, home, _, _ in sources], spans, work)
 
     def last(self, save: Save, name: str, commit: Callable[[], None], tidy_up: Callable[[], object]) -> None:
         """Behind everything that was submitted."""
@@ -198,36 +233,82 @@ class Saves:
         except Exception as error:
             save.complaint = error
 
-    def _write(self, save: Save, file: Writer, memory: Buffer | Extent) -> None:
+    def _write(self, save: Save, file: Writer, memory: Buffer | Extent, spans: Spans) -> None:
         """What fails fails the save, and not the training."""
         if save.error is not None:
             return
         try:
-            file.write(align_up(memory.nbytes, PAGE_BYTES), partial(self._fill, memory))
+            began_s = time.monotonic()
+            file.write(_length(spans), partial(self._fill, memory, spans))
             save.num_written += 1
+            save.busy_s += time.monotonic() - began_s
         except Exception as error:
             save.fail(error)
 
-    def _at_once(self, home: Home[Handle], span: tuple[int, int], file: Writer) -> None:
-        for start in range(*span, SLOT_BYTES):
-            stop = min(start + SLOT_BYTES, span[1])
-            memory = home.span(start, stop).memory
-            self._device.compute("save weights", reads=[memory.region], after=home.before_read())
-            copied = Buffer(memory.bytes.cpu(), Region(TEMPORARY, 0, stop - start))
-            file.write(align_up(stop - start, PAGE_BYTES), partial(self._fill, copied))
+    def _at_once(self, home: Home[Handle], spans: Spans, file: Writer) -> None:
+        for start in range(0, home.nbytes, SLOT_BYTES):
+            stop = min(start + SLOT_BYTES, home.nbytes)
+            if inside := _inside(spans, start, stop):
+                memory = home.span(start, stop).memory
+                self._device.compute("save weights", reads=[memory.region], after=home.before_read())
+                copied = Buffer(memory.bytes.cpu(), Region(TEMPORARY, 0, memory.nbytes))
+                file.write(_length(inside), partial(self._fill, copied, inside))
 
-    def _fill(self, memory: Buffer | Extent, start: int, stop: int, to: torch.Tensor) -> None:
-        """Bytes of a part of a home; zeros behind its end."""
-        inside = min(stop, memory.nbytes) - start
+    def _fill(self, memory: Buffer | Extent, spans: Spans, start: int, stop: int, to: torch.Tensor) -> None:
+        """The bytes [start, stop) of what some spans of a part of a home are, one behind the other."""
+        first = 0
+        for begin, end in spans:
+            a, b = max(start, first), min(stop, first + end - begin)
+            if a < b:
+                self._read(memory, begin + a - first, to[a - start : b - start])
+            first += end - begin
+
+    def _read(self, memory: Buffer | Extent, start: int, to: torch.Tensor) -> None:
         if isinstance(memory, Extent):
-            self._tiers.store().read(memory.part(start, start + inside), to[:inside])
+            self._tiers.store().read(memory.part(start, start + to.numel()), to)
         else:  # numpy's copies let other threads run, and begin none of their own
-            np.copyto(to[:inside].numpy(), memory.bytes[start : start + inside].numpy())
-        to[inside:].zero_()
+            np.copyto(to.numpy(), memory.bytes[start : start + to.numel()].numpy())
+
+    def _fresh(self, memory: Buffer | Extent | None, nbytes: int) -> torch.Tensor:
+        result = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        if memory is not None and nbytes:
+            self._read(memory, 0, result)
+        return result
+
+
+def _inside(spans: Spans, start: int, stop: int) -> list[tuple[int, int]]:
+    """What of them lies in [start, stop), from there on."""
+    cut = [(max(a, start) - start, min(b, stop) - start) for a, b in spans]
+    return [(a, b) for a, b in cut if a < b]
+
+
+def _length(spans: Spans) -> int:
+    return sum(stop - start for start, stop in spans)
+
+
+@contextmanager
+def last_save(attachment: Any, error: BaseException | None) -> Iterator[None]:
+    """What went wrong with the last save is raised behind the block, or said with the error that there is.
+
+    Args:
+        attachment: Of the model; None if it is not prepared.
+        error: That ends the run, if one does.
+    """
+    failed = None
+    try:
+        if attachment is not None:
+            attachment.engine.opened.saves.finish()
+    except Exception as caught:
+        failed = caught
+    yield
+    if failed is not None:
+        if error is None:
+            raise failed
+        error.add_note(f"the last checkpoint was not saved: {failed}")
 
 
 def _finish(running: list[Save], pid: int) -> None:
-    """See ``Saves.finish``. A forked child has nothing to wait for."""
+    """Nobody is left who could be told by an error. A forked child has nothing to wait for."""
     if os.getpid() != pid:
         return
     for save in running:

@@ -9,7 +9,6 @@ parameters are not written: they are what the model is built with, and a sample 
 from __future__ import annotations
 
 import copy
-import errno
 import os
 import warnings
 import weakref
@@ -23,16 +22,17 @@ import torch
 from torch import nn
 
 from outcore.core.errors import ConfigError, OutcoreError, UnsupportedError
-from outcore.core.quantities import PAGE_BYTES, align_up, format_bytes
+from outcore.core.quantities import PAGE_BYTES, align_up
 from outcore.memory.files.checkpoint_folder import CheckpointFile, UnfinishedCheckpoint
-from outcore.memory.files.weights_file import WeightsDirectory, safetensors_header, write_safetensors
-from outcore.memory.limits import disk_free_bytes
+from outcore.memory.files.weights_file import WeightsDirectory, write_safetensors
+from outcore.memory.files.weights_layout import safetensors_header
 from outcore.runtime.engine import Engine
 from outcore.runtime.module_guard import engine_of
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.runtime.saves import Save
 from outcore.runtime.unit.unit import Beneath, Unit
 from outcore.runtime.values.edits import take_edits
+from outcore.saving.beside import append_bytes, begun, refuse_full
 from outcore.saving.conversions import is_adapter_model, is_pretrained_model
 from outcore.saving.found import found, found_in, prune
 from outcore.saving.small_state import encode, random_states, read_small, restore_random_states, write_small
@@ -107,8 +107,6 @@ def _begin_save(
     for unit in engine.units:
         take_edits(unit, engine.access)
     described = _description(engine, groups, step)
-    saves = engine.opened.saves
-    failed = saves.make_room()
     target = directory / f"step-{step:08d}"
     _refuse_to_replace(target)
     later = [path.name for number, path in found_in(directory) if number > step]
@@ -118,24 +116,14 @@ def _begin_save(
             "highest step is what load_checkpoint takes; remove them if this run takes their place",
             stacklevel=3,
         )
-    unfinished = UnfinishedCheckpoint(target)
-    save = Save(unfinished.target, unfinished.abandon, unfinished.error)
 
     def tidy_up() -> None:
         if keep is not None:
             prune(directory, keep, newest=step)
 
-    try:
-        saves.begin(save)
+    with begun(engine, target, described, tidy_up) as (unfinished, save):
         _write_small(unfinished.path, engine, small)
         _submit(engine, unfinished, save)
-        saves.last(save, f"commit checkpoint of step {step}", lambda: unfinished.commit(described), tidy_up)
-    except BaseException as error:
-        save.fail(error)
-        save.wait()
-        raise
-    if failed is not None:
-        failed.wait()
     return save
 
 
@@ -179,7 +167,9 @@ def load_checkpoint(
     if not isinstance(engine.weights.refusal, _HalfLoadedError):
         engine.refuse_if_closed()
     engine.device.check()
-    engine.opened.saves.finish()
+    failed = engine.opened.saves.make_room()
+    if failed is not None:
+        warnings.warn(f"load_checkpoint: the last checkpoint was not saved: {failed.error}", stacklevel=2)
     return Resumed(directory, step=step, verify=verify).take_over(optimizer)
 
 
@@ -351,21 +341,12 @@ def _submit(engine: Engine, unfinished: UnfinishedCheckpoint, save: Save) -> Non
             header = safetensors_header(specs, {"format": "pt"}, align=PAGE_BYTES)
             nbytes = len(header) + sum(align_up(s.stop - s.start, PAGE_BYTES) for s in found)
             files.append((unit, found, unfinished.create(file_name(unit), nbytes), header))
-    need, free = sum(file.nbytes for _, _, file, _ in files), disk_free_bytes(unfinished.path)
-    if need > free:
-        raise OSError(errno.ENOSPC, f"it takes {format_bytes(need)}, and {format_bytes(free)} are free")
-    saves = engine.opened.saves
+    refuse_full(unfinished, sum(file.nbytes for _, _, file, _ in files))
     for unit, found, file, header in files:
-        file.write(len(header), _of_bytes(header))
+        append_bytes(file, header)
         for home, start, stop, _ in found:
-            saves.home(unit.ledger, home, (start, stop), save, file)
-
-
-def _of_bytes(data: bytes) -> Any:
-    def fill(start: int, stop: int, to: torch.Tensor) -> None:
-        to.numpy().data[:] = data[start:stop]
-
-    return fill
+            spans = [(start, start + align_up(stop - start, PAGE_BYTES))]
+            engine.opened.saves.home(unit.ledger, home, spans, save, file)
 
 
 # Reading.

@@ -69,16 +69,26 @@ def save_model(engine: Engine, directory: str | Path) -> None:
     model = engine.model
     if Path(directory).is_file():
         raise ConfigError(f"save_pretrained: expected a directory, but '{directory}' is a file")
-    if is_adapter_model(model) or getattr(model, "_hf_peft_config_loaded", False):
+    if saves_adapters(model):
         _save_adapters(engine, directory)
         return
     state = saved_state(model)
     groups = saving_groups(model, state)
     specs = []
     for group in groups:
-        made = group.convert(lambda name: _without_bytes(state[name]))
+        made = group.convert(lambda name: without_bytes(state[name]))
         specs += [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in made.items()]
     write_safetensors(directory, specs, _converted(engine, groups, state))
+    save_configuration(model, directory)
+
+
+def saves_adapters(model: nn.Module) -> bool:
+    """Whether adapters alone are what is saved of it."""
+    return is_adapter_model(model) or bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def save_configuration(model: nn.Module, directory: str | Path) -> None:
+    """What the library saves beside the weights; of other modules nothing. Raises: DiskError."""
     if is_pretrained_model(model):
         with staged_files(directory) as staged:
             _library_save(model, staged, {})
@@ -137,7 +147,7 @@ def adapter_names(model: nn.Module) -> set[str]:
     """Names of the tensors that peft saves: those it picks from a state dict, and all that are trained."""
     from peft import get_peft_model_state_dict
 
-    state = {p.name: _without_bytes(p.tensor) for p in places(model) if p.is_persistent}
+    state = {p.name: without_bytes(p.tensor) for p in places(model) if p.is_persistent}
     name_of = {id(tensor): name for name, tensor in state.items()}
     names = {p.name for p in places(model) if p.tensor.requires_grad}
     configs: Mapping[str, Any] = model.peft_config  # type: ignore[assignment]
@@ -149,7 +159,8 @@ def adapter_names(model: nn.Module) -> set[str]:
     return names
 
 
-def _without_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def without_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """One of its shape and dtype."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 

@@ -20,7 +20,8 @@ import torch
 from outcore.core.errors import ConfigError
 from outcore.device.device import Device
 from outcore.memory.files.checkpoint_folder import small_file, write_durably
-from outcore.memory.files.weights_file import STORED_DTYPES, WeightsDirectory, write_safetensors
+from outcore.memory.files.weights_file import WeightsDirectory, write_safetensors
+from outcore.memory.files.weights_layout import STORED_DTYPES
 
 _SCALARS = (str, int, float, bool, type(None))
 _OF_TENSOR: Mapping[str, Callable[[torch.Tensor], Any]] = {

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from outcore.core.errors import ConfigError, UnsupportedError
-from outcore.memory.files.weights_file import TensorSpec, WeightsDirectory, write_safetensors
+from outcore.memory.files.weights_file import WeightsDirectory, write_safetensors
+from outcore.memory.files.weights_layout import TensorSpec
 from outcore.runtime.engine import Engine
 from outcore.runtime.module_guard import engine_of
 from outcore.runtime.optimizer import StreamedOptimizer
@@ -29,25 +30,22 @@ from outcore.saving.conversions import is_adapter_model
 from outcore.saving.load_plan import plan_loading
 from outcore.saving.state_names import places
 
-_STEM = "optimizer"
+STATES = "optimizer"
+"""Stem of the files."""
 _KEY = "training_state"
 
 
 def has_states(directory: str | Path) -> bool:
     """Whether ``save_states`` wrote there."""
-    return WeightsDirectory.is_there(directory, _STEM)
+    return WeightsDirectory.is_there(directory, STATES)
 
 
-def save_states(
-    optimizer: StreamedOptimizer, directory: str | Path, *, step: int | None = None, weights: str | None = None
-) -> None:
+def save_states(optimizer: StreamedOptimizer, directory: str | Path) -> None:
     """Write optimizer states, steps and the settings of param groups. Updates that are under way are waited for.
 
     Args:
         optimizer: Prepared.
         directory: Made if missing; an older save there is replaced when the new one is complete.
-        step: Of the whole run, for ``saved_with``.
-        weights: What tells the weights beside them from others, for ``saved_with``.
 
     Raises:
         UnsupportedError: A setting of a param group that JSON cannot hold.
@@ -57,21 +55,25 @@ def save_states(
     """
     engine = optimizer.engine
     engine.refuse_if_closed()
-    trained = dict(_trained(optimizer))
+    trained = dict(trained_params(optimizer))
+    specs = [spec for name, (unit, i) in trained.items() for spec in _specs(name, unit, i)]
+    metadata = described_states(optimizer)
+    write_safetensors(directory, specs, _values(engine, trained), stem=STATES, metadata=metadata)
+
+
+def described_states(optimizer: StreamedOptimizer, *, step: int | None = None) -> dict[str, str]:
+    """Metadata of the files. Args: step: Of the whole run, for ``step_of_states``. Raises: As ``save_states``."""
     described: dict[str, Any] = {
-        "steps": {name: unit.steps[i] for name, (unit, i) in trained.items()},
+        "steps": {name: unit.steps[i] for name, (unit, i) in trained_params(optimizer)},
         "groups": [{k: plain_setting(k, v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
     }
-    described |= {key: value for key, value in (("step", step), ("weights", weights)) if value is not None}
-    specs = [spec for name, (unit, i) in trained.items() for spec in _specs(name, unit, i)]
-    metadata = {_KEY: json.dumps(described)}
-    write_safetensors(directory, specs, _values(engine, trained), stem=_STEM, metadata=metadata)
+    return {_KEY: json.dumps(described if step is None else {**described, "step": step})}
 
 
-def saved_with(directory: str | Path) -> tuple[int | None, str | None]:
-    """The step of the run and the weights that ``save_states`` was told; None for what it was not told."""
-    described = json.loads(WeightsDirectory.open(directory, _STEM).metadata.get(_KEY, "{}"))
-    return described.get("step"), described.get("weights")
+def step_of_states(directory: str | Path) -> int | None:
+    """Of the whole run; None where the files do not say it."""
+    step: int | None = json.loads(WeightsDirectory.open(directory, STATES).metadata.get(_KEY, "{}")).get("step")
+    return step
 
 
 def load_states(optimizer: StreamedOptimizer, directory: str | Path) -> None:
@@ -85,8 +87,8 @@ def load_states(optimizer: StreamedOptimizer, directory: str | Path) -> None:
     """
     engine = optimizer.engine
     engine.refuse_if_closed()
-    saved = WeightsDirectory.open(directory, _STEM)
-    trained = dict(_trained(optimizer))
+    saved = WeightsDirectory.open(directory, STATES)
+    trained = dict(trained_params(optimizer))
     steps, groups = _described(saved)
     _refuse_others(saved, trained, steps)
     if len(groups) != len(optimizer.param_groups):
@@ -184,7 +186,7 @@ def _has_adapter(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("adapter_model.safetensors", "adapter_model.bin"))
 
 
-def _trained(optimizer: StreamedOptimizer) -> Iterator[tuple[str, tuple[Unit, int]]]:
+def trained_params(optimizer: StreamedOptimizer) -> Iterator[tuple[str, tuple[Unit, int]]]:
     """Every parameter with states, by name, in the order of the groups."""
     for param in (p for group in optimizer.param_groups for p in group["params"]):
         unit, i = optimizer.engine.places[id(param)]

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from outcore.core.quantities import PAGE_BYTES, align_up
-from outcore.memory.files.weights_file import TensorSpec, WeightsDirectory
+from outcore.memory.files.weights_file import WeightsDirectory
+from outcore.memory.files.weights_layout import TensorSpec
 from outcore.order.ledger import Home
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.unit.views import torch_dtype

@@ -2,10 +2,13 @@
 
 [Note: what a signal does] Before the first step there is nothing to save: the run ends at once. From then on the first
 signal is only noted, and the second ends the run at once. A noted one is obeyed where a step is over (``stoppable``):
-there the state of the model, of random numbers and of the data is that of any other checkpoint. An evaluation is given
+there the state of the model, of random numbers and of the data is that of any other checkpoint. One that comes between
+two steps is obeyed before the next one, except at the beginning of an epoch, where the data has drawn random numbers
+since. An evaluation is given
 up behind its first batch, when its random numbers are drawn. The checkpoint says so, and a run that goes on from it
 makes up for the evaluation first. What can be seen not to fit into the time is not begun: the run ends at once, with
-the last checkpoint. Whatever else goes wrong, a timer ends the process.
+the last checkpoint. The time begins when the signal comes: Python may notice it only behind a backward pass. Whatever
+else goes wrong, a timer ends the process.
 """
 
 from __future__ import annotations
@@ -45,8 +48,11 @@ class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no t
         self.saves, self.grace_s = saves, grace_s
         self.owed: Callable[[], None] | None = None
         """The evaluation to make up for."""
+        self.stop: Callable[[], None] | None = None
+        """Saves and ends the run between two steps."""
         self.is_epoch_over = False
         self._process = os.getpid()
+        self._arrivals = _Arrivals()
         self._is_held = False
         self._gives_way = False
         self._saves_later = False
@@ -56,11 +62,13 @@ class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no t
 
     def __enter__(self) -> Self:
         self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        self._arrivals.listen()
         return self
 
     def __exit__(self, *_: object) -> None:
         for timer in self._timers:
             timer.cancel()
+        self._arrivals.listen_no_more()
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -124,6 +132,8 @@ class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no t
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """From now on there is something to lose. Without the time for this step there is nothing to wait for."""
+        if self.is_asked and self.stop is not None and (state.epoch or 0.0) % 1:
+            self.stop()
         self._is_held, self._step = True, state.global_step + 1
         self.saves.begin_step()
         if self.is_asked and (late := self.late(self.saves.needs_s())):
@@ -135,7 +145,7 @@ class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no t
         Where an evaluation follows at the end of the epoch, the save comes behind it: a run that goes on from a
         checkpoint which came first would lack the evaluation, and the random numbers that it draws.
         """
-        self.saves.end_step()
+        self.saves.end_step(state.global_step)
         is_last = state.global_step >= state.max_steps
         if self.saves.is_due(is_last=is_last):
             control.should_save = True
@@ -177,12 +187,14 @@ class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no t
         self._ask()
 
     def _ask(self) -> None:
-        self._end_s = time.monotonic() + self.grace_s
+        self._end_s = (self._arrivals.last_s or time.monotonic()) + self.grace_s
         self._soft_end_s = self._end_s - min(_TO_CLOSE_S, self.grace_s / 10)
         main = threading.main_thread().ident or 0
         self._timers = [
-            threading.Timer(self._soft_end_s - time.monotonic(), partial(signal.pthread_kill, main, signal.SIGTERM)),
-            threading.Timer(self.grace_s, _end_process),
+            threading.Timer(
+                max(0.0, self._soft_end_s - time.monotonic()), partial(signal.pthread_kill, main, signal.SIGTERM)
+            ),
+            threading.Timer(max(0.0, self._end_s - time.monotonic()), _end_process),
         ]
         for timer in self._timers:
             timer.daemon = True
@@ -195,6 +207,40 @@ class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no t
 
 class _AskedError(SystemExit):
     """Ends work that the run can do without."""
+
+
+class _Arrivals:
+    """When signals come: Python's handlers run only where the main thread is back in Python."""
+
+    last_s: float | None = None
+    """None: none came, or nobody knows yet."""
+
+    def listen(self) -> None:
+        """Begin."""
+        reader, self._writer = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._writer, False)
+        self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, args=[reader], name="outcore-signals", daemon=True).start()
+
+    def listen_no_more(self) -> None:
+        """End."""
+        signal.set_wakeup_fd(self._before)
+        os.close(self._writer)  # which ends the thread
+
+    def _listen(self, reader: int) -> None:
+        while numbers := os.read(reader, 64):
+            if set(numbers) & set(SIGNALS):
+                self.last_s = time.monotonic()
+        os.close(reader)
+
+
+def _listen_no_more() -> None:
+    """In a child that was forked: what it gets is none of its parent's business."""
+    with suppress(ValueError):  # not in its main thread
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_listen_no_more)
 
 
 def _shown(seconds: float) -> str:

@@ -7,12 +7,12 @@ import os
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from pathlib import Path
+from statistics import median
 from typing import final
 
-_LATEST = 5  # of so many steps and saves the slowest counts
+_LATEST, _MANY = 5, 100  # of so many steps and saves the slowest counts; of so many steps the median
 _WORTH = 0.05  # of the time: what saving may take before another interval is proposed
 _SAMPLE_BYTES = 2**24
 
@@ -33,11 +33,15 @@ class Saves:
         self._begun_s = self._last_s = time.monotonic()
         self._steps_s: deque[float] = deque(maxlen=_LATEST)
         self._saves_s: deque[float] = deque(maxlen=_LATEST)
+        self._plain_s: deque[float] = deque(maxlen=_MANY)
+        """Steps in which nothing was saved."""
         self._step_begun_s: float | None = None
         self._save_begun_s: float | None = None
         """Of what is under way."""
+        self._saving, self._ended = -1, 0
+        """The step that is being saved, and the last one that is over."""
         self._is_over = False
-        self._num, self._total_s = 0, 0.0
+        self._num, self._lost_s = 0, 0.0
         self.step: int | None = None
         """That was saved last."""
 
@@ -55,36 +59,41 @@ class Saves:
         """Of the optimizer."""
         self._step_begun_s = time.monotonic()
 
-    def end_step(self) -> None:
+    def end_step(self, step: int) -> None:
         """With its update."""
         if self._step_begun_s is not None:
-            self._steps_s.append(time.monotonic() - self._step_begun_s)
-        self._step_begun_s = None
+            took_s = time.monotonic() - self._step_begun_s
+            self._steps_s.append(took_s)
+            if self._save_begun_s is None:
+                self._plain_s.append(took_s)
+            elif self._plain_s:
+                self._lost_s += took_s - median(self._plain_s)
+        self._step_begun_s, self._ended = None, step
 
-    @contextmanager
-    def saving(self, step: int) -> Iterator[None]:
-        """Measure a save."""
-        begun_s = self._save_begun_s = time.monotonic()
-        try:
-            yield
-        finally:
-            self._save_begun_s = None
-        self._last_s = time.monotonic()
-        self._saves_s.append(self._last_s - begun_s)
-        self._num, self._total_s, self.step = self._num + 1, self._total_s + self._saves_s[-1], step
+    def begin_save(self, step: int) -> None:
+        """Of a step that is over."""
+        self._save_begun_s, self._saving = time.monotonic(), step
+
+    def end_save(self, *, busy_s: float, held_s: float) -> None:
+        """It is durable. Args: busy_s: What writing took. held_s: Of that, how long training stood still."""
+        self._save_begun_s, self._last_s, self.step = None, time.monotonic(), self._saving
+        self._saves_s.append(busy_s)
+        self._num, self._lost_s = self._num + 1, self._lost_s + held_s
 
     def is_due(self, *, is_last: bool) -> bool:
         """Whether to save behind this step. Behind the last one in any case, as the Trainer does."""
-        return self._every_s < math.inf and (is_last or time.monotonic() - self._last_s >= self._every_s)
+        is_time = self._save_begun_s is None and time.monotonic() - self._last_s >= self._every_s
+        return self._every_s < math.inf and (is_last or is_time)
 
     def needs_s(self) -> float:
-        """Until what is under way is saved; 0 where nobody knows."""
+        """Until what is under way is saved; 0 where nobody knows, and where all is saved."""
         if self._is_over:
             return 0.0
-        if self._save_begun_s is not None:
-            return _left_s(self._saves_s, self._save_begun_s)
-        step_s = 0.0 if self._step_begun_s is None else _left_s(self._steps_s, self._step_begun_s)
-        return step_s + self.save_needs_s()
+        step_s = None if self._step_begun_s is None else _left_s(self._steps_s, self._step_begun_s)
+        save_s = 0.0 if self._save_begun_s is None else _left_s(self._saves_s, self._save_begun_s)
+        if step_s is None and self._ended in (self.step, self._saving):
+            return save_s
+        return max(save_s, step_s or 0.0) + self.save_needs_s()
 
     def save_needs_s(self) -> float:
         """Of a whole one."""
@@ -94,11 +103,12 @@ class Saves:
         """What it came to: name -> text. Empty if nothing was saved."""
         if not self._num:
             return {}
-        share = self._total_s / (time.monotonic() - self._begun_s)
+        lost_s = max(0.0, self._lost_s)
+        share = lost_s / (time.monotonic() - self._begun_s)
         files = f"{self._num} checkpoint{'s' if self._num > 1 else ''}"
-        said = f"{files}, {self._total_s:.3g} s, {share:.1%} of the time"
+        said = f"{files}, for which training waited {lost_s:.3g} s, {share:.1%} of the time"
         if share > _WORTH:
-            minutes = self._total_s / self._num * (1 / _WORTH - 1) / 60
+            minutes = lost_s / self._num * (1 / _WORTH - 1) / 60
             said += f"; --save-every-minutes {math.ceil(10 * minutes) / 10:g} would make it {_WORTH:.0%}"
         return {"saving": said}
 

@@ -18,6 +18,7 @@ from outcore.cli.train.output.record import RunRecord
 from outcore.cli.train.preemption import EvaluationStoppedError, Preemption
 from outcore.cli.train.recorded import RecordedRuns
 from outcore.memory.files.staged_files import sync
+from outcore.runtime.saves import Save
 
 
 class StoppableRuns(RecordedRuns):
@@ -42,6 +43,7 @@ class StoppableRuns(RecordedRuns):
 
     def _save_and_stop(self, preemption: Preemption, *, owes_evaluation: bool, is_last: bool) -> None:
         """End the run behind a checkpoint of this step, which may be there already."""
+        self._outcore_saves.settle()
         late = None
         if owes_evaluation or preemption.saves.step != self.state.global_step:
             if owes_evaluation and is_last and self.args.load_best_model_at_end:
@@ -53,19 +55,30 @@ class StoppableRuns(RecordedRuns):
                     self.record = dataclasses.replace(self.record, owes_evaluation=owes_evaluation)
                 self._save_checkpoint(self.model, trial=None)
                 self.callback_handler.on_save(self.args, self.state, self.control)
+                self._outcore_saves.settle()
         self.callback_handler.on_train_end(self.args, self.state, self.control)  # trackers close their files
         raise preemption.exit(late)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Measure it. Lines of steps that are not trained again become durable first."""
+        """Lines of steps that are not trained again become durable first."""
         metrics = Path(self.args.output_dir, METRICS)
         if metrics.exists():
             sync(metrics)
-        if self.preemption is None:
-            super()._save_checkpoint(model, trial)
-            return
-        with self.preemption.saves.saving(self.state.global_step):
-            super()._save_checkpoint(model, trial)
+        if self.preemption is not None:
+            self._outcore_saves.settle()
+            self.preemption.saves.begin_save(self.state.global_step)
+        super()._save_checkpoint(model, trial)
+
+    def _outcore_saved(self, save: Save, state: TrainerState, held_s: float) -> None:
+        if self.preemption is not None:
+            self.preemption.saves.end_save(busy_s=save.busy_s, held_s=held_s)
+        super()._outcore_saved(save, state, held_s)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Stop between two steps, too."""
+        if self.preemption is not None:
+            self.preemption.stop = partial(self._save_and_stop, self.preemption, owes_evaluation=False, is_last=False)
+        return super().train(*args, **kwargs)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

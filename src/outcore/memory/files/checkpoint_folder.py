@@ -40,21 +40,21 @@ _ASIDE = re.compile(r"\.(.+)\.[0-9a-f]{8}\.(partial|old)")
 _RENAME_EXCHANGE = 2  # linux/fs.h
 _AT_FDCWD = -100
 
-_UNKNOWN = Block(0, 0)
+_EMPTY = Block(0, 0)
 
 Fill = Callable[[int, int, torch.Tensor], None]
 """Put the bytes [start, stop) of a source into host memory (1D uint8). On several threads at once."""
 
 
 class _Piece(NamedTuple):
-    """One block of a section."""
+    """Bytes of a file that lie in one block."""
 
     start: int
     stop: int
     fill: Fill
     sums: list[Block]
     place: int
-    """In ``sums``."""
+    """Of the block, in ``sums``."""
 
 
 @final
@@ -70,6 +70,8 @@ class CheckpointFile:
         self._pool = pool
         self._sums: list[Block] = []
         self._written = 0
+        self._rest = b""
+        """Of a page that has begun: it is written with what follows, or with the end of the file."""
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -77,27 +79,46 @@ class CheckpointFile:
         return tuple(self._sums)
 
     def write(self, nbytes: int, fill: Fill) -> None:
-        """Append. Args: nbytes: A multiple of 4 KiB.
+        """Append. Fast if all that comes before is a multiple of 4 KiB, too.
 
         Raises:
             OSError: The system's.
         """
-        first = len(self._sums)
-        starts = range(0, nbytes, BLOCK_BYTES)
-        self._sums += [_UNKNOWN] * len(starts)
-        pieces = [_Piece(s, min(s + BLOCK_BYTES, nbytes), fill, self._sums, first + i) for i, s in enumerate(starts)]
-        base = self._written
-        self._written += nbytes
+        begin, end = self._written, self._written + nbytes
+        self._written = end
+        self._sums += [_EMPTY] * (-(-end // BLOCK_BYTES) - len(self._sums))
+        starts = [begin, *range(begin // BLOCK_BYTES * BLOCK_BYTES + BLOCK_BYTES, end, BLOCK_BYTES)] if nbytes else []
+        pieces = [
+            _Piece(a, b, lambda start, stop, to: fill(start - begin, stop - begin, to), self._sums, a // BLOCK_BYTES)
+            for a, b in zip(starts, [*starts[1:], end], strict=True)
+        ]
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_DIRECT if self._pool.is_direct else 0)
         fd, is_idle = os.open(self.path, flags, 0o666), True
         try:
-            self._pool.run(partial(_write, fd, base, self._pool.is_direct), pieces)
+            self._pool.run(partial(self._write, fd, self._rest), pieces)
         except (TimeoutError, ClosedError):
             is_idle = False  # a thread may still write: its descriptor must not come to mean another file
             raise
         finally:
             if is_idle:
                 os.close(fd)
+        if end == self.nbytes and self._rest:  # less than a page, which direct I/O does not take
+            fd = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                _write_at(fd, memoryview(self._rest), end - len(self._rest), 1)
+            finally:
+                os.close(fd)
+
+    def _write(self, fd: int, rest: bytes, piece: _Piece, memory: torch.Tensor) -> None:
+        head, nbytes, view = piece.start % PAGE_BYTES, piece.stop - piece.start, memory.numpy().data
+        view[:head] = rest[:head]
+        piece.fill(piece.start, piece.stop, memory[head : head + nbytes])
+        before, new = piece.sums[piece.place], view[head : head + nbytes]
+        piece.sums[piece.place] = Block(before.nbytes + nbytes, zlib.crc32(new, before.crc32))
+        whole = (head + nbytes) // PAGE_BYTES * PAGE_BYTES
+        _write_at(fd, view[:whole], piece.start - head, PAGE_BYTES if self._pool.is_direct else 1)
+        if piece.stop == self._written:
+            self._rest = bytes(view[whole : head + nbytes])
 
 
 def _takes_direct_io(folder: Path) -> bool:
@@ -117,16 +138,14 @@ def _takes_direct_io(folder: Path) -> bool:
         path.unlink(missing_ok=True)
 
 
-def _write(fd: int, base: int, is_direct: bool, piece: _Piece, memory: torch.Tensor) -> None:  # noqa: FBT001 (bound)
-    nbytes, view = piece.stop - piece.start, memory.numpy().data
-    piece.fill(piece.start, piece.stop, memory[:nbytes])
-    piece.sums[piece.place] = Block(nbytes, zlib.crc32(view[:nbytes]))
+def _write_at(fd: int, view: memoryview, offset: int, unit: int) -> None:
+    """Args: unit: Less is never written at a time."""
     done = 0
-    while done < nbytes:
-        moved = os.pwrite(fd, view[done:nbytes], base + piece.start + done)
-        moved -= moved % PAGE_BYTES if is_direct else 0
+    while done < len(view):
+        moved = os.pwrite(fd, view[done:], offset + done)
+        moved -= moved % unit
         if moved <= 0:
-            raise OSError(errno.EIO, f"the drive takes no bytes at {base + piece.start + done}")
+            raise OSError(errno.EIO, f"the drive takes no bytes at {offset + done}")
         done += moved
 
 

@@ -1,10 +1,6 @@
 """Weights in the Hugging Face layout, tensor by tensor: a file or its shards are never resident as a whole.
 
-[Note: safetensors] A file is 8 bytes with the header's size (little-endian), a JSON header that gives every tensor's
-dtype, shape and byte range, and the bytes. Ranges neither overlap nor leave holes
-(https://huggingface.co/docs/safetensors/index#format). A directory holds ``model.safetensors``, or shards and
-``model.safetensors.index.json``, which maps names to shards. Files are read with plain reads: a mapped file that
-somebody truncates would kill the process.
+See [Note: safetensors]. Files are read with plain reads: a mapped file that somebody truncates would kill the process.
 """
 
 from __future__ import annotations
@@ -24,40 +20,28 @@ from typing import Any, BinaryIO, Self, final
 import torch
 
 from outcore.core.errors import ConfigError
-from outcore.core.quantities import align_up
 from outcore.memory.disk_file import disk_error
 from outcore.memory.files.staged_files import sync
+from outcore.memory.files.weights_layout import (
+    DTYPES,
+    MAX_SHARD_BYTES,
+    TensorSpec,
+    index_name,
+    index_text,
+    nbytes_of,
+    safetensors_header,
+    shard_names,
+    shards_of,
+    single_name,
+)
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 _ADVICE_ON_DTYPES = (
     "complex weights (C64) must be saved as real ones (torch.view_as_real) for a model that takes them so; others are "
     "quantized: name the model that they were made from"
 )
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-STORED_DTYPES = frozenset(_DTYPE_NAMES)
-"""Of tensors that files can hold."""
 _MAX_HEADER_BYTES = 100 * 10**6  # what the format allows
 
 _SAMPLE_BYTES = 256  # of a tensor, to tell weights apart
-
-TensorSpec = tuple[str, torch.dtype, tuple[int, ...]]
-"""Name, dtype and shape of a tensor that will be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +80,7 @@ class WeightsDirectory:
             ConfigError: No weights there, or files that are not what they should be.
         """
         folder = Path(path)
-        single, index = folder / _single_name(stem), folder / _index_name(stem)
+        single, index = folder / single_name(stem), folder / index_name(stem)
         if single.exists():
             return cls(folder, *_read_header(single))
         if not index.exists():
@@ -116,7 +100,7 @@ class WeightsDirectory:
     @staticmethod
     def is_there(path: str | Path, stem: str = "model") -> bool:
         """Whether the directory has such files."""
-        return any((Path(path) / name).is_file() for name in (_single_name(stem), _index_name(stem)))
+        return any((Path(path) / name).is_file() for name in (single_name(stem), index_name(stem)))
 
     def names(self) -> list[str]:
         """Names of all tensors."""
@@ -194,7 +178,7 @@ def write_safetensors(
     tensors: Iterable[tuple[str, torch.Tensor]],
     *,
     stem: str = "model",
-    max_shard_bytes: int = 5 * 10**9,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     metadata: Mapping[str, str] | None = None,
 ) -> list[Path]:
     """Write tensors so that ``from_pretrained`` reads them, one tensor resident at a time.
@@ -218,8 +202,8 @@ def write_safetensors(
         DiskError: The directory cannot be written or is full. Until all files are complete, an older save is untouched.
     """
     folder = Path(directory)
-    shards = _shards_of(specs, max_shard_bytes)
-    names = _shard_names(stem, len(shards))
+    shards = shards_of(specs, max_shard_bytes)
+    names = shard_names(stem, len(shards))
     texts = {"format": "pt", **(metadata or {})}
     stream = iter(tensors)
     partial: list[Path] = []
@@ -232,9 +216,11 @@ def write_safetensors(
         if extra is not None:
             raise AssertionError(f"'{extra[0]}' comes after the last of the specs")
         if len(names) > 1:
-            index = _index_name(stem)
+            index = index_name(stem)
             partial.append(folder / f".{index}.{os.getpid()}.partial")
-            _write_index(partial[-1], names, shards)
+            with partial[-1].open("wb", buffering=0) as file:
+                _write_all(file, memoryview(index_text(names, shards)))
+                os.fsync(file.fileno())
             names = [*names, index]
         return _put_in_place(folder, partial, names, stem)
     except OSError as error:
@@ -288,10 +274,10 @@ def _entry_of(name: str, fields: object, path: Path, base: int) -> _Entry:
     where = f"weights '{path}', tensor '{name}'"
     if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= set(fields):
         raise ConfigError(f"{where}: expected dtype, shape and data_offsets, but got {fields!r}")
-    dtype = _DTYPES.get(fields["dtype"]) if isinstance(fields["dtype"], str) else None
+    dtype = DTYPES.get(fields["dtype"]) if isinstance(fields["dtype"], str) else None
     if dtype is None:
         raise ConfigError(
-            f"{where}: expected a dtype of {', '.join(_DTYPES)}, but got {fields['dtype']!r}; {_ADVICE_ON_DTYPES}"
+            f"{where}: expected a dtype of {', '.join(DTYPES)}, but got {fields['dtype']!r}; {_ADVICE_ON_DTYPES}"
         )
     shape, offsets = _sizes(fields["shape"], where), _sizes(fields["data_offsets"], where)
     entry = _Entry(path, base + (offsets[0] if offsets else 0), dtype, shape)
@@ -349,43 +335,12 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
-def _nbytes(spec: TensorSpec) -> int:
-    return math.prod(spec[2]) * spec[1].itemsize
-
-
-def _shards_of(specs: Sequence[TensorSpec], max_shard_bytes: int) -> list[list[TensorSpec]]:
-    """Fill shards in order."""
-    shards: list[list[TensorSpec]] = [[]]
-    used_bytes = 0
-    for spec in specs:
-        if shards[-1] and used_bytes + _nbytes(spec) > max_shard_bytes:
-            shards.append([])
-            used_bytes = 0
-        shards[-1].append(spec)
-        used_bytes += _nbytes(spec)
-    return shards
-
-
-def _single_name(stem: str) -> str:
-    return f"{stem}.safetensors"
-
-
-def _index_name(stem: str) -> str:
-    return f"{stem}.safetensors.index.json"
-
-
-def _shard_names(stem: str, num_shards: int) -> list[str]:
-    if num_shards == 1:
-        return [_single_name(stem)]
-    return [f"{stem}-{i + 1:05d}-of-{num_shards:05d}.safetensors" for i in range(num_shards)]
-
-
 def _write_shard(
     path: Path, specs: Sequence[TensorSpec], stream: Iterator[tuple[str, torch.Tensor]], metadata: Mapping[str, str]
 ) -> None:
     # Larger items first: then every tensor is aligned to its items, which readers that map the file rely on.
     ordered = sorted(specs, key=lambda spec: -spec[1].itemsize)
-    offsets = dict(zip([spec[0] for spec in ordered], accumulate(map(_nbytes, ordered), initial=0), strict=False))
+    offsets = dict(zip([spec[0] for spec in ordered], accumulate(map(nbytes_of, ordered), initial=0), strict=False))
     header = safetensors_header(ordered, metadata)
     with path.open("wb", buffering=0) as file:
         _write_all(file, memoryview(header))
@@ -398,43 +353,15 @@ def _write_shard(
         os.fsync(file.fileno())
 
 
-def safetensors_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str], *, align: int = 8) -> bytes:
-    """What a file of tensors begins with. See [Note: safetensors].
-
-    Args:
-        specs: In the order of their bytes, without holes between them.
-        metadata: Strings.
-        align: Of the first tensor's first byte.
-    """
-    fields: dict[str, Any] = {"__metadata__": dict(metadata)}
-    start = 0
-    for name, dtype, shape in specs:
-        stop = start + math.prod(shape) * dtype.itemsize
-        fields[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
-        start = stop
-    header = json.dumps(fields, separators=(",", ":")).encode()
-    header = header.ljust(align_up(8 + len(header), align) - 8)
-    return len(header).to_bytes(8, "little") + header
-
-
 def _write_all(file: BinaryIO, memory: memoryview) -> None:
     done = 0
     while done < memory.nbytes:
         done += file.write(memory[done:])
 
 
-def _write_index(path: Path, names: Sequence[str], shards: Sequence[Sequence[TensorSpec]]) -> None:
-    weight_map = {spec[0]: name for name, shard in zip(names, shards, strict=True) for spec in shard}
-    total_bytes = sum(_nbytes(spec) for shard in shards for spec in shard)
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-    with path.open("wb", buffering=0) as file:
-        _write_all(file, memoryview(json.dumps(index, indent=2).encode() + b"\n"))
-        os.fsync(file.fileno())
-
-
 def _put_in_place(folder: Path, partial: Sequence[Path], names: Sequence[str], stem: str) -> list[Path]:
-    single = _single_name(stem)
-    stale = [folder / _index_name(stem)] + ([folder / single] if single not in names else [])
+    single = single_name(stem)
+    stale = [folder / index_name(stem)] + ([folder / single] if single not in names else [])
     for path in stale:
         path.unlink(missing_ok=True)
     for path, name in zip(partial, names, strict=True):

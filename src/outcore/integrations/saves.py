@@ -1,0 +1,154 @@
+"""A Trainer's checkpoints, written while it goes on.
+
+[Note: a Trainer's saves] The Trainer writes its small files at once, into a hidden folder; weights and states follow on
+the save lane, and the commit behind them. So what the Trainer does with a whole checkpoint waits for that: old ones are
+removed on the lane, uploads and ``on_save`` come with the next step that finds it durable, with the state of the
+checkpoint's step. Nothing waits longer than to the next save or the end of training. A save that failed is raised by
+the next step, the next save or the end of training, whichever comes first.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from transformers import Trainer, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from outcore.integrations.checkpoints import rotate
+from outcore.runtime.saves import Save
+from outcore.saving.beside import begun
+from outcore.saving.library_files import LibraryFiles
+from outcore.spec.checkpoint import Manifest
+
+
+@dataclass(eq=False)
+class _UnderWay:
+    """A checkpoint that nobody was told of yet."""
+
+    save: Save
+    state: TrainerState
+    """Of its step."""
+    best_before: str | None
+    held_s: float
+    """So long training stood still for it."""
+    is_owed: bool = False
+    """Whether callbacks are to hear of it."""
+
+
+@final
+class TrainerSaves:
+    """Of one Trainer, one at a time. See [Note: a Trainer's saves]."""
+
+    def __init__(self, trainer: Trainer, on_durable: Callable[[Save, TrainerState, float], None]) -> None:
+        """Args: on_durable: Called before callbacks hear of a checkpoint; see ``OutcoreMixin._outcore_saved``."""
+        self.aside: Path | None = None
+        """Where the Trainer writes its small files now."""
+        self.files: LibraryFiles | None = None
+        """Where its weights and states go meanwhile."""
+        self._trainer, self._on_durable = trainer, on_durable
+        self._under_way: _UnderWay | None = None
+
+    def save(self, folder: Path, write: Callable[[], None]) -> None:
+        """Begin a checkpoint; the one before is ended first.
+
+        Args:
+            folder: Of the checkpoints.
+            write: The Trainer's own way to save, which asks for ``aside`` and ``files``.
+
+        Raises:
+            DiskError: It cannot be begun, or the one before has failed. Older ones are untouched.
+        """
+        self.settle()
+        begun_s = time.monotonic()
+        trainer, state = self._trainer, self._trainer.state
+        self._hear_of_on_save()
+        engine, step, before = trainer.optimizer.engine, state.global_step, state.best_model_checkpoint
+        target = folder / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        kept = {target}
+
+        def tidy_up() -> None:
+            rotate(folder, trainer.args.save_total_limit, kept)
+
+        try:
+            with begun(engine, target, lambda files: Manifest(step=step, files=files), tidy_up) as (unfinished, save):
+                self.aside, self.files = unfinished.path, LibraryFiles(engine, unfinished, save)
+                inner = unfinished.path / target.name
+                write()
+                if state.best_model_checkpoint == str(inner):
+                    state.best_model_checkpoint = str(target)
+                    state.save_to_json(inner / TRAINER_STATE_NAME)
+                kept |= {Path(best) for best in [state.best_model_checkpoint] if best}
+                for path in sorted(inner.iterdir()):
+                    path.rename(unfinished.path / path.name)
+                inner.rmdir()
+        except BaseException:
+            state.best_model_checkpoint = before
+            raise
+        finally:
+            self.aside = self.files = None
+        self._under_way = _UnderWay(save, copy.copy(state), before, time.monotonic() - begun_s)
+
+    def look(self) -> None:
+        """End the one that is under way, if it is done. Raises: As ``settle``."""
+        if self._under_way is not None and self._under_way.save.done:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for the one that is under way, and let others hear of it.
+
+        Raises:
+            DiskError: It could not be written. Older ones are untouched.
+        """
+        now = self._under_way
+        if now is None:
+            return
+        trainer, begun_s = self._trainer, time.monotonic()
+        try:
+            now.save.wait()
+        except Exception:
+            self._under_way = None
+            if trainer.state.best_model_checkpoint == str(now.save.path):
+                trainer.state.best_model_checkpoint = now.best_before
+            raise
+        self._under_way = None
+        self._on_durable(now.save, now.state, now.held_s + time.monotonic() - begun_s)
+        if now.is_owed:
+            control = trainer.control
+            is_due = control.should_save  # of this step; on_save takes it for done
+            trainer.control = control = trainer.callback_handler.on_save(trainer.args, now.state, control)
+            control.should_save |= is_due
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """The same behind a block. What it raises is the error to be told."""
+        try:
+            yield
+        except BaseException as error:
+            try:
+                self.settle()
+            except Exception as failed:
+                error.add_note(f"the last checkpoint was not saved: {failed}")
+            raise
+        self.settle()
+
+    def _hear_of_on_save(self) -> None:
+        """Callbacks hear of a checkpoint when it is there."""
+        handler = self._trainer.callback_handler
+        if "on_save" in vars(handler):
+            return
+        tell = handler.on_save
+
+        def on_save(args: Any, state: TrainerState, control: Any) -> Any:
+            if self._under_way is None:
+                return tell(args, state, control)
+            self._under_way.is_owed, control.should_save = True, False
+            return control
+
+        handler.on_save = on_save

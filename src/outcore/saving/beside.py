@@ -1,0 +1,68 @@
+"""A checkpoint that is written beside training: its files are begun, filled on a lane, and committed behind them."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from outcore.core.quantities import format_bytes
+from outcore.memory.files.checkpoint_folder import CheckpointFile, UnfinishedCheckpoint
+from outcore.memory.limits import disk_free_bytes
+from outcore.runtime.engine import Engine
+from outcore.runtime.saves import Save
+from outcore.spec.checkpoint import Block, Manifest
+
+
+@contextmanager
+def begun(
+    engine: Engine,
+    target: Path,
+    describe: Callable[[Mapping[str, tuple[Block, ...]]], Manifest],
+    tidy_up: Callable[[], object],
+) -> Iterator[tuple[UnfinishedCheckpoint, Save]]:
+    """What the block writes and submits becomes a checkpoint, behind the block; if it raises, nothing of it stays.
+
+    Args:
+        engine: Which makes one save at a time: the one before is waited for.
+        target: Its folder.
+        describe: Makes its manifest.
+        tidy_up: Called when it is durable, on the lane.
+
+    Raises:
+        DiskError: It cannot be written. Older checkpoints are untouched. Or: the one before could not be written, and
+            nobody was told; this one is on its way then.
+    """
+    saves = engine.opened.saves
+    failed = saves.make_room()
+    unfinished = UnfinishedCheckpoint(target)
+    save = Save(unfinished.target, unfinished.abandon, unfinished.error)
+    try:
+        saves.begin(save)
+        yield unfinished, save
+        saves.last(save, f"commit {target.name}", lambda: unfinished.commit(describe), tidy_up)
+    except BaseException as error:
+        save.fail(error)
+        save.wait()
+        raise
+    if failed is not None:
+        failed.wait()
+
+
+def refuse_full(unfinished: UnfinishedCheckpoint, need: int) -> None:
+    """Raises: OSError: So many bytes are not free."""
+    free = disk_free_bytes(unfinished.path)
+    if need > free:
+        raise OSError(errno.ENOSPC, f"it takes {format_bytes(need)}, and {format_bytes(free)} are free")
+
+
+def append_bytes(file: CheckpointFile, data: bytes | memoryview) -> None:
+    """Append what is in memory. Raises: OSError."""
+
+    def fill(start: int, stop: int, to: torch.Tensor) -> None:
+        to.numpy().data[:] = data[start:stop]
+
+    file.write(len(data), fill)

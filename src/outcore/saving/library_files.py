@@ -1,0 +1,192 @@
+"""Weights and states as a Trainer's checkpoint holds them, written beside training.
+
+[Note: library files] Names, dtypes and shapes are those that ``save_pretrained`` and ``save_states`` write; only the
+order of tensors within a file is another. A file is written front to back, so it begins with what is written at once
+(buffers, and weights that live on the device). Then homes follow, those first whose turn comes first in the next step.
+Bytes that stand in a file as they lie in their home go there piece by piece. What is converted is in memory meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+
+from outcore.memory.files.checkpoint_folder import CheckpointFile, UnfinishedCheckpoint, write_durably
+from outcore.memory.files.weights_layout import TensorSpec, tensor_files
+from outcore.runtime.engine import Engine
+from outcore.runtime.optimizer import StreamedOptimizer
+from outcore.runtime.saves import Save, Source
+from outcore.runtime.unit.unit import Unit
+from outcore.runtime.unit.views import shaped, torch_dtype
+from outcore.runtime.values.access import own_states
+from outcore.runtime.values.edits import take_edits
+from outcore.saving.beside import append_bytes, refuse_full
+from outcore.saving.conversions import Group, saving_groups
+from outcore.saving.export import read_tensor, saved_state, without_bytes
+from outcore.saving.training_state import STATES, described_states, trained_params
+from outcore.spec.model import ParamSpec, Part
+
+
+class _Param(NamedTuple):
+    """A weight or a state, and where it lies."""
+
+    source: Source
+    spec: ParamSpec
+    dtype: torch.dtype
+
+    def of(self, data: torch.Tensor) -> torch.Tensor:
+        """Its value. Args: data: Its bytes."""
+        return shaped(self.spec, data.view(self.dtype))
+
+
+class _Item(NamedTuple):
+    """Tensors of a file that are made together."""
+
+    specs: list[TensorSpec]
+    params: list[_Param]
+    """Of which they are made. None: of buffers, too."""
+    convert: Callable[[Sequence[torch.Tensor]], Iterable[torch.Tensor]] | None
+    """Makes them. None: there is one, and its bytes stand in the file as they lie in its home."""
+    read: Callable[[], Iterable[torch.Tensor]]
+    """Makes them at once."""
+
+    @property
+    def is_written_at_once(self) -> bool:
+        """Whoever has weights on the device may change them; and slots hold no whole tensors."""
+        on_device = [p.source.home for p in self.params if p.source.home.tier == "device"]
+        return not self.params or any(self.convert is not None or home.kind == "weights" for home in on_device)
+
+
+class LibraryFiles:
+    """Of one checkpoint that is being written."""
+
+    def __init__(self, engine: Engine, unfinished: UnfinishedCheckpoint, save: Save) -> None:
+        """Nothing of it is there. What the user changed in parameters is taken over."""
+        self._engine, self._unfinished, self._save = engine, unfinished, save
+        self._nbytes = 0
+        for unit in engine.units:
+            take_edits(unit, engine.access)
+
+    def weights(self) -> None:
+        """Have the files of ``save_pretrained`` written; not those of adapters.
+
+        Raises:
+            OSError: The system's.
+            ConfigError, UnsupportedError: As ``save_pretrained``.
+        """
+        state = saved_state(self._engine.model)
+        groups = saving_groups(self._engine.model, state)
+        self._submit("model", [self._weights(group, state) for group in groups], {})
+
+    def states(self, optimizer: StreamedOptimizer, *, step: int) -> None:
+        """Have the files of ``save_states`` written. Raises: OSError; UnsupportedError: As ``save_states``."""
+        items = [item for _, (unit, i) in trained_params(optimizer) for item in self._states(unit, i)]
+        self._submit(STATES, items, described_states(optimizer, step=step))
+
+    def _weights(self, group: Group, state: Mapping[str, torch.Tensor]) -> _Item:
+        made = group.convert(lambda name: without_bytes(state[name]))
+        specs = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in made.items()]
+        names = [name for _, name in group.sources]
+        found = [self._engine.places.get(id(state[name])) for name in names]
+        params = [_weight(*place) for place in found if place is not None] if None not in found else []
+
+        def convert(values: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
+            return group.convert(dict(zip(names, values, strict=True)).__getitem__).values()
+
+        def read() -> Iterable[torch.Tensor]:
+            return convert([read_tensor(self._engine, state[name]) for name in names])
+
+        is_plain = group.converter is None and all(param.spec.strides is None for param in params)
+        return _Item(specs, params, None if is_plain else convert, read)
+
+    def _states(self, unit: Unit, index: int) -> Iterator[_Item]:
+        access = self._engine.access
+        for state in own_states(unit, index):
+            spec = state.described(unit.spec.params[index], index)
+            param = _param(unit, unit.ledger.states, spec, state.parts[index], state.start)
+            convert = None if spec.strides is None else list
+            specs = [(f"{unit.spec.params[index].name}.{state.name}", param.dtype, spec.shape)]
+            yield _Item(specs, [param], convert, partial(_alone, access.read_state, unit, state.name, index))
+
+    def _submit(self, stem: str, items: Sequence[_Item], metadata: Mapping[str, str]) -> None:
+        turns = {id(unit.ledger): turn for turn, unit in enumerate(self._engine.weights.units_to_update())}
+
+        def place(item: _Item) -> tuple[bool, int, int, int]:
+            first = item.params[0].source if item.params else None
+            turn = (0, 0) if first is None else (turns.get(id(first.unit), len(turns)), first.start)
+            return not item.is_written_at_once, -max((d.itemsize for _, d, _ in item.specs), default=0), *turn
+
+        items = sorted(items, key=place)
+        laid_out, index = tensor_files(stem, [spec for item in items for spec in item.specs], metadata)
+        self._nbytes += sum(file.nbytes for file in laid_out)
+        refuse_full(self._unfinished, self._nbytes)
+        files: dict[str, CheckpointFile] = {}
+        for laid in laid_out:
+            file = self._unfinished.create(laid.name, laid.nbytes)
+            append_bytes(file, laid.header)
+            files |= dict.fromkeys(laid.tensors, file)
+        if index is not None:
+            write_durably(self._unfinished.path / index[0], index[1])
+        for _, run in groupby(items, key=lambda item: _way(item, files)):
+            self._write(list(run), files)
+
+    def _write(self, run: list[_Item], files: Mapping[str, CheckpointFile]) -> None:
+        """Args: run: One, or several whose bytes go from one home to one file."""
+        item, saves = run[0], self._engine.opened.saves
+        params, convert = item.params, item.convert
+        if params and convert is None:
+            source = params[0].source
+            spans = _joined(param.source for item in run for param in item.params)
+            if spans:
+                saves.home(source.unit, source.home, spans, self._save, files[item.specs[0][0]])
+        elif convert is None or item.is_written_at_once:
+            _append(item, item.read(), files)
+        else:
+
+            def make(data: Sequence[torch.Tensor]) -> None:
+                _append(item, convert([p.of(part) for p, part in zip(params, data, strict=True)]), files)
+
+            saves.made([param.source for param in params], self._save, make)
+
+
+def _weight(unit: Unit, index: int) -> _Param:
+    return _param(unit, unit.ledger.weights, unit.spec.params[index], unit.spec.weight_parts[index], 0)
+
+
+def _param(unit: Unit, home: Any, spec: ParamSpec, part: Part, start: int) -> _Param:
+    first = start + part.offset
+    return _Param(Source(unit.ledger, home, first, first + part.nbytes), spec, torch_dtype(part.dtype))
+
+
+def _alone(read: Callable[..., torch.Tensor], *args: object) -> list[torch.Tensor]:
+    return [read(*args)]
+
+
+def _way(item: _Item, files: Mapping[str, CheckpointFile]) -> tuple[int, ...]:
+    """What can be written at a time has the same."""
+    if item.params and item.convert is None:
+        return id(item.params[0].source.home), id(files[item.specs[0][0]])
+    return (id(item),)
+
+
+def _joined(sources: Iterable[Source]) -> list[tuple[int, int]]:
+    """Their bytes, as few spans."""
+    spans: list[tuple[int, int]] = []
+    for _, _, start, stop in sources:
+        if spans and spans[-1][1] == start:
+            spans[-1] = spans[-1][0], stop
+        elif start < stop:
+            spans.append((start, stop))
+    return spans
+
+
+def _append(item: _Item, values: Iterable[torch.Tensor], files: Mapping[str, CheckpointFile]) -> None:
+    for (name, dtype, shape), value in zip(item.specs, values, strict=True):
+        if (value.dtype, tuple(value.shape)) != (dtype, shape):
+            raise AssertionError(f"expected {dtype} {shape} for '{name}', but got {value.dtype} {tuple(value.shape)}")
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        append_bytes(files[name], data.numpy().data)

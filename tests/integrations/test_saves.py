@@ -1,0 +1,153 @@
+"""A Trainer goes on while its checkpoint is written; who wants the checkpoint waits for it, or hears that it failed."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainerCallback
+
+import outcore
+from outcore.integrations.transformers import OutcoreMixin
+from outcore.memory.files.checkpoint_folder import CheckpointFile, UnfinishedCheckpoint, read_manifest
+
+from .rig import WARNINGS, language, sft, streamed
+from .test_checkpoints import sft_lora
+
+pytestmark = [pytest.mark.filterwarnings(line) for line in WARNINGS]
+
+
+class Heard(TrainerCallback):
+    """Of which checkpoints callbacks hear, and when; each is there as a whole then."""
+
+    def __init__(self) -> None:
+        self.step, self.saved = 0, []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.step = state.global_step
+
+    def on_save(self, args, state, control, **kwargs):
+        read_manifest(Path(args.output_dir, f"checkpoint-{state.global_step}"), check=True)
+        self.saved.append((state.global_step, self.step))
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    names = ("*.safetensors", "scheduler.json", "rng_state*")
+    return {path.name: path.read_bytes() for name in names for path in sorted(folder.glob(name))}
+
+
+@pytest.mark.parametrize("job", [language, sft, sft_lora])
+def test_training_goes_on_meanwhile(job, tmp_path, monkeypatch):
+    """Nothing of step 2 is written before a batch of step 3 has gone forward, and yet it is what step 2 left."""
+    settings = {"save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 1}
+    with streamed(tmp_path) as side:  # waits for each
+        save = OutcoreMixin._save_checkpoint
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                OutcoreMixin, "_save_checkpoint", lambda self, *args: (save(self, *args), self._outcore_saves.settle())
+            )
+            job(side, tmp_path / "waits", **settings).train()
+    goes_on, is_held, write = threading.Event(), [], CheckpointFile.write
+
+    def held(self: Any, *args: Any) -> None:
+        if threading.current_thread() is not threading.main_thread() and "checkpoint-2" in str(self.path):
+            is_held.append(goes_on.wait(60))
+        write(self, *args)
+
+    monkeypatch.setattr(CheckpointFile, "write", held)
+    heard = Heard()
+    with streamed(tmp_path) as side:
+        trainer = job(side, tmp_path / "goes on", parts={"callbacks": [heard]}, **settings)
+        loss = trainer.compute_loss
+
+        def compute_loss(*args: Any, **kwargs: Any) -> Any:
+            found = loss(*args, **kwargs)
+            if trainer.state.global_step == 2:
+                goes_on.set()
+            return found
+
+        trainer.compute_loss = compute_loss
+        trainer.train()
+    assert is_held
+    assert all(is_held)
+    names = [f"checkpoint-{step}" for step in range(2, trainer.state.max_steps + 1, 2)]
+    for name in names:
+        assert files_of(tmp_path / "goes on" / name) == files_of(tmp_path / "waits" / name)
+    assert [step for step, _ in heard.saved] == [int(name[11:]) for name in names]
+    assert heard.saved[0][1] >= 2, "with a later step"
+
+
+def fails_at(step: int, monkeypatch: Any) -> None:
+    commit = UnfinishedCheckpoint.commit
+
+    def full(self: Any, describe: Any) -> None:
+        if self.target.name == f"checkpoint-{step}":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        commit(self, describe)
+
+    monkeypatch.setattr(UnfinishedCheckpoint, "commit", full)
+
+
+@pytest.mark.parametrize(("step", "most"), [(2, 4), (4, 4)])
+def test_a_save_that_fails_ends_the_run(step, most, tmp_path, monkeypatch):
+    """With the next step that finds it out, or behind the last one; those before are whole."""
+    fails_at(step, monkeypatch)
+    heard = Heard()
+    settings = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    with streamed(tmp_path) as side:
+        trainer = sft(side, tmp_path / "run", parts={"callbacks": [heard]}, load_best_model_at_end=True, **settings)
+        with pytest.raises(outcore.OutcoreError, match=f"checkpoint-{step}.*ENOSPC"):
+            trainer.train()
+        assert step <= trainer.state.global_step <= most
+        assert f"checkpoint-{step}" not in str(trainer.state.best_model_checkpoint)
+    assert [step for step, _ in heard.saved] == list(range(1, step))
+    there = sorted(path.name for path in (tmp_path / "run").glob("*checkpoint*"))
+    assert there == [f"checkpoint-{number}" for number in range(1, step)]
+
+
+def test_what_else_ends_a_run_says_that_a_save_failed(tmp_path, monkeypatch):
+    fails_at(2, monkeypatch)
+
+    class Breaks(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                raise RuntimeError("broken")
+
+    with streamed(tmp_path) as side:
+        trainer = language(side, tmp_path, save_strategy="steps", save_steps=2, parts={"callbacks": [Breaks()]})
+        with pytest.raises(RuntimeError, match="broken") as caught:
+            trainer.train()
+    assert "the last checkpoint was not saved: checkpoint" in caught.value.__notes__[0]
+
+
+def test_uploads_come_behind_it(tmp_path, monkeypatch):
+    """With the state of its step."""
+    pushed = []
+
+    with streamed(tmp_path) as side:
+        trainer = language(side, tmp_path / "run", save_strategy="steps", save_steps=2)
+
+        def push(folder: str) -> None:
+            read_manifest(Path(folder), check=True)
+            pushed.append((Path(folder).name, trainer.state.global_step))
+
+        monkeypatch.setattr(type(trainer).__mro__[2], "_push_from_checkpoint", lambda self, folder: push(folder))
+        trainer.args.push_to_hub = True
+        monkeypatch.setattr(trainer, "_finish_current_push", lambda: None)
+        trainer.train()
+    assert pushed == [("checkpoint-2", 2), ("checkpoint-4", 4)]
+
+
+def test_callbacks_may_stop_training(tmp_path):
+    class Stops(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            control.should_training_stop = True
+            return control
+
+    with streamed(tmp_path) as side:
+        trainer = language(side, tmp_path / "run", save_strategy="steps", save_steps=1, parts={"callbacks": [Stops()]})
+        trainer.train()
+        assert trainer.state.global_step <= 3, "with the step that finds it durable"

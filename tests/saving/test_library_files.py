@@ -1,0 +1,105 @@
+"""Weights and states that are written beside training are those that ``save_pretrained`` and ``save_states`` write."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import outcore
+from outcore.memory.files import weights_layout
+from outcore.memory.files.checkpoint_folder import BlockPool, CheckpointFile, read_manifest
+from outcore.runtime.module_guard import engine_of
+from outcore.saving.beside import begun
+from outcore.saving.library_files import LibraryFiles
+from outcore.saving.training_state import load_states, save_states, step_of_states
+from outcore.spec.checkpoint import BLOCK_BYTES, Block, Manifest
+
+from . import small
+from .test_export import tensors
+
+
+def saved_beside(model: Any, optimizer: Any, folder: Path) -> Any:
+    engine = engine_of(model, "a test")
+    with begun(engine, folder / "c", lambda files: Manifest(step=3, files=files), list) as (unfinished, save):
+        files = LibraryFiles(engine, unfinished, save)
+        files.weights()
+        files.states(optimizer, step=3)
+    return save
+
+
+@pytest.mark.parametrize(
+    ("tier", "dtype"),
+    [("device", torch.float32), ("host", torch.float32), ("disk", torch.float32), ("disk", torch.bfloat16)],
+)
+@pytest.mark.parametrize("name", [*small.NAMES, "plain"])
+def test_files(name: str, tier: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As they were when it was asked for, whatever is trained meanwhile; in shards where they are large."""
+    if tier == "host":
+        monkeypatch.setattr(weights_layout, "MAX_SHARD_BYTES", 20_000)
+    model = small.build(name, dtype=dtype)
+    if name == "llama":  # of another order in memory
+        weight = model.model.layers[1].mlp.up_proj.weight
+        weight.data = weight.data.t().contiguous().t()
+    with small.prepared(model, tmp_path, tier) as (model, optimizer):
+        small.train(model, optimizer)
+        outcore.save_pretrained(model, tmp_path / "want")
+        save_states(optimizer, tmp_path / "want")
+        save = saved_beside(model, optimizer, tmp_path)
+        small.train(model, optimizer, range(5, 7))
+        save.wait()
+        read_manifest(tmp_path / "c", check=True)
+        small.same(dict(sorted(tensors(tmp_path / "want").items())), dict(sorted(tensors(tmp_path / "c").items())))
+        assert step_of_states(tmp_path / "c") == 3
+        load_states(optimizer, tmp_path / "c")
+    if tier == "host":
+        assert len(list((tmp_path / "c").glob("model-*.safetensors"))) > 1
+    for path in (tmp_path / "c").glob("*.safetensors"):
+        assert_aligned(path)
+
+
+@pytest.mark.parametrize("tier", small.TIERS)
+def test_states_of_other_shapes(tier: str, tmp_path: Path):
+    """Of Adafactor: rows, columns and single numbers."""
+    model = small.build("plain", dtype=torch.bfloat16)
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=0.01)
+    with small.prepared(model, tmp_path, tier, optimizer=optimizer) as (model, optimizer):
+        small.train(model, optimizer)
+        save_states(optimizer, tmp_path / "want")
+        saved_beside(model, optimizer, tmp_path).wait()
+    want, got = (load_file(tmp_path / name / "optimizer.safetensors") for name in ("want", "c"))
+    assert any(name.endswith("row_var") for name in want)
+    small.same(dict(sorted(want.items())), dict(sorted(got.items())))
+
+
+def assert_aligned(path: Path) -> None:
+    """Readers that map a file rely on it."""
+    with safe_open(path, "pt") as file:
+        for name in file.keys():
+            tensor = file.get_tensor(name)
+            assert tensor.data_ptr() % tensor.element_size() == 0, name
+    load_file(path)
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_a_file_of_odd_pieces(is_direct: bool, tmp_path: Path):
+    """Blocks, pages and what is appended end anywhere; sums are those of the file."""
+    rng, lengths = random.Random(0), (1, 255, 4095, 4096, 5000, BLOCK_BYTES - 1, BLOCK_BYTES)
+    for case in range(12):
+        sizes = [rng.choice(lengths) for _ in range(rng.randrange(1, 9))]
+        data, pool = random.Random(case).randbytes(sum(sizes)), BlockPool(is_direct=is_direct)
+        file, at = CheckpointFile(tmp_path / str(case), len(data), pool), 0
+        for size in sizes:
+            part = torch.frombuffer(bytearray(data[at : at + size]), dtype=torch.uint8)
+            file.write(size, lambda start, stop, to, part=part: to.copy_(part[start:stop]))
+            at += size
+        pool.close()
+        assert file.path.read_bytes() == data
+        blocks = [data[i : i + BLOCK_BYTES] for i in range(0, len(data), BLOCK_BYTES)]
+        assert file.blocks == tuple(Block(len(block), zlib.crc32(block)) for block in blocks)
