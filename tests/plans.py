@@ -40,6 +40,7 @@ def forced(
     share: float = 0.0,
     may_be_one: bool = False,
     pieces: int = 1,
+    num_ranks: int = 1,
 ) -> tuple[ModelSpec, Plan]:
     """What the units are, and the plan.
 
@@ -58,13 +59,14 @@ def forced(
         share: Of the units that can be, updated on the device through staging slots.
         may_be_one: The root may be all there is.
         pieces: ``micro_batches_in_unit``.
+        num_ranks: So many train together.
     """
     rule, groups = (None, []) if optimizer is None else (rule_for(*members(optimizer)), optimizer.param_groups)
     names, keeps = (() if rule is None else rule.state_names(groups)), (None if rule is None else rule.kept(groups))
     cut = partition(
         model, units=units, state_names=names, keeps=keeps, precision=precision, micro_batches_in_unit=pieces
     )
-    spec = cut.spec
+    spec = cut.spec.among(num_ranks, 0)
     assert may_be_one or len(spec.units) > 1, "nothing moves"
     plans = []
     for i, unit in enumerate(spec.units):

@@ -23,6 +23,8 @@ from outcore.optim.joined import as_one, members
 from outcore.optim.rules import UpdateRule, rule_for
 from outcore.planning.timing.simulate import Simulation
 from outcore.planning.units.partition import Partition, partition
+from outcore.ranks.world import World
+from outcore.runtime.attached import switch_off_checkpointing
 from outcore.runtime.engine import Engine, Promises
 from outcore.runtime.gather import gathered_units
 from outcore.runtime.module.compiling import Compiling
@@ -39,6 +41,7 @@ from outcore.saving.give_back import Origin, give_back, origins_of, take_weights
 from outcore.spec.budget import Budget
 from outcore.spec.model import ModelSpec, Precision
 from outcore.spec.plan import AwayTier, Plan
+from outcore.together import chosen, joined, of_first_rank
 
 _Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
@@ -181,6 +184,7 @@ def plan_in_time(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, *, is_timed: bool = True, **options: Any
 ) -> tuple[ModelSpec, Plan, Simulation | None]:
     """``plan_for``, and steps of the plan in time, where sample and machine are known."""
+    refuse_several_processes("plan")
     given = Options(**{name: value for name, value in options.items() if value is not None})
     compiling = Compiling(given.compile)
     _, cut = _cut(model, as_one(optimizer), given)
@@ -335,6 +339,7 @@ def _prepare(
     optimizer: torch.optim.Optimizer | None = as_one(optimizers)
     origins = origins_of(model, is_to_be_frozen=optimizer is None) if isinstance(model, nn.Module) else {}
     compiling = Compiling(options.compile)
+    options, together = joined(options)
     rule, cut = _cut(model, optimizer, options)
     resumed = None if options.checkpoint is None else Resumed(options.checkpoint)
     first_values = FirstValues(
@@ -343,7 +348,8 @@ def _prepare(
     device = open_device(options.device, faults, race_checker)
     try:
         compiling.check(cut, device.torch_device)
-        plan = choose_plan(cut, options, device, Timed(cut, options, device))
+        world = World(device) if together else None
+        cut, plan = chosen(cut, options, device, world)
     except BaseException:
         device.close()
         raise
@@ -354,6 +360,7 @@ def _prepare(
         [Path(p) for p in options.budget.paths],
         rule,
         Promises(accumulation_steps=plan.accumulation_steps, clipping=options.clipping),
+        world,
     )
     try:
         for param, values in optimizer.state.items() if optimizer is not None else ():
@@ -361,7 +368,7 @@ def _prepare(
         first_values.take_over(engine.device.torch_device)
         for weight in cut.quantized:
             weight.take_over()
-        engine.attach(first_values.of, compiling)
+        engine.attach(of_first_rank(world, model, first_values.of), compiling)
         streamed = None if optimizer is None else StreamedOptimizer(engine, optimizer)
         if resumed is not None and streamed is not None:
             streamed.resumed = resumed.take_over(streamed)
@@ -369,7 +376,7 @@ def _prepare(
         error.add_note(f"outcore.prepare() did not come to its end; {engine.attached.what_is_left()}")
         engine.close()
         raise
-    _switch_off_checkpointing(model)
+    switch_off_checkpointing(model)
     _ENGINES.add(engine)
     _ORIGINS[engine] = origins
     if optimizer is not None:
@@ -413,7 +420,6 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
         )
     if optimizer is None and options.checkpoint is not None:
         raise ConfigError("prepare: expected an optimizer with checkpoint=, whose states it has; leave checkpoint out")
-    refuse_several_processes("prepare")
     refuse_wrapped("prepare", model)
     refuse_prefixes(model)
     if optimizer is None:
@@ -435,16 +441,3 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
     held = next((n for n, p in model.named_parameters() if p.grad is not None), None)
     if held is not None:
         raise ConfigError(f"prepare: expected no gradients yet, but '{held}' has one; call optimizer.zero_grad() first")
-
-
-def _switch_off_checkpointing(model: nn.Module) -> None:
-    """The model's own activation checkpointing would run a third forward inside a unit's recompute."""
-    active = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
-    for module in active:
-        module.gradient_checkpointing = False  # type: ignore[assignment]
-    if active:
-        warnings.warn(
-            "outcore recomputes units itself, so the model's own activation checkpointing was switched off "
-            f"({len(active)} modules)",
-            stacklevel=4,
-        )

@@ -80,7 +80,11 @@ def choose_plan(cut: Partition, options: Options, device: Device, timed: Timed) 
         ConfigError: Arguments that cannot be used, or a plan for another model.
         PlanInfeasibleError: The budget does not suffice.
     """
-    limits = limits_of(options.budget, device)
+    return plan_within(limits_of(options.budget, device), cut, options, device, timed)
+
+
+def plan_within(limits: Limits, cut: Partition, options: Options, device: Device, timed: Timed) -> Plan:
+    """``choose_plan`` within given limits."""
     if options.plan is None:
         return Planner(cut, options, device, limits, timed).placed().plan
     if options.activations is not None:
@@ -372,13 +376,24 @@ def check_counts(options: Options) -> None:
         )
 
 
-def limits_of(budget: Budget, device: Device) -> Limits:
-    """The most to take on each tier: what the budget says, else most of what is free now."""
+def limits_of(budget: Budget, device: Device, *, num_sharers: int = 1) -> Limits:
+    """The most to take on each tier: what the budget says, else most of what is free now.
+
+    Args:
+        budget: Of host and disk for all processes on this machine together.
+        device: Of this process, with memory of its own or the host's.
+        num_sharers: So many processes.
+    """
     free_host = host_free_bytes()
     shared = 0.5 if device.has_host_memory else 1.0  # what is free is free for both tiers
-    device_bytes = budget.device if budget.device is not None else int(_DEVICE_SHARE * shared * device.memory_bytes())
+    device_bytes = (
+        budget.device
+        if budget.device is not None
+        else int(_DEVICE_SHARE * shared * device.memory_bytes()) // (num_sharers if device.has_host_memory else 1)
+    )
     host_bytes = budget.host if budget.host is not None else int(_HOST_SHARE * shared * free_host)
     disk_bytes = budget.disk_bytes
     if budget.disk is not None and disk_bytes is None:
         disk_bytes = sum(disk_free_bytes(Path(p)) for p in budget.paths)
-    return Limits(device_bytes=device_bytes, host_bytes=host_bytes, disk_bytes=disk_bytes)
+    disk_bytes = None if disk_bytes is None else disk_bytes // num_sharers
+    return Limits(device_bytes=device_bytes, host_bytes=host_bytes // num_sharers, disk_bytes=disk_bytes)

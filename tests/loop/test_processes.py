@@ -1,4 +1,4 @@
-"""One of several ranks, or a model that somebody replicates or shards: refused before prepare and after it."""
+"""A group that comes after prepare, or a model that somebody replicates or shards: refused. See also tests/ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ import outcore
 
 from .rig import Block, adamw, batch, make, prepared, train
 
-HOW = "several GPUs do not work together yet; start one process with plain python.*CUDA_VISIBLE_DEVICES"
+BARE = "prepare the bare model on every rank: outcore shares the work"
+FIRST = "prepare behind init_process_group, or under torchrun"
 
 
-def refused(found):
-    return pytest.raises(outcore.UnsupportedError, match=f"{found}; {HOW}")
+def refused(found, how=BARE):
+    return pytest.raises(outcore.UnsupportedError, match=f"{found}; {how}")
 
 
 @pytest.fixture
@@ -33,11 +34,14 @@ def world_of_one():
 def test_environment_of_a_launcher(size, rank, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", size)
     monkeypatch.setenv("RANK", rank) if rank else monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
     model = make()
-    found = f"this is rank {rank or '.'} of {size} .*torchrun sets it\\)"
-    with refused(f"prepare: expected one process on one device, but {found}"):
+    with pytest.raises(outcore.ConfigError, match="prepare: expected MASTER_ADDR .* start with torchrun"):
         outcore.prepare(model, adamw(model))
     train(model, adamw(model))  # nothing was changed
+    found = f"this is rank {rank or '.'} of {size} .*torchrun sets it\\)"
+    with refused(f"plan: expected one process on one device, but {found}", "several ranks work in a loop of your own"):
+        outcore.api.plan_for(model, adamw(model))
 
 
 @pytest.mark.parametrize("kind", ["device", "host"])
@@ -48,9 +52,9 @@ def test_process_group_after_prepare(kind, tmp_path, monkeypatch):
         model.loss(batch()).backward()
         monkeypatch.setattr(distributed, "is_initialized", lambda: True)
         monkeypatch.setattr(distributed, "get_world_size", lambda: 4)
-        with refused("optimizer.step: expected one process .* torch.distributed has 4 processes"):
+        with refused("optimizer.step: expected one process .* torch.distributed has 4 processes", FIRST):
             optimizer.step()
-        with refused("forward: expected one process .* torch.distributed has 4 processes"):
+        with refused("forward: expected one process .* torch.distributed has 4 processes", FIRST):
             model(batch())
 
 
@@ -123,7 +127,7 @@ from torch.nn.parallel import DistributedDataParallel
 import outcore
 
 def refused(found):
-    return pytest.raises(outcore.UnsupportedError, match=f"{found}.*several GPUs do not work together yet")
+    return pytest.raises(outcore.UnsupportedError, match=f"{found}.*(init_process_group|the bare model)")
 
 def build():
     model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)])
@@ -140,8 +144,6 @@ with refused(f"optimizer.step: .*{group}"):
     optimizer.step()
 with refused("DistributedDataParallel"):
     DistributedDataParallel(model)
-with refused(f"prepare: .*{group}"):
-    outcore.prepare(*build())
 fully_shard(model)
 with refused(f"forward: .*{group}"):
     model(torch.ones(2, 8))

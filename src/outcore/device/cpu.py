@@ -24,6 +24,7 @@ class CpuDevice(Device):
     computes_on_host = True
     update_block_bytes = 2 * 2**20
     activation_share = 0.0  # they come from ordinary memory beside the arenas
+    group_backend = "gloo"
     interrupts = None  # backward runs on the calling thread: Python itself sees a Ctrl-C
 
     def __init__(self, faults: Faults, race_checker: RaceChecker | None) -> None:

@@ -262,6 +262,7 @@ class CudaDevice(Device):
     computes_on_host = False
     update_block_bytes = 2**30
     activation_share = ACCELERATOR_SHARE
+    group_backend = "nccl"
     interrupts = IN_BACKWARD
 
     def __init__(self, torch_device: torch.device, faults: Faults, race_checker: RaceChecker | None) -> None:

@@ -79,6 +79,8 @@ class Device(Closing):
     activation_share: float
     """Of the device budget, what a plan leaves to activations and workspace where nobody knows what they take."""
 
+    group_backend: str
+    """Of torch's process groups, for bytes on this device."""
     interrupts: InterruptsInBackward | None
     """Finds a Ctrl-C during a backward that another thread runs."""
 
@@ -91,8 +93,7 @@ class Device(Closing):
         self.labels_seen: set[str] = set()
         """Labels under which some handle was ever a dependency, skipped ones included."""
         self._checker = race_checker
-        self._delays = Delays(faults) if faults.delays or faults.throttle else None
-        self._execution = execution
+        self._delays, self._execution = Delays(faults) if faults.delays or faults.throttle else None, execution
         self.stream_name = execution.stream_name
         """Tells the stream on which compute works now."""
         self._failures = Failures()

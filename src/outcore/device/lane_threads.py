@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import final
@@ -31,19 +32,20 @@ from outcore.device.lanes import (
     wait_for,
 )
 from outcore.device.threads import start_threads
-from outcore.spec.lanes import Lane
+from outcore.spec.lanes import RANK_LANES, Lane
 
 STALL_TIMEOUT_S = 300.0
 CLOSE_TIMEOUT_S = 20.0  # an operation that runs longer than this while its lane closes is left behind, and said
 _END_TIMEOUT_S = 1.0  # for threads to end once what they wait for was given up
 _LOOK_S = 1.0
-_WATCHED_ELSEWHERE = frozenset({Lane.WEIGHTS_READ, Lane.STATES_READ, Lane.DISK_WRITE, Lane.SAVE})
-"""By the disk store, and by the files of a checkpoint: piece by piece, so that slow drives have their time."""
+_WATCHED_ELSEWHERE = frozenset({Lane.WEIGHTS_READ, Lane.STATES_READ, Lane.DISK_WRITE, Lane.SAVE, *RANK_LANES})
+"""By the disk store, and by the files of a checkpoint: piece by piece, so that slow drives have their time. By process
+groups: other ranks may compute for long before they come."""
 
 
 @final
 class ThreadedLanes:
-    """One daemon thread per lane, each with one ATen thread and without autograd.
+    """One daemon thread per lane, each with one ATen thread and without autograd; between ranks once they are used.
 
     Owns its threads until ``close``; idle threads hold no operation.
     """
@@ -57,8 +59,15 @@ class ThreadedLanes:
         self._queues: dict[Lane, SimpleQueue[Operation | None]] = {lane: SimpleQueue() for lane in Lane}
         self._last: dict[Lane, Handle] = {}
         self._heads: dict[str, Operation] = {}  # what each lane works at, or waits to
-        self._threads = start_threads({f"outcore-{lane.value}": partial(self._serve, lane) for lane in Lane})
+        self._threads: tuple[threading.Thread, ...] = ()
+        self._start([lane for lane in Lane if lane not in RANK_LANES])
+
+    def _start(self, lanes: Sequence[Lane]) -> None:
+        """Start threads for lanes that have none."""
+        bodies = {f"outcore-{lane.value}": partial(self._serve, lane) for lane in lanes}
+        self._threads += tuple(start_threads(bodies))
         self._idents = frozenset(thread.ident for thread in self._threads)
+        self._waiting = [lane for lane in RANK_LANES if lane not in lanes]
 
     def submit(self, operation: Operation) -> None:
         """Queue an operation at the end of its lane."""
@@ -69,6 +78,8 @@ class ThreadedLanes:
                 refuse_closed(operation)
             if self._stall is not None:
                 self._stall.throw()
+            if operation.lane in self._waiting:
+                self._start(self._waiting)
             self._queues[operation.lane].put(operation)
             self._last[operation.lane] = operation.handle  # who is interrupted before must not be waited for
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from outcore.core.errors import ConfigError, UnsupportedError
@@ -49,6 +51,31 @@ def open_device(
             "'cuda:0'; CUDA_VISIBLE_DEVICES may hide others"
         )
     return CudaDevice(wanted, faults, race_checker)
+
+
+def device_of_rank(torch_device: torch.device | str | None) -> torch.device | str | None:
+    """The device of one of several ranks: what was asked for, or of several GPUs that of ``LOCAL_RANK``.
+
+    Raises:
+        ConfigError: There are fewer GPUs than ranks.
+    """
+    wanted = None if torch_device is None else torch.device(torch_device)
+    if not torch.cuda.is_available() or (wanted is not None and (wanted.type != "cuda" or wanted.index is not None)):
+        return torch_device
+    number, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if number >= count:
+        raise ConfigError(
+            f"prepare: expected a GPU for each rank, but this is LOCAL_RANK={number} and torch sees {count}; start as "
+            "many processes per node as there are GPUs (torchrun --nproc-per-node), or pass device='cpu'"
+        )
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
+
+
+def backends(torch_device: torch.device | str | None) -> str:
+    """Of a process group for ranks with this device. Args: torch_device: As for ``open_device``."""
+    wanted = usual_device() if torch_device is None else torch.device(torch_device)
+    return "gloo" if wanted.type == "cpu" else "cpu:gloo,cuda:nccl"
 
 
 def usual_device() -> torch.device:

@@ -1,4 +1,10 @@
-"""Gradients of a unit: into a bucket, home, and added to what is there."""
+"""Gradients of a unit: into a bucket, home, and added to what is there.
+
+[Note: turns] With several ranks a unit's gradients are exchanged once in each backward pass, and units take turns in an
+order that is the same on all ranks, whatever they visit: exchanges meet in the order of submission. A rank that did not
+reach a unit sends a bucket all the same, and says that nothing in it counts. What is added up at home are the runs of
+all ranks, one after the other, so the sum is that of a plain loop over the micro-batches of all ranks in turn.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +36,19 @@ class GradientWork(Protocol):
 
     def add_on_host(self, landing: Span, target: Span) -> Deed:
         """Add what landed to what is at home."""
+
+
+class SharedWork(Protocol):
+    """What is done with the gradients of one pass by several ranks. On paper, nothing."""
+
+    def put_in(self, bucket: Span) -> None:
+        """Compute puts into a bucket what is not there yet."""
+
+    def exchange(self, bucket: Span, received: Span) -> Deed:
+        """Send every rank its run of the bucket, and receive this rank's run of all buckets, in rank order."""
+
+    def add_runs(self, received: Span, target: Span) -> Deed:
+        """Add the runs of all ranks to what is at home, in rank order."""
 
 
 class GradientOrder(Generic[H]):
@@ -78,6 +97,75 @@ class GradientOrder(Generic[H]):
             home.written_by(copied)
         else:
             self._land(unit, work, is_first=is_first)
+
+    # Between ranks. See [Note: turns].
+
+    def share(
+        self, unit: Ledger[H], work: SharedWork, make_room: Callable[[SlotPool[H]], None], *, is_first: bool
+    ) -> H:
+        """Exchange runs; each rank adds up those of its own. A rank that did not reach the unit takes part, too.
+
+        Args: as for ``collect`` and ``send``. Returns the exchange.
+        """
+        received, exchanged = self._exchange(unit, work, make_room)
+        arrived = exchanged
+        home, lane, free = unit.gradients, Lane.DEVICE_UPDATE, received
+        landed, after, fetched = received.slot.span(unit.spec.bucket_bytes), home.before_write(), None
+        target = home.span()
+        if home.tier != "device":
+            lane, free = Lane.UPDATE, self._pools.take("host", "landing", unit.spec.bucket_bytes)
+            source, landed = landed, free.slot.span(unit.spec.bucket_bytes)
+            ready: After[H] = {"gradients exchanged": exchanged, "landing free": free.slot.free_after}
+            arrived = self._port.submit(Lane.D2H, "gradients of", unit, reads=[source], writes=[landed], after=ready)
+            self._pools.give(received, arrived, Lane.D2H)
+        if home.tier == "disk":
+            fetched = self._supply.room_for_gradients(unit) if is_first else self._supply.fetch_gradients(unit)
+            target, after = fetched.span, dict(fetched.after)
+        added = self._port.submit(
+            lane,
+            "accumulate",
+            unit,
+            reads=[landed],
+            writes=[target],
+            after={"gradients landed": arrived, **after},
+            work=Work(work.add_runs(landed, target)),
+        )
+        self._pools.give(free, added, lane)
+        if fetched is None or fetched.taken is None:
+            home.written_by(added)
+        else:
+            self._write(unit, target, fetched.taken, added)
+        return exchanged
+
+    def _exchange(
+        self, unit: Ledger[H], work: SharedWork, make_room: Callable[[SlotPool[H]], None]
+    ) -> tuple[Taken[H], H]:
+        """Runs of all ranks, in a slot on the device."""
+        nbytes = unit.spec.bucket_bytes
+        bucket, _ = self.collect(unit, None, make_room)
+        work.put_in(bucket)
+        taken = self._pools.take("device", "received", nbytes)
+        received = taken.slot.span(nbytes)
+        exchanged = self._port.submit(
+            Lane.REDUCE,
+            "exchange gradients of",
+            unit,
+            reads=[bucket],
+            writes=[received],
+            after={"gradients made": self._port.mark("gradients made", unit), "slot free": taken.slot.free_after},
+            work=Work(work.exchange(bucket, received), moved=nbytes - unit.spec.run_bytes),
+        )
+        self._give_bucket(unit, exchanged)
+        return taken, exchanged
+
+    def let_go(self, unit: Ledger[H]) -> None:
+        """Compute has taken out what was in the unit's bucket."""
+        self._give_bucket(unit, self._port.mark("gradients taken out", unit))
+
+    def _give_bucket(self, unit: Ledger[H], last_use: H) -> None:
+        if unit.bucket is not None:
+            self._pools.give(unit.bucket, last_use, Lane.REDUCE)
+            unit.bucket = None
 
     def _copy_out(self, unit: Ledger[H], work: GradientWork, target: Span, after: After[H]) -> H:
         nbytes, made = unit.spec.bucket_bytes, self._port.mark("gradients made", unit)

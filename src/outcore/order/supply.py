@@ -43,6 +43,11 @@ class Supply(Generic[H]):
                 return Borrowed(kept.slot.span(kept.slot.nbytes), {"gradients kept": kept.slot.kept_after}, kept)
         return self.fetch_gradients(unit, is_due)
 
+    def room_for_gradients(self, unit: Ledger[H]) -> Borrowed[H]:
+        """A host slot in which the first gradients of a unit on disk are put together."""
+        taken = self._pools.take("host", "gradients", unit.gradients.nbytes)
+        return Borrowed(taken.slot.span(unit.gradients.nbytes), {"gradient slot free": taken.slot.free_after}, taken)
+
     def fetch_gradients(self, unit: Ledger[H], is_due: Answer | None = None) -> Borrowed[H]:
         """Start bringing gradients from disk or device into a host slot."""
         home = unit.gradients

@@ -50,6 +50,9 @@ class UpdateWork(Protocol[H]):
     def weights_sent(self) -> None:
         """New weights are on their way to the device."""
 
+    def gather(self, weights: Span) -> Deed:
+        """Give all ranks the run that was updated here, and take theirs."""
+
 
 class EarlyWork(Protocol):
     """What an update inside backward does. On paper, nothing."""
@@ -112,6 +115,10 @@ class UpdateOrder(Generic[H]):
         work.at_once(unit.gradients.span(), states, trained, scratch)
         done = self._port.mark("updated", unit)
         unit.states.written_by(done)
+        if unit.spec.num_ranks > 1:
+            unit.gradients.read_by(done)
+            done = self._gathered(unit, trained, done, work)
+            work.weights_sent()
         unit.weights.written_by(done)
 
     # On the host.
@@ -138,11 +145,25 @@ class UpdateOrder(Generic[H]):
         self._supply.give_back_gradients(unit, grads, done)
         if states is not None:
             self._supply.write_states(unit, states, unit.states, done)
+        if unit.spec.num_ranks > 1:
+            done = self._gathered(unit, target.span, done, work)
         if target.taken is None:
             unit.weights.written_by(done)
             return
         lane = Lane.WRITE_BACK if unit.is_resident else Lane.DISK_WRITE
         self._pools.give(target.taken, self._send_weights(unit, target.span, done, work), lane)
+
+    def _gathered(self, unit: Ledger[H], new: Span, done: H, work: UpdateWork[H]) -> H:
+        """The new weights as a whole, which are this rank's run so far."""
+        return self._port.submit(
+            Lane.GATHER,
+            "gather weights of",
+            unit,
+            reads=[],
+            writes=[new],
+            after={"weights updated": done},
+            work=Work(work.gather(new), moved=new.nbytes - unit.spec.run_bytes),
+        )
 
     def _send_weights(self, unit: Ledger[H], new: Span, done: H, work: UpdateWork[H]) -> H:
         """Send new trained weights from host memory to their home on the device or on disk."""
@@ -236,6 +257,8 @@ class UpdateOrder(Generic[H]):
         )
         if not grads.nbytes:
             unit.gradients.read_by(updated)
+        if unit.spec.num_ranks > 1:
+            updated = self._gathered(unit, weights, updated, work)
         left = self._take_home(unit, states, weights, updated, work)
         free = self._port.freed(taken.slot, Lane.DEVICE_UPDATE, {"staged bytes home": left})
         taken.pool.give(taken.slot, [*left, free])

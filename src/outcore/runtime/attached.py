@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from outcore.memory.allocator import WORTH_BYTES, HeldBack
 from outcore.runtime.module.call import Services, UnitCall
@@ -111,3 +114,16 @@ def _put_back(attributes: dict[str, Any], forward: Any) -> None:
     attributes.pop("forward", None)
     if forward is not None:
         attributes["forward"] = forward
+
+
+def switch_off_checkpointing(model: nn.Module) -> None:
+    """The model's own activation checkpointing would run a third forward inside a unit's recompute."""
+    active = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
+    for module in active:
+        module.gradient_checkpointing = False  # type: ignore[assignment]
+    if active:
+        warnings.warn(
+            "outcore recomputes units itself, so the model's own activation checkpointing was switched off "
+            f"({len(active)} modules)",
+            stacklevel=4,
+        )

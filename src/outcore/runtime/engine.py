@@ -14,12 +14,14 @@ import torch
 from outcore.core.errors import OutcoreError, UnsupportedError
 from outcore.device.device import Device
 from outcore.optim.rules import UpdateRule
-from outcore.optim.sums import run_here
+from outcore.optim.sums import RunAll, run_here
 from outcore.planning.units.partition import Partition
+from outcore.ranks.world import World
 from outcore.runtime.activations.room import Between, Room
 from outcore.runtime.attached import Attached
 from outcore.runtime.gradients.homes import GradientHomes
 from outcore.runtime.gradients.passes import Gradients
+from outcore.runtime.gradients.ranked import RankedGradients, RankedHomes
 from outcore.runtime.module.call import Services
 from outcore.runtime.module.compiling import Compiling
 from outcore.runtime.opened import Opened
@@ -57,6 +59,7 @@ class Engine:
         paths: Sequence[Path],
         rule: UpdateRule | None,
         promises: Promises,
+        world: World | None = None,
     ) -> None:
         """Allocate memory and start threads. ``attach`` then moves the model in.
 
@@ -67,21 +70,19 @@ class Engine:
             paths: Folders of the disk tier.
             rule: None without an optimizer.
             promises: See ``Promises``.
+            world: The ranks that train the model together; taken over. None: there is one.
         """
         self.model, self.device = partition.modules[0], device
         self.is_closed = False
-        self.opened = Opened(partition.spec, plan, device, paths, has_updates=rule is not None)
+        self.opened = Opened(partition.spec, plan, device, paths, world, has_updates=rule is not None)
         order, workers = self.opened.order, self.opened.workers
         with self.opened.closed_on_error():
             self.units = self._units_of(partition)
         self.places = {id(p): (u, i) for u in self.units for i, p in enumerate(u.params)}
         self._recovery = recovery = Recovery(device)
         self.weights = Weights(self.units, order.weights, recovery, partition.spec, plan, has_steps=rule is not None)
-        run_all = run_here if workers is None else workers.run_all
-        resting = GradientHomes(self.opened.tiers, order.pools, device, run_all)
-        steps, clipping = promises.accumulation_steps, promises.clipping
-        self.gradients = Gradients(self.units, order.gradients, device, resting, steps, recovery, clipping=clipping)
-        self.access = Access(self.opened.tiers, order.pools, device, self.weights)
+        self.gradients = self._gradients_of(promises, run_here if workers is None else workers.run_all, world)
+        self.access = Access(self.opened.tiers, order.pools, device, self.weights, world)
         self.states = States(self.places, self.access, has_optimizer=rule is not None)
         self.settings = Settings(rule, self.states.names)
         self._stepper: Stepper = self._streamed_updates()
@@ -98,6 +99,11 @@ class Engine:
         )
         self.attached = Attached(self)
 
+    @property
+    def num_ranks(self) -> int:
+        """Processes that train the model together."""
+        return 1 if self.access.world is None else self.access.world.size
+
     def _units_of(self, partition: Partition) -> list[Unit]:
         ledgers = self.opened.order.ledgers
         owners = [_Absence(self) for _ in ledgers]
@@ -106,6 +112,16 @@ class Engine:
         for owner, unit in zip(owners, units, strict=True):
             owner.unit = unit
         return units
+
+    def _gradients_of(self, promises: Promises, run_all: RunAll, world: World | None) -> Gradients:
+        opened, device = self.opened, self.device
+        homes = (opened.tiers, opened.order.pools, device, run_all)
+        loop = (promises.accumulation_steps, self._recovery)
+        order, clipping = opened.order.gradients, promises.clipping
+        if world is None:
+            return Gradients(self.units, order, device, GradientHomes(*homes), *loop, clipping=clipping)
+        resting = RankedHomes(*homes, world=world)
+        return RankedGradients(self.units, order, device, resting, *loop, clipping=clipping, world=world)
 
     def _streamed_updates(self) -> StreamedUpdates:
         opened, order = self.opened, self.opened.order.updates
@@ -143,7 +159,7 @@ class Engine:
             groups: Param groups; settings are read now.
         """
         self.refuse_if_closed()
-        refuse_process_group("optimizer.step")
+        refuse_process_group("optimizer.step", self.num_ranks)
         self.device.check()
         self._services.doubts.settle()
         hypers = self.settings.of(groups)
@@ -220,6 +236,12 @@ class _Absence:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that train the model together."""
+        engine = self._engine()
+        return 1 if engine is None else engine.num_ranks
 
     def name_of(self, param: torch.Tensor) -> str:
         """Fully qualified name."""

@@ -134,7 +134,7 @@ class ModuleGuard:
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _before_forward(self, *_: object) -> None:
-        refuse_process_group("forward")
+        refuse_process_group("forward", self._engine.num_ranks)
 
     def _guard_module(self, module: nn.Module) -> None:
         if not any(id(p) in self._engine.places for p in module.parameters()):

@@ -11,6 +11,7 @@ from outcore.core.errors import LaneError
 from outcore.device.device import Device
 from outcore.device.lanes import Handle
 from outcore.order.step import StepOrder
+from outcore.ranks.world import World
 from outcore.runtime.saves import Saves
 from outcore.runtime.unit.port import LivePort, Traffic
 from outcore.runtime.unit.tiers import Tiers
@@ -23,7 +24,14 @@ class Opened:
     """Owns all of it until ``close``; an error on the way closes what is there."""
 
     def __init__(
-        self, model: ModelSpec, plan: Plan, device: Device, paths: Sequence[Path], *, has_updates: bool
+        self,
+        model: ModelSpec,
+        plan: Plan,
+        device: Device,
+        paths: Sequence[Path],
+        world: World | None = None,
+        *,
+        has_updates: bool,
     ) -> None:
         """Allocate memory and start threads.
 
@@ -32,10 +40,13 @@ class Opened:
             plan: Checked against it.
             device: Taken over: closed with the rest, also if this raises.
             paths: Folders of the disk tier.
+            world: Taken over too: the ranks that train together.
             has_updates: Units may be updated, on the host by threads.
         """
         self.model, self.plan, self.device, self.traffic = model, plan, device, Traffic()
         self._closing = ExitStack()
+        if world is not None:
+            self._closing.callback(world.close)
         self._closing.callback(device.close)
         with self.closed_on_error():
             self.tiers = Tiers(model, plan, device, paths)
@@ -49,7 +60,8 @@ class Opened:
             spare = 0 if device.computes_on_host else 1  # for whoever gives the device its work
             whole = has_updates and any(p.is_whole for unit in model.units for p in unit.trainable)
             on_host |= whole and device.computes_on_host  # where staged updates need the same threads
-            self.workers = UpdateWorkers(spare_cores=spare, has_whole=whole) if on_host else None
+            sharers = 1 if world is None else world.local_size
+            self.workers = UpdateWorkers(spare_cores=spare, num_sharers=sharers, has_whole=whole) if on_host else None
             if self.workers is not None:
                 self._closing.callback(self.workers.close)
             self._closing.callback(self._stop)

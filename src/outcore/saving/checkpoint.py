@@ -87,10 +87,21 @@ def save_checkpoint(
     the device are written before this returns, and its states pass through two slots of 16 MiB: there the next step
     waits for most of the save.
     """
-    save = _begin_save(engine_of(model, "save_checkpoint"), optimizer, Path(directory), step, extra or {}, keep)
+    save = _begin_save(_alone(model, "save_checkpoint"), optimizer, Path(directory), step, extra or {}, keep)
     if wait:
         save.wait()
     return save
+
+
+def _alone(model: nn.Module, who: str) -> Engine:
+    """The engine of a model that one rank trains; of several, each has a part of the states."""
+    engine = engine_of(model, who)
+    if engine.num_ranks > 1:
+        raise UnsupportedError(
+            f"{who}: expected one rank, but {engine.num_ranks} train this model, which cannot do it yet; call "
+            "optimizer.state_dict() on all ranks, and save that and outcore.save_pretrained(model, ...) on rank 0"
+        )
+    return engine
 
 
 def _begin_save(
@@ -162,7 +173,7 @@ def load_checkpoint(
     Memory: host, 16 MiB while it is verified, then 4 MiB, all buffers, and each tensor whose dimensions lie in memory
     in another order here.
     """
-    engine = engine_of(model, "load_checkpoint")
+    engine = _alone(model, "load_checkpoint")
     _refuse_other_optimizer(engine, optimizer, "load_checkpoint")
     if not isinstance(engine.weights.refusal, _HalfLoadedError):
         engine.refuse_if_closed()

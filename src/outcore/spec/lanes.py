@@ -20,6 +20,10 @@ class Lane(enum.Enum):
     STATES_H2D = "states_h2d"
     DEVICE_UPDATE = "device_update"
     STATES_D2H = "states_d2h"
+    # Between ranks: gradients to whoever updates with them, and new weights to all. Every rank submits the same
+    # operations in the same order, so each of the two has nothing else in its queue.
+    REDUCE = "reduce"
+    GATHER = "gather"
     # To a checkpoint's files: apart from the disk tier, whose writes the next forward may wait for.
     SAVE = "save"
 
@@ -39,8 +43,15 @@ _ROUTES = {
     Lane.STATES_H2D: "host to device",
     Lane.DEVICE_UPDATE: "on the device",
     Lane.STATES_D2H: "device to host",
+    Lane.REDUCE: "between ranks",
+    Lane.GATHER: "between ranks",
     Lane.SAVE: "to a checkpoint",
 }
 
-COPY_LANES = frozenset({Lane.H2D, Lane.D2H, Lane.WRITE_BACK, Lane.STATES_H2D, Lane.DEVICE_UPDATE, Lane.STATES_D2H})
+RANK_LANES = (Lane.REDUCE, Lane.GATHER)
+"""Lanes on which all ranks meet."""
+
+COPY_LANES = frozenset(
+    {Lane.H2D, Lane.D2H, Lane.WRITE_BACK, Lane.STATES_H2D, Lane.DEVICE_UPDATE, Lane.STATES_D2H, *RANK_LANES}
+)
 """Lanes whose operations are device work: on CUDA they have a stream of their own."""

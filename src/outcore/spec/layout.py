@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -90,16 +90,22 @@ def _is_update_layout(spec: UnitSpec, forms: Iterable[StateForm | None]) -> bool
     return [form.dtype for form in forms if form] == [param.update_dtype for param in spec.trainable]
 
 
-def _own_layout(spec: UnitSpec, forms: Iterable[StateForm | None]) -> tuple[int, tuple[Part, ...]]:
+def _own_layout(spec: UnitSpec, forms: Sequence[StateForm | None]) -> tuple[int, tuple[Part, ...]]:
     """Bytes and parts of a state that not all parameters have, or not in the update layout."""
+    laid = [_parts_of(spec, forms, rank) for rank in range(spec.num_ranks)]
+    nbytes = align_up(max(end for end, _ in laid), PAGE_BYTES)
+    return nbytes + 2 * PAGE_BYTES * (nbytes > 0 and nbytes % ALIAS_BYTES == 0), laid[spec.rank][1]
+
+
+def _parts_of(spec: UnitSpec, forms: Sequence[StateForm | None], rank: int) -> tuple[int, tuple[Part, ...]]:
+    """What a rank has, and where it ends."""
     parts, end = [], 0
-    for param, form in zip(spec.trainable, forms, strict=True):
-        shape = () if form is None else param.shape if form.shape is None else form.shape
-        part = Part(param.update_dtype, 0, 0) if form is None else Part(form.dtype, math.prod(shape), end)
+    for (_, owned), param, form in zip(spec.owned(rank), spec.trainable, forms, strict=True):
+        numel = 0 if form is None else owned if form.shape is None else math.prod(form.shape)
+        part = Part(param.update_dtype, 0, 0) if form is None else Part(form.dtype, numel, end)
         parts.append(part)
         end += align_up(part.nbytes, PARAM_ALIGN_BYTES)
-    nbytes = align_up(end, PAGE_BYTES)
-    return nbytes + 2 * PAGE_BYTES * (nbytes > 0 and nbytes % ALIAS_BYTES == 0), tuple(parts)
+    return end, tuple(parts)
 
 
 def states_of(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> dict[str, StateSpec]:

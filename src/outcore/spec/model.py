@@ -17,6 +17,11 @@ Sizes are padded to 4 KiB, so any of them may rest on disk.
 (``channels_last``, transposed) keeps its strides. In every layout its bytes lie in the order in which they lie in the
 parameter's own memory, without gaps; torch's fused optimizers walk through them in this order, too.
 
+[Note: runs] With R ranks the trainable piece of the weights layout is padded and cut into R equal *runs* at page
+borders. A rank sums gradients, keeps states and updates for its own run only, so its update layout has of each
+parameter the elements in that run; sizes are those of the rank that needs most. Parameters begin at multiples of 256
+bytes, so a cut inside of one falls on a multiple of 64 elements, where an update may be cut (``optim.blocks``).
+
 [Note: aliases] States lie behind one another, and an update walks through all of them side by side. AMD's processors
 (Zen) find lines of the first-level cache by a hash of address bits 12 to 27; at a distance of 256 MiB, or twice 128,
 the lines of two states push each other out, and the update takes two to five times as long. Two more pages avoid it;
@@ -27,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -155,6 +160,10 @@ class UnitSpec:
     """Module buffers; they live on the device and never move."""
     is_cut: bool = False
     """A call runs in several micro-batches, whose gradients one backward pass sums in the update dtype."""
+    num_ranks: int = 1
+    """Processes that share the update of the unit. See [Note: runs]."""
+    rank: int = 0
+    """Whose run is updated here."""
 
     def __post_init__(self) -> None:
         flags = [p.requires_grad for p in self.params]
@@ -168,8 +177,8 @@ class UnitSpec:
 
     @cached_property
     def trainable_numel(self) -> int:
-        """Elements that are trained."""
-        return sum(param.numel for param in self.trainable)
+        """Elements that are trained here."""
+        return sum(numel for _, numel in self.own_ranges)
 
     @cached_property
     def weight_parts(self) -> tuple[Part, ...]:
@@ -177,18 +186,43 @@ class UnitSpec:
         parts, end = [], 0
         for i, param in enumerate(self.params):
             if i == len(self.trainable):
-                end = align_up(end, PAGE_BYTES)
+                end = self.trainable_bytes
             parts.append(Part(param.dtype, param.numel, end))
             end += align_up(param.weight_bytes, PARAM_ALIGN_BYTES)
         return tuple(parts)
 
     @cached_property
+    def own_ranges(self) -> tuple[tuple[int, int], ...]:
+        """First element and number of elements of every trainable parameter that are updated here."""
+        return self.owned(self.rank)
+
+    def owned(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """First element and number of elements of every trainable parameter in the run of a rank."""
+        found, start = [], rank * self.run_bytes
+        for part in self.weight_parts[: len(self.trainable)]:
+            size = DTYPE_BYTES[part.dtype]
+            first, stop = (min(max(at - part.offset, 0), part.nbytes) // size for at in (start, start + self.run_bytes))
+            found.append((first, stop - first))
+        return tuple(found)
+
+    @cached_property
+    def own_parts(self) -> tuple[Part, ...]:
+        """Where the elements that are updated here lie in the weights layout, by trainable parameter."""
+        pairs = zip(self.weight_parts, self.own_ranges, strict=False)
+        return tuple(Part(p.dtype, n, p.offset + first * DTYPE_BYTES[p.dtype]) for p, (first, n) in pairs)
+
+    def received_parts(self, sender: int) -> tuple[Part, ...]:
+        """Where gradients of these elements lie in what all ranks send: their runs of this rank, in rank order."""
+        shift = (sender - self.rank) * self.run_bytes
+        return tuple(part._replace(offset=part.offset + shift if part.numel else 0) for part in self.own_parts)
+
+    @cached_property
     def update_parts(self) -> tuple[Part, ...]:
         """Where every trainable parameter lies in the update layout."""
         parts, end = [], 0
-        for param in self.trainable:
-            parts.append(Part(param.update_dtype, param.numel, end))
-            end += align_up(param.update_bytes, PARAM_ALIGN_BYTES)
+        for param, (_, numel) in zip(self.trainable, self.own_ranges, strict=True):
+            parts.append(Part(param.update_dtype, numel, end))
+            end += align_up(parts[-1].nbytes, PARAM_ALIGN_BYTES)
         return tuple(parts)
 
     @cached_property
@@ -204,7 +238,13 @@ class UnitSpec:
     @cached_property
     def trainable_bytes(self) -> int:
         """Size of the trainable piece of the weights layout."""
-        return align_up(sum(align_up(p.weight_bytes, PARAM_ALIGN_BYTES) for p in self.trainable), PAGE_BYTES)
+        nbytes = sum(align_up(p.weight_bytes, PARAM_ALIGN_BYTES) for p in self.trainable)
+        return align_up(nbytes, PAGE_BYTES * self.num_ranks)
+
+    @cached_property
+    def run_bytes(self) -> int:
+        """Size of the run of a rank."""
+        return self.trainable_bytes // self.num_ranks
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -215,7 +255,12 @@ class UnitSpec:
     @cached_property
     def update_bytes(self) -> int:
         """Size of the update layout: of accumulated gradients, and of each optimizer state. See [Note: aliases]."""
-        size = align_up(sum(align_up(p.update_bytes, PARAM_ALIGN_BYTES) for p in self.trainable), PAGE_BYTES)
+        sizes = [DTYPE_BYTES[param.update_dtype] for param in self.trainable]
+        most = max(
+            sum(align_up(n * size, PARAM_ALIGN_BYTES) for (_, n), size in zip(self.owned(rank), sizes, strict=True))
+            for rank in range(self.num_ranks)
+        )
+        size = align_up(most, PAGE_BYTES)
         return size + 2 * PAGE_BYTES if size and size % ALIAS_BYTES == 0 else size
 
 
@@ -229,3 +274,7 @@ class ModelSpec:
     precision: Precision
     micro_batches_in_unit: int = 1
     """In so many pieces every unit runs a batch."""
+
+    def among(self, num_ranks: int, rank: int) -> ModelSpec:
+        """The same model, updated by several ranks. See [Note: runs]."""
+        return replace(self, units=tuple(replace(unit, num_ranks=num_ranks, rank=rank) for unit in self.units))

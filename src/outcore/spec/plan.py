@@ -20,6 +20,7 @@ POLICIES: tuple[Policy, ...] = ("keep", "select", "recompute")
 PoolKind = Literal[
     "weights",
     "bucket",
+    "received",
     "scratch",
     "staging",
     "new_weights",
@@ -32,7 +33,7 @@ PoolKind = Literal[
 POOL_KINDS: tuple[PoolKind, ...] = get_args(PoolKind)
 
 _KINDS_BY_TIER: dict[Tier, tuple[PoolKind, ...]] = {
-    "device": ("weights", "bucket", "scratch", "staging", "activations", "temporary"),
+    "device": ("weights", "bucket", "received", "scratch", "staging", "activations", "temporary"),
     "host": ("weights", "new_weights", "states", "gradients", "landing", "activations", "temporary"),
 }
 MAX_SLOTS = 1024
@@ -130,11 +131,12 @@ class Pool:
     """Equal slots on one tier that units take turns in.
 
     Kinds: ``weights`` (a unit's weights layout, fetched), ``bucket`` (device; gradients of one backward pass),
-    ``scratch`` (device; blocks of an update there), ``staging`` (device; all that an update of states from host memory
-    needs there), ``activations`` (device: what forward saved, back for backward; host: on its way from or to disk),
-    ``new_weights`` (host; trainable weights after an update whose home is elsewhere), ``states`` (host; states whose
-    home is disk, all of a unit), ``gradients`` (host; accumulated gradients whose home is elsewhere), ``landing``
-    (host; a bucket on its way to be accumulated).
+    ``received`` (device; with several ranks, what all of them have sent for one rank's run), ``scratch`` (device;
+    blocks of an update there), ``staging`` (device; all that an update of states from host memory needs there),
+    ``activations`` (device: what forward saved, back for backward; host: on its way from or to disk), ``new_weights``
+    (host; trainable weights after an update whose home is elsewhere), ``states`` (host; states whose home is disk, all
+    of a unit), ``gradients`` (host; accumulated gradients whose home is elsewhere), ``landing`` (host; a bucket on its
+    way to be accumulated).
     """
 
     tier: Tier

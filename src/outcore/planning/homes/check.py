@@ -84,8 +84,9 @@ def _check_early(model: ModelSpec, plan: Plan) -> None:
             )
         if unit.early and not can_be_early(spec, unit):
             raise ConfigError(
-                f"plan, unit '{unit.name}': early: expected weights in host memory to be trained as a whole, since "
-                "the old and the new ones change places, but some are frozen; set early to false"
+                f"plan, unit '{unit.name}': early: expected one rank, and weights in host memory that are trained as a "
+                "whole, since the old and the new ones change places, but there are more ranks, or some weights are "
+                "frozen; set early to false"
             )
 
 
@@ -142,4 +143,5 @@ def can_be_plain(model: ModelSpec, plan: Plan) -> bool:
     """See [Note: plain plans]."""
     is_one_sum = model.micro_batches_in_unit == 1  # of a pass; autograd itself would sum pieces otherwise
     one_form = is_one_sum and all(p.dtype == p.update_dtype for unit in model.units for p in unit.trainable)
-    return plan.rests_on_device and one_form and not any(has_master(u, model.precision) for u in plan.units)
+    alone = all(unit.num_ranks == 1 for unit in model.units)
+    return alone and plan.rests_on_device and one_form and not any(has_master(u, model.precision) for u in plan.units)

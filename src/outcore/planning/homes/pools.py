@@ -19,6 +19,7 @@ from outcore.spec.plan import Pool, PoolKind, Tier, UnitPlan
 POOL_ORDER: tuple[tuple[Tier, PoolKind], ...] = (
     ("device", "weights"),
     ("device", "bucket"),
+    ("device", "received"),
     ("device", "scratch"),
     ("device", "staging"),
     ("device", "activations"),
@@ -58,6 +59,7 @@ class Comfort:
         """Slots wanted in a pool."""
         if tier == "device":
             wanted = {"weights": self.prefetch_depth + 1, "bucket": self.num_buckets, "staging": self.num_buckets}
+            wanted["received"] = self.num_buckets
             wanted["activations"] = min(self.num_buckets, 2)
             return wanted.get(kind, 1)
         return min(self.max_slots_host, _HOST_SLOTS.get(kind, self.prefetch_depth + 1))
@@ -98,7 +100,10 @@ def _needs(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> Iterator[Need]:
         yield Need("device", "activations", unit.saved_bytes)
     if unit.activations == "disk":
         yield Need("host", "activations", unit.saved_bytes)
-    if spec.name and unit.gradients != "device":  # else gradients go home from where autograd made them
+    if spec.num_ranks > 1:
+        yield Need("device", "bucket", spec.bucket_bytes)
+        yield Need("device", "received", spec.bucket_bytes)
+    elif spec.name and unit.gradients != "device":  # else gradients go home from where autograd made them
         yield Need("device", "bucket", spec.bucket_bytes)
     if not spec.trainable_bytes:
         return

@@ -37,8 +37,11 @@ def is_temporary(reservation: Reservation) -> bool:
 
 
 def can_be_early(spec: UnitSpec, unit: UnitPlan) -> bool:
-    """Whether the unit's update can run inside backward: states off the device, and what changes places is whole."""
-    if not spec.trainable_bytes or unit.states == "device":
+    """Whether the unit's update can run inside backward: states off the device, and what changes places is whole.
+
+    Which early updates are overtaken is decided by timing, and ranks would meet in different orders.
+    """
+    if not spec.trainable_bytes or unit.states == "device" or spec.num_ranks > 1:
         return False
     return unit.weights != "host" or spec.trainable_bytes == spec.weight_bytes
 

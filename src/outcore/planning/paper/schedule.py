@@ -177,7 +177,7 @@ class _Steps:
             self._activations.begin_backward(saved)
         if phase is Phase.BACKWARD and unit.spec.trainable:
             self._reached[unit.index], self._progress[unit.index].is_open = unit, True
-            if unit.index != ROOT and unit.gradients.tier != "device":  # else they stay loose
+            if unit.index != ROOT and (unit.gradients.tier != "device" or unit.spec.num_ranks > 1):  # else loose
                 progress = self._progress[unit.index]
                 _, progress.made = self._gradients.collect(unit, progress.made, self._make_room)
         if saved is not None:
@@ -221,7 +221,11 @@ class _Steps:
     def _send(self, unit: Ledger[Entry]) -> None:
         progress = self._progress[unit.index]
         progress.is_open, progress.made = False, None
-        self._gradients.send(unit, _Nothing(self, unit), is_first=not progress.has_gradients)
+        is_first = not progress.has_gradients
+        if unit.spec.num_ranks > 1:
+            self._gradients.share(unit, _Nothing(self, unit), self._make_room, is_first=is_first)
+        else:
+            self._gradients.send(unit, _Nothing(self, unit), is_first=is_first)
         progress.num_passes += not progress.is_counted
         progress.has_gradients = progress.is_counted = True
         if unit.plan.early and progress.num_passes == self._plan.accumulation_steps:
@@ -289,6 +293,15 @@ class _Nothing:
     def add_on_host(self, landing: Span, target: Span) -> None:
         """Nothing."""
 
+    def put_in(self, bucket: Span) -> None:
+        """Nothing."""
+
+    def exchange(self, bucket: Span, received: Span) -> None:
+        """Nothing."""
+
+    def add_runs(self, received: Span, target: Span) -> None:
+        """Nothing."""
+
     def begin(self) -> None:
         """Nothing."""
 
@@ -302,6 +315,9 @@ class _Nothing:
         """Nothing."""
 
     def weights_sent(self) -> None:
+        """Nothing."""
+
+    def gather(self, weights: Span) -> None:
         """Nothing."""
 
     def out_of_place(self, grads: Span, new: tuple[Span | None, Span], old: tuple[Span | None, Span | None]) -> None:

@@ -18,7 +18,7 @@ from outcore.spec.plan import Plan
 from outcore.spec.schedule import Operation
 from outcore.spec.timeline import COMPUTE, HOST
 
-Link = Literal["compute", "h2d", "d2h", "disk_read", "disk_write", "update", "device_update"]
+Link = Literal["compute", "h2d", "d2h", "disk_read", "disk_write", "update", "device_update", "ranks"]
 LINKS: tuple[Link, ...] = get_args(Link)
 
 LINK_OF: Mapping[str, Link] = {
@@ -34,6 +34,8 @@ LINK_OF: Mapping[str, Link] = {
     Lane.SAVE.value: "disk_write",
     Lane.UPDATE.value: "update",
     Lane.DEVICE_UPDATE.value: "device_update",
+    Lane.REDUCE.value: "ranks",
+    Lane.GATHER.value: "ranks",
 }
 """Lane -> its link."""
 
@@ -58,7 +60,7 @@ class Rates:
     """Unit -> seconds of its backward over one micro-batch, without recompute."""
     bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     """``h2d``, ``d2h``, ``disk_read``, ``disk_write`` -> bandwidth; ``compute``: of copies on the device; ``update``:
-    of gradients added up in host memory."""
+    of gradients added up in host memory; ``ranks``: between ranks, which nothing measures yet."""
     parameters_per_s: Mapping[str, float] = field(default_factory=dict)
     """``update`` (by the CPU), ``device_update`` (states from host memory, beside compute), ``compute`` (states that
     live on the device, in ``step()``) -> parameters updated per second."""

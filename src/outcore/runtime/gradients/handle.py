@@ -28,6 +28,7 @@ class GradHandle(DistantTensor):
     Attributes:
         index: Of the parameter among its unit's trainable ones.
         factors: 0-dim tensors by which the gradient is to be multiplied, in order.
+        averaging: With several ranks the factor that makes the sum over them a mean. It comes before the others.
         exact: A factor by which the norm may be multiplied instead, and its value.
         is_zero: It was zeroed in place; the stored bytes no longer count.
         is_lost: It is not whole, and can only be set to None.
@@ -35,6 +36,7 @@ class GradHandle(DistantTensor):
 
     index: int  # type: ignore[assignment]  # torch.Tensor inherits a method of that name
     factors: list[torch.Tensor]
+    averaging: tuple[torch.Tensor, ...] = ()
     exact: tuple[torch.Tensor, float] | None
     is_zero: bool
     is_lost: bool

@@ -134,18 +134,20 @@ class GradientHomes:
         if handle.is_zero:
             value = torch.zeros(unit.spec.params[i].numel, dtype=dtype, device=self._device.torch_device)
         else:
-            if unit.plan.gradients == "disk":
-                stored = self._read_one(gradients, i)
-            else:
-                with self._at_hand(unit, is_write=False) as home:
-                    stored = gradients.stored_views(home)[i]
-            value = stored.to(self._device.torch_device, dtype)
-        for factor in handle.factors:
+            value = self._stored(gradients, i).to(self._device.torch_device, dtype)
+        for factor in (*handle.averaging, *handle.factors):
             value = value * factor
         return value
 
-    def stored_on_device(self, gradients: UnitGradients) -> list[torch.Tensor]:
-        """All gradients of a unit whose home is the device, as they are stored (1D), in one look."""
+    def _stored(self, gradients: UnitGradients, index: int) -> torch.Tensor:
+        """One gradient as it is stored (1D), or what is here of it."""
+        if gradients.unit.plan.gradients == "disk":
+            return self._read_one(gradients, index)
+        with self._at_hand(gradients.unit, is_write=False) as home:
+            return gradients.stored_views(home)[index]
+
+    def all_stored(self, gradients: UnitGradients) -> list[torch.Tensor]:
+        """All gradients of a unit as they are stored (1D), in one look; from disk as a copy."""
         with self._at_hand(gradients.unit, is_write=False) as home:
             return gradients.stored_views(home)
 

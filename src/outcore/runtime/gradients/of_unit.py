@@ -45,6 +45,7 @@ class UnitGradients:
         handles: By parameter index. A gradient is held while its handle is what ``p.grad`` says.
         norms: 2-norms of held gradients as stored, where known.
         is_native: The home holds the sums of one pass in the weights layout, not yet the update layout.
+        has_bucket: A pass collects them in a bucket, if there is room; else in loose tensors.
         num_passes: Backward passes since the last step.
         counted_pass: The pass that was counted last.
         open: The pass that is running.
@@ -63,6 +64,7 @@ class UnitGradients:
         self.handles: dict[int, GradHandle] = {}
         self.norms: dict[int, torch.Tensor] = {}
         self.is_native = False
+        self.has_bucket = bool(unit.name) and (unit.plan.gradients != "device" or unit.spec.num_ranks > 1)
         self.num_passes = 0
         self.counted_pass = -1
         self.open: Pass | None = None
@@ -121,7 +123,7 @@ class UnitGradients:
 
     def _take_norms_on_device(self) -> None:
         """Those that are not known: whoever asks for one will ask for the others."""
-        stored = self._home.stored_on_device(self)
+        stored = self._home.all_stored(self)
         wanted = [i for i, h in self.handles.items() if i not in self.norms and not h.is_zero and not h.factors]
         self.norms.update(zip(wanted, kernels.norms([stored[i] for i in wanted]), strict=True))
 

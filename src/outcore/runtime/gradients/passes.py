@@ -38,6 +38,7 @@ class Gradients:
     """All gradients of a model during backward; ``homes`` has them afterwards."""
 
     takes_gradients = True
+    _of_unit: type[UnitGradients] = UnitGradients
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class Gradients:
         """
         self._order, self._device, self._resting = order, device, resting
         self._accumulation_steps, self.clipping = accumulation_steps, clipping
-        self.of = {unit.name: UnitGradients(unit, self, resting) for unit in units}
+        self.of = {unit.name: self._of_unit(unit, self, resting) for unit in units}
         self._recovery = recovery
         recovery.signs.append(self._notice)
         recovery.parts.append(self._reset)
@@ -91,7 +92,7 @@ class Gradients:
             if current is None:
                 gradients.open = current = Pass(sum([p.requires_grad for p in unit.params[: unit.num_trainable]]))
             with torch.no_grad():
-                if unit.name and unit.plan.gradients != "device":
+                if gradients.has_bucket and not current.loose:
                     self._into_bucket(gradients, current, grads)
                 else:
                     self._keep_loose(gradients, current, grads)

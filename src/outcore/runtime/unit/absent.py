@@ -20,6 +20,10 @@ from outcore.runtime.unit.one_process import refuse_process_group
 class Owner(Protocol):
     """Whoever knows where the bytes of an absent parameter are."""
 
+    @property
+    def num_ranks(self) -> int:
+        """Processes that train the model together."""
+
     def name_of(self, param: torch.Tensor) -> str:
         """Fully qualified name."""
 
@@ -197,7 +201,7 @@ def _flat(values: Any) -> Iterator[Any]:
 def _refuse(owner: Owner, action: str, args: Any) -> NoReturn:
     param = next((a for a in _flat(args) if isinstance(a, AbsentParameter)), None)
     name = "?" if param is None else owner.name_of(param)
-    refuse_process_group(f"'{name}'")  # what wraps or shards the model reads its parameters
+    refuse_process_group(f"'{name}'", owner.num_ranks)  # what wraps or shards the model reads its parameters
     raise AbsentParameterError(
         f"expected a parameter on the device, but '{name}' is {owner.absence()} (asked for: {action}). "
         "Read or change it inside 'with outcore.gathered(model, write=...)', or stream all with "

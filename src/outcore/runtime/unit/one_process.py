@@ -1,4 +1,4 @@
-"""One process on one device: several are refused until they work together.
+"""What outcore and others may not both do: replicate or shard a model, or have it stepped by other ranks.
 
 Without this, every rank would train a model of its own: gradients never meet, since neither ``torchrun`` nor a process
 group changes what a plain loop computes.
@@ -13,8 +13,10 @@ import torch
 from torch import distributed, nn
 
 from outcore.core.errors import UnsupportedError
-from outcore.core.ranks import HOW, refuse_ranks, refuse_several
+from outcore.core.ranks import refuse_ranks, refuse_several
 
+_FIRST = "prepare behind init_process_group, or under torchrun, and all ranks train together"
+_BARE = "prepare the bare model on every rank: outcore shares the work among them itself"
 _WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
 
 
@@ -32,14 +34,19 @@ def refuse_several_processes(who: str) -> None:
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
-def refuse_process_group(who: str) -> None:
-    """Refuse a process group of more than one process. Takes less than a microsecond if there is none.
+def refuse_process_group(who: str, num_ranks: int = 1) -> None:
+    """Refuse a process group of others than train together. Takes less than a microsecond if there is none.
+
+    Args:
+        who: Refuses, for the error.
+        num_ranks: So many train together.
 
     Raises:
         UnsupportedError: There is one.
     """
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        refuse_several(who, f"torch.distributed has {distributed.get_world_size()} processes")
+    if num_ranks == 1 and distributed.is_available() and distributed.is_initialized():
+        if distributed.get_world_size() > 1:
+            refuse_several(who, f"torch.distributed has {distributed.get_world_size()} processes", _FIRST)
 
 
 def refuse_wrapped(who: str, model: nn.Module) -> None:
@@ -78,4 +85,4 @@ def _torch_classes(value: object) -> Iterator[type]:
 
 
 def _refuse_wrapper(who: str, what: str, wrapper: str) -> NoReturn:
-    raise UnsupportedError(f"{who}: expected a model on one device, but {what} is wrapped in {wrapper}; {HOW}")
+    raise UnsupportedError(f"{who}: expected a model on one device, but {what} is wrapped in {wrapper}; {_BARE}")

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from outcore.device.device import Device
 from outcore.device.lanes import SKIPPED
-from outcore.spec.lanes import Lane
+from outcore.spec.lanes import RANK_LANES, Lane
 
 
 class Recovery:
@@ -41,7 +41,9 @@ class Recovery:
 
     def run(self) -> None:
         """Interrupted itself, it is run again as a whole."""
-        for lane in Lane:  # an operation that was interrupted while it was submitted has no other that follows it
+        for lane in set(Lane) - set(
+            RANK_LANES
+        ):  # an operation that was interrupted while it was submitted has no other that follows it
             self.device.submit(lane, "catch up", _nothing)
         self.device.synchronize()
         self.device.refuse_after_failure()  # never forgotten: handles of operations that failed are thrown away here

@@ -57,6 +57,15 @@ class Views:
         parts = self._spec.weight_parts[: self._num_trainable]
         return self._once("flat", buffer, lambda: _flat_views(parts, buffer))
 
+    def own(self, buffer: Buffer) -> list[torch.Tensor]:
+        """What is updated here of the trainable parameters (1D each), over a buffer in the weights layout."""
+        return self._once("own", buffer, lambda: _flat_views(self._spec.own_parts, buffer))
+
+    def received(self, buffer: Buffer, sender: int) -> list[torch.Tensor]:
+        """Gradients of the same elements (1D each) that a rank has sent, over what all have sent."""
+        parts = self._spec.received_parts(sender)
+        return self._once(f"received {sender}", buffer, lambda: _flat_views(parts, buffer))
+
     def bucket(self, buffer: Buffer) -> list[torch.Tensor]:
         """``native`` as flat tensors (1D), in the order in which elements lie in memory."""
         return self.update(buffer) if self._spec.is_cut else self.flat(buffer)
@@ -102,6 +111,12 @@ def outermost_first(spec: ParamSpec, tensor: torch.Tensor) -> torch.Tensor:
 def flat(spec: ParamSpec, tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the parameter's shape as a flat one (1D), in the order of memory. See [Note: strides]."""
     return outermost_first(spec, tensor).reshape(-1)
+
+
+def own_slice(spec: UnitSpec, index: int, values: torch.Tensor) -> torch.Tensor:
+    """Of a whole trainable parameter (1D) the elements that are updated here."""
+    first, numel = spec.own_ranges[index]
+    return values[first : first + numel]
 
 
 def shaped(spec: ParamSpec, flat: torch.Tensor) -> torch.Tensor:

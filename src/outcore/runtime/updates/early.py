@@ -234,12 +234,12 @@ def _carried(
     """What a parameter without gradient takes along to the second homes: states, and its weight."""
     (new_states, new_weights), (old_states, old_weights) = new, old
     copies = []
-    weight = unit.views.flat(new_weights)[index]
+    weight = unit.views.own(new_weights)[index]
     if new_states is not None and old_states is not None:
         for name in unit.ledger.state_specs:
             copies.append((unit.views.state(new_states, name)[index], unit.views.state(old_states, name)[index]))
     if old_weights is not None:
-        copies.append((weight, unit.views.flat(old_weights)[index]))
+        copies.append((weight, unit.views.own(old_weights)[index]))
     elif new_states is not None:
         copies.append((weight, unit.views.state(new_states, "master")[index]))
     return copies

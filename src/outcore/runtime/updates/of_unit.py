@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class Factors:
     def of(self, handle: GradHandle) -> tuple[list[torch.Tensor], list[Handle]]:
         """Bring a gradient's factors to the host without blocking it; and the copies that may be under way."""
         found, ready = [], []
-        for factor in handle.factors:
+        for factor in (*handle.averaging, *handle.factors):
             if id(factor) not in self._copies:
                 self._copies[id(factor)] = self._copy(factor)
             value, copied = self._copies[id(factor)]
@@ -74,6 +75,7 @@ class UnitUpdate:
         workers: UpdateWorkers | None,
         *,
         is_early: bool,
+        gather: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         """What is to be done.
 
@@ -84,7 +86,9 @@ class UnitUpdate:
             device: Of the unit.
             workers: None if every unit is updated on the device.
             is_early: It was done inside backward.
+            gather: With several ranks: fills in the runs of the others.
         """
+        self._gather = gather
         self._gradients, self._changes, self._copied = gradients, changes, copied
         self.unit, self._device, self._workers, self.is_early = gradients.unit, device, workers, is_early
 
@@ -149,6 +153,12 @@ class UnitUpdate:
         """Reading a weight before the copy is done must wait for it."""
         self.unit.presence.hide()
 
+    def gather(self, weights: Span) -> Callable[[], None]:
+        """The runs of all ranks."""
+        if self._gather is None:
+            raise AssertionError("weights are gathered by one rank alone")
+        return partial(self._gather, weights.memory.bytes)
+
     def _room(self, scratch: Span) -> torch.Tensor:
         memory: torch.Tensor = scratch.memory.bytes
         return memory[: min(memory.numel(), self._device.update_block_bytes)]
@@ -156,7 +166,7 @@ class UnitUpdate:
     def _unchanged(self, states: Buffer, weights: Buffer) -> Copies:
         """Weights that a slot must carry home although they were not updated: the home is overwritten as a whole."""
         unit = self.unit
-        masters, views = unit.views.state(states, "master"), unit.views.flat(weights)
+        masters, views = unit.views.state(states, "master"), unit.views.own(weights)
         return [(views[i], masters[i]) for i in range(unit.num_trainable) if i not in self._changes]
 
 
@@ -198,9 +208,9 @@ def pieces_of(
 ) -> list[Piece]:
     """The update of a unit, by parameter; out of place where old buffers are given."""
     unit = gradients.unit
-    views, weight_views = _views(unit, states), unit.views.flat(weights)
+    views, weight_views = _views(unit, states), unit.views.own(weights)
     old_views, stored = _views(unit, old_states), gradients.stored_views(grads)
-    old_targets = old_views.get("master") if old_weights is None else unit.views.flat(old_weights)
+    old_targets = old_views.get("master") if old_weights is None else unit.views.own(old_weights)
     pieces = []
     for i, change in changes.items():
         moments = unit.views.state_names[i] if views else ()

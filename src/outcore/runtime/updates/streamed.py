@@ -61,6 +61,7 @@ class StreamedUpdates:
         workers: UpdateWorkers | None,
     ) -> None:
         """Args: units: All. workers: None if every unit is updated on the device."""
+        self._gather = None if access.world is None else access.world.gather
         self._units, self._gradients, self._weights = units, gradients, weights
         self._order, self._early, self._access, self._workers = order, early, access, workers
 
@@ -78,7 +79,9 @@ class StreamedUpdates:
         held, hypers = steps
         factors = Factors(self._access.device)
         self._early.settle()
-        ledgers = (unit.ledger for unit in self._weights.units_to_update())
+        # Ranks may have used units in different orders, and gather weights in one.
+        units = self._weights.units_to_update() if self._gather is None else self._units
+        ledgers = (unit.ledger for unit in units)
         self._order.step(ledgers, lambda ledger: self._update_of(self._units[ledger.index], held, hypers, factors))
         self._gradients.after_step()
         self._weights.prefetch_after_update()
@@ -99,7 +102,7 @@ class StreamedUpdates:
         if not changes:
             return None
         gradients, device = self._gradients.of[unit.name], self._access.device
-        return UnitUpdate(gradients, changes, copied, device, self._workers, is_early=is_early)
+        return UnitUpdate(gradients, changes, copied, device, self._workers, is_early=is_early, gather=self._gather)
 
     def _changes(
         self, unit: Unit, held: Mapping[int, GradHandle], hypers: Mapping[int, Hyper], factors: Factors
@@ -109,7 +112,7 @@ class StreamedUpdates:
             hyper = hypers.get(id(unit.params[i]))
             if hyper is None:  # trainable, but given to no optimizer: it keeps its gradient, as in a plain loop
                 continue
-            mine: list[torch.Tensor] = list(handle.factors)
+            mine: list[torch.Tensor] = [*handle.averaging, *handle.factors]
             if on_host:
                 mine, ready = factors.of(handle)
                 copied += ready

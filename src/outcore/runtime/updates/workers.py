@@ -40,15 +40,24 @@ class UpdateWorkers(Closing):
     ``close``. A forked child has no threads: there ``run`` raises and ``close`` does nothing.
     """
 
-    def __init__(self, num_workers: int | None = None, *, spare_cores: int = 0, has_whole: bool = False) -> None:
+    def __init__(
+        self,
+        num_workers: int | None = None,
+        *,
+        spare_cores: int = 0,
+        num_sharers: int = 1,
+        has_whole: bool = False,
+    ) -> None:
         """Start the threads.
 
         Args:
             num_workers: So many, anywhere. Default: one per core, see ``worker_cpus``.
             spare_cores: Cores to leave to others.
+            num_sharers: Processes that deal these cores out among them.
             has_whole: Some parameters are updated as a whole. See [Note: whole parameters].
         """
-        cpus = [None] * num_workers if num_workers else worker_cpus(read_topology(), spare_cores=spare_cores)
+        shares = {"spare_cores": spare_cores, "num_sharers": num_sharers}
+        cpus = [None] * num_workers if num_workers else worker_cpus(read_topology(), **shares)
         self.num_workers = len(cpus)
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -118,7 +127,7 @@ class UpdateWorkers(Closing):
             self._lock.release()
 
 
-def worker_cpus(topology: Topology, *, spare_cores: int) -> list[frozenset[int] | None]:
+def worker_cpus(topology: Topology, *, spare_cores: int, num_sharers: int = 1) -> list[frozenset[int] | None]:
     """Where update workers run: the CPUs that each of them is bound to, or None: any.
 
     There is one worker per core that this process may keep busy. With several NUMA nodes each worker is bound to one of
@@ -129,8 +138,9 @@ def worker_cpus(topology: Topology, *, spare_cores: int) -> list[frozenset[int] 
     Args:
         topology: Of this machine.
         spare_cores: Cores to leave to others.
+        num_sharers: Processes that deal the cores out among them.
     """
-    num_workers = max(1, topology.num_cores - spare_cores)
+    num_workers = max(1, topology.num_cores // num_sharers - spare_cores)
     if len(topology.nodes) == 1:
         return [None] * num_workers
     counts = dict.fromkeys(topology.nodes, 0)

@@ -17,9 +17,10 @@ from outcore.memory.arena import Buffer
 from outcore.memory.disk import Extent
 from outcore.order.ledger import Home
 from outcore.order.slots import Pools
+from outcore.ranks.world import World
 from outcore.runtime.unit.tiers import Tiers
 from outcore.runtime.unit.unit import Beneath, Unit
-from outcore.runtime.unit.views import flat, shaped, torch_dtype
+from outcore.runtime.unit.views import flat, own_slice, shaped, torch_dtype
 from outcore.runtime.weights import Weights
 from outcore.spec.layout import StateSpec
 from outcore.spec.model import Part
@@ -30,9 +31,12 @@ _SAMPLE_BYTES = 4096
 class Access:
     """One parameter at a time."""
 
-    def __init__(self, tiers: Tiers, pools: Pools[Handle], device: Device, weights: Weights) -> None:
+    def __init__(
+        self, tiers: Tiers, pools: Pools[Handle], device: Device, weights: Weights, world: World | None = None
+    ) -> None:
+        """Args: world: Several ranks have states of one parameter; reading one is a collective then."""
         self.device = device
-        self._tiers, self._pools, self._weights = tiers, pools, weights
+        self._tiers, self._pools, self._weights, self.world = tiers, pools, weights, world
 
     def read_weight(self, unit: Unit, index: int) -> torch.Tensor:
         """The current weight as a fresh tensor in host memory."""
@@ -46,9 +50,17 @@ class Access:
 
     def read_state(self, unit: Unit, name: str, index: int) -> torch.Tensor:
         """One optimizer state, master weights included, as a fresh tensor in host memory."""
+        values, spec = self._own_state(unit, name, index), unit.spec
+        form = unit.ledger.state_specs[name].described(spec.params[index], index)
+        if self.world is not None:
+            numels = [spec.owned(rank)[index][1] for rank in range(spec.num_ranks)]
+            values = self.world.gather_parts(values, numels)
+        return shaped(form, values)
+
+    def _own_state(self, unit: Unit, name: str, index: int) -> torch.Tensor:
+        """What is here of it (1D)."""
         state = unit.ledger.state_specs[name]
-        form = state.described(unit.spec.params[index], index)
-        return shaped(form, self._read(unit.ledger.states, state.parts[index], state.start))
+        return self._read(unit.ledger.states, state.parts[index], state.start)
 
     def sample(self, unit: Unit, index: int) -> bytes:
         """Some bytes in the middle of a weight: other weights have others."""
@@ -108,22 +120,27 @@ class Access:
     @torch.no_grad()
     def write_master(self, unit: Unit, index: int, value: torch.Tensor) -> None:
         """Let a master follow its weight; see ``write_weight``."""
+        values = own_slice(unit.spec, index, flat(unit.spec.params[index], value.detach()))
         if value.dtype == torch_dtype(unit.spec.params[index].dtype):
-            master, value = self.read_state(unit, "master", index), value.to("cpu")
-            is_edited = master.to(value.dtype) != value
+            master, values = self._own_state(unit, "master", index), values.to("cpu")
+            is_edited = master.to(values.dtype) != values
             if not bool(is_edited.any()):
                 return
-            value = torch.where(is_edited, value.to(master.dtype), master)
-        self.write_state(unit, "master", index, value)
+            values = torch.where(is_edited, values.to(master.dtype), master)
+        self._write_state(unit, "master", index, values)
 
     @torch.no_grad()
     def write_state(self, unit: Unit, name: str, index: int, value: torch.Tensor) -> None:
-        """Replace one optimizer state."""
+        """Replace one optimizer state: what is here of it."""
+        form = unit.ledger.state_specs[name].described(unit.spec.params[index], index)
+        values = flat(form, value.detach())
+        self._write_state(unit, name, index, values if self.world is None else own_slice(unit.spec, index, values))
+
+    def _write_state(self, unit: Unit, name: str, index: int, values: torch.Tensor) -> None:
         unit.states_version += 1
         state = unit.ledger.state_specs[name]
         part = state.parts[index]
-        values = flat(state.described(unit.spec.params[index], index), value.detach().to(torch_dtype(part.dtype)))
-        self._write(unit.ledger.states, state.start + part.offset, values)
+        self._write(unit.ledger.states, state.start + part.offset, values.to(torch_dtype(part.dtype)))
 
     def _read(self, home: Home[Handle], part: Part, start: int = 0) -> torch.Tensor:
         """A part of a layout that begins at ``start`` (1D)."""

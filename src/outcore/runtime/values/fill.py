@@ -15,7 +15,7 @@ from outcore.order.ledger import Home
 from outcore.order.slots import Pools
 from outcore.runtime.unit.tiers import Tiers
 from outcore.runtime.unit.unit import Unit
-from outcore.runtime.unit.views import flat
+from outcore.runtime.unit.views import flat, own_slice
 
 Values = Callable[[int], torch.Tensor]
 """Parameter index -> its first value, in any dtype, on any device."""
@@ -42,7 +42,7 @@ def fill_unit(unit: Unit, tiers: Tiers, pools: Pools[Handle], values: Values) ->
             unit.views.weights(weights)[i].copy_(value)
         if states is not None and unit.ledger.has_master and param.requires_grad:
             master = unit.views.state(states, "master")[i]
-            master.copy_(flat(param, value.to(master.dtype)))
+            master.copy_(own_slice(unit.spec, i, flat(param, value.to(master.dtype))))
     for home, staged in ((unit.ledger.weights, weights), (unit.ledger.states, states)):
         if staged is not None and staged is not home.memory:
             tiers.store().write(home.memory, staged.bytes)

@@ -1,0 +1,188 @@
+"""The ranks of one prepared model: process groups of torch, and the few collectives that run over them.
+
+[Note: groups] Every lane between ranks has groups of its own, since collectives of one group must come in the same
+order on all ranks, and lanes run side by side. Bytes in host memory go over gloo, bytes on a GPU over NCCL. What ranks
+agree on, from the caller's thread, has a group of its own, too.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed
+
+from outcore.core.errors import ConfigError, OutcoreError
+from outcore.core.ranks import TIMEOUT, launched
+from outcore.device.device import Device
+from outcore.device.opening import backends
+
+T = TypeVar("T")
+
+_gather_single: Callable[..., object] = (
+    getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+)  # before torch 2.13
+
+
+class World:
+    """This process among those that train one model."""
+
+    def __init__(self, device: Device) -> None:
+        """Make the groups: a collective. Args: device: Of this rank."""
+        self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
+        self.local_size = _local_size(self.size)
+        self._timeout = datetime.timedelta(seconds=timeout_s())
+        self._groups: list[Any] = []
+        self._control = self._new_group("gloo")
+        self._reduce = _Links(self._new_group, device.group_backend)
+        self._gather = _Links(self._new_group, device.group_backend)
+
+    def _new_group(self, backend: str) -> Any:
+        self._groups.append(distributed.new_group(backend=backend, timeout=self._timeout))
+        return self._groups[-1]
+
+    def close(self) -> None:
+        """Give the groups back. Nothing may be under way. Idempotent."""
+        groups, self._groups = self._groups, []
+        for group in groups if distributed.is_initialized() else ():
+            distributed.destroy_process_group(group)
+
+    # From the caller's thread.
+
+    def all_of(self, value: T) -> list[T]:
+        """What every rank says, in rank order. Blocks until all have said it."""
+        found: list[Any] = [None] * self.size
+        with _explained("agree with the other ranks", self.rank):
+            distributed.all_gather_object(found, value, group=self._control)
+        return found
+
+    def from_first(self, value: T) -> T:
+        """What rank 0 says."""
+        said: list[Any] = [value if self.rank == 0 else None]
+        with _explained("hear of rank 0", self.rank):
+            distributed.broadcast_object_list(said, src=0, group=self._control)
+        return said[0]
+
+    def copy_first(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Rank 0's tensor, in host memory, in the order in which it lies in memory there."""
+        here = tensor.detach().to("cpu", copy=True)
+        if here.numel():
+            with _explained("receive a tensor of rank 0", self.rank):
+                distributed.broadcast(_bytes_of(here), src=0, group=self._control)
+        return here
+
+    def gather_parts(self, mine: torch.Tensor, numels: list[int]) -> torch.Tensor:
+        """Parts of all ranks, in rank order, as one tensor (1D) in host memory. Args: numels: Of each part."""
+        most = max(numels)
+        room = torch.zeros(most, dtype=mine.dtype, device="cpu")
+        room[: mine.numel()] = mine
+        found = torch.empty(most * self.size, dtype=mine.dtype, device="cpu")
+        if most:
+            with _explained("gather from all ranks", self.rank):
+                _gather_single(_bytes_of(found), _bytes_of(room), group=self._control)
+        return torch.cat([part[:numel] for part, numel in zip(found.split(most or 1), numels, strict=False)])
+
+    # On lanes.
+
+    def exchange(self, bits: bytes, bucket: torch.Tensor, received: torch.Tensor) -> list[bytes]:
+        """Send each rank its run of a bucket; receive one from each. Returns the bits of all ranks.
+
+        Args:
+            bits: As many on all ranks.
+            bucket: 1D uint8, a run for every rank.
+            received: As large.
+        """
+        mine = torch.frombuffer(bytearray(bits), dtype=torch.uint8)
+        found = torch.empty(len(bits) * self.size, dtype=torch.uint8, device="cpu")
+        _gather_single(found, mine, group=self._reduce.host)
+        distributed.all_to_all_single(received, bucket, group=self._reduce.of(bucket))
+        return [part.numpy().tobytes() for part in found.split(len(bits))]
+
+    def gather(self, whole: torch.Tensor) -> None:
+        """Fill in the runs of the other ranks. Args: whole: 1D uint8; this rank's run is there."""
+        run = whole.numel() // self.size
+        _gather_single(whole, whole[self.rank * run : (self.rank + 1) * run], group=self._gather.of(whole))
+
+
+class _Links:
+    """The groups of one lane."""
+
+    def __init__(self, new_group: Callable[[str], Any], backend: str) -> None:
+        """Args: backend: Moves bytes of the device."""
+        self.host = new_group("gloo")
+        self._device = self.host if backend == "gloo" else new_group(backend)
+
+    def of(self, tensor: torch.Tensor) -> Any:
+        """The group that moves it."""
+        return self.host if tensor.is_cpu else self._device
+
+
+def join_world(torch_device: torch.device | str | None) -> bool:
+    """Whether several processes train together; torch's default group is made if a launcher started them.
+
+    Args:
+        torch_device: What ``prepare`` was asked for.
+
+    Raises:
+        ConfigError: A launcher that does not say where the ranks meet.
+    """
+    if not distributed.is_available():
+        return False
+    if not distributed.is_initialized():
+        if launched() is None:
+            return False
+        if "MASTER_ADDR" not in os.environ:
+            raise ConfigError(
+                "prepare: expected MASTER_ADDR and MASTER_PORT in the environment beside WORLD_SIZE, as torchrun sets "
+                "them, or a process group that is there already, but there is neither; start with torchrun, or without "
+                "WORLD_SIZE"
+            )
+        distributed.init_process_group(backends(torch_device))
+    return distributed.get_world_size() > 1
+
+
+def timeout_s() -> float:
+    """How long a rank waits for the others.
+
+    Raises:
+        ConfigError: The environment says no number.
+    """
+    text = os.environ.get(TIMEOUT, "1800")
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if value <= 0:
+        raise ConfigError(f"{TIMEOUT}: expected a number of seconds, but got {text!r}")
+    return value
+
+
+def _local_size(size: int) -> int:
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(text) if text.isdecimal() and int(text) else size
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's memory (1D uint8)."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+class _explained:  # noqa: N801  (a context, used as a function)
+    """Errors of torch's groups, in words of ours."""
+
+    def __init__(self, what: str, rank: int) -> None:
+        self._what, self._rank = what, rank
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, OutcoreError):
+            raise OutcoreError(
+                f"rank {self._rank}: expected to {self._what}, but one has ended, or did not come within "
+                f"{timeout_s():g} s ({TIMEOUT}): {error}; look at what the others say: all must call the same in the "
+                "same order"
+            ) from error

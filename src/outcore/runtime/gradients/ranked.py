@@ -1,0 +1,300 @@
+"""Gradients of several ranks: exchanged in turns, added up in rank order, averaged.
+
+See [Note: turns]. A parameter has a gradient if any rank has one for it; its handle is then on ``p.grad`` of all ranks,
+also of those that did not reach it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from outcore.core.errors import OutcoreError, UnsupportedError
+from outcore.device.lanes import Handle
+from outcore.optim.sums import Sum, Work, add_works
+from outcore.order.ledger import Span
+from outcore.order.slots import SlotPool
+from outcore.ranks.world import World
+from outcore.runtime.gradients.handle import GradHandle
+from outcore.runtime.gradients.homes import GradientHomes, PassWork
+from outcore.runtime.gradients.norms import RankNorms
+from outcore.runtime.gradients.of_unit import Pass, UnitGradients
+from outcore.runtime.gradients.passes import Gradients
+from outcore.runtime.unit.unit import Unit
+from outcore.runtime.unit.views import own_slice
+from outcore.spec.lanes import Lane
+
+_NOWHERE = torch.empty(0, dtype=torch.uint8, device="cpu")
+"""For works that need no scratch."""
+
+
+class RankedUnitGradients(UnitGradients):
+    """Of one unit: its sums over all ranks, of which the elements that are updated here are at home."""
+
+    def __init__(self, unit: Unit, store: Gradients, home: GradientHomes) -> None:
+        """Hold nothing."""
+        super().__init__(unit, store, home)
+        self._ranks = cast(RankedGradients, store)
+
+    def gradient_norm(self, handle: GradHandle, order: float) -> torch.Tensor:
+        """Norm of the mean over all ranks; of order 2 as in [Note: one tree]. A collective."""
+        if not self.store.clipping:
+            return super().gradient_norm(handle, order)  # refuses
+        self._refuse_stale(handle)
+        if order == 2:
+            return self._ranks.norms.of(handle)
+        return torch.linalg.vector_norm(self._home.value(self, handle), order)
+
+    def known_norm(self, handle: GradHandle) -> torch.Tensor | None:
+        """That of the mean, where the handle has no other factors. A collective."""
+        return None if handle.factors or handle.is_zero else self._ranks.norms.of(handle)
+
+
+class RankedGradients(Gradients):
+    """All gradients of a model during backward, of one rank among several."""
+
+    _of_unit = RankedUnitGradients
+
+    def __init__(self, units: Sequence[Unit], *args: Any, world: World, **options: Any) -> None:
+        """Args: as for ``Gradients``. world: This rank and the others."""
+        super().__init__(units, *args, **options)
+        homes = self._homes = cast(RankedHomes, self._resting)
+        self._world = world
+        self.average = torch.tensor(1 / world.size, dtype=torch.float64, device="cpu")
+        mine = [cast(RankedUnitGradients, self.of[unit.name]) for unit in units if unit.num_trainable]
+        self.norms = RankNorms(mine, homes, world)
+        self._turns = mine[::-1]  # as backward goes; the root, which is whole when the pass is over, comes last
+        self._next = 0
+        self._ready: set[str] = set()
+        self._sent: list[_Sent] = []
+        self._is_broken = False
+
+    def deposit(self, unit: Unit, grads: dict[int, torch.Tensor]) -> None:
+        """Take gradients that autograd made in the pass that is running now."""
+        if grads and any(sent.gradients.unit is unit for sent in self._sent):
+            raise UnsupportedError(
+                f"expected one exchange of the gradients of unit '{unit.label}' in a backward, but more came after it; "
+                "with several ranks a parameter's gradient must be whole when autograd has reached it"
+            )
+        super().deposit(unit, grads)
+
+    def break_off(self) -> None:
+        """End the pass after an exception; other ranks wait for exchanges that will not come."""
+        if self._tasks or self._sent or self._next:
+            self._is_broken = True
+        super().break_off()
+
+    def _join_pass(self, gradients: UnitGradients) -> None:
+        if self._is_broken:
+            raise OutcoreError(
+                f"rank {self._world.rank}: expected whole backwards on all ranks, but one of this rank ended in an "
+                "exception, and the others wait for its gradients; end all ranks, and go on from what was saved"
+            )
+        super()._join_pass(gradients)
+
+    def _make_room(self, pool: SlotPool[Handle]) -> None:
+        """Units whose turn has not come hold all buckets of a pool: one is emptied into tensors beside the plan."""
+        taken = ((g, g.unit.ledger.bucket) for g in self._turns)
+        gradients = next(g for g, bucket in taken if bucket is not None and bucket.pool is pool)
+        unit, current = gradients.unit, gradients.open
+        if current is None or unit.ledger.bucket is None:
+            raise AssertionError(f"unit '{unit.label}' holds a bucket outside of a pass")
+        self._take_over(unit, current)
+        views = unit.views.native(unit.ledger.bucket.slot.span(unit.spec.bucket_bytes).memory)
+        current.loose = {i: views[i].clone(memory_format=torch.preserve_format) for i in current.present}
+        self._order.let_go(unit.ledger)
+
+    def _end_task(self, task: int) -> None:
+        """The outermost one ends the pass: all units that are left have their turn, and all ranks know all handles."""
+        try:
+            if len(self._tasks) == 1:
+                self._finish()
+                self._open.clear()
+            self._tasks.pop(task, None)
+        except BaseException:
+            self.break_off()
+            raise
+
+    @torch.no_grad()
+    def _close(self, gradients: UnitGradients) -> None:
+        """All gradients of a unit are there: it takes its turn, or waits for it."""
+        current = gradients.open
+        if current is None:
+            return
+        self._take_over(gradients.unit, current)
+        self._ready.add(gradients.unit.name)
+        while self._next < len(self._turns) and self._turns[self._next].unit.name in self._ready:
+            self._send_next()
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        while self._next < len(self._turns):
+            gradients = self._turns[self._next]
+            if gradients.open is not None:
+                self._take_over(gradients.unit, gradients.open)
+            self._send_next()
+        sent, self._sent = self._sent, []
+        self._next = 0
+        self._ready.clear()
+        device = self._device.torch_device
+        for gradients, work, held, exchanged in sent:
+            exchanged.wait_issued()
+            if exchanged.failure is not None:
+                exchanged.failure.throw()
+            unit = gradients.unit
+            for i in work.present_anywhere() - held:
+                handle = GradHandle(unit.gradient_form.likes[i], device, gradients, i)
+                handle.averaging = (self.average,)
+                unit.params[i].grad = gradients.handles[i] = handle
+
+    def _send_next(self) -> None:
+        gradients = self._turns[self._next]
+        unit, current = gradients.unit, gradients.open or Pass(0)
+        held = {i: handle for i, handle in gradients.held_handles().items() if not handle.is_zero}
+        changed = next((i for i, handle in held.items() if not handle.averaging), None)
+        if changed is not None:
+            name = unit.spec.params[changed].name
+            raise UnsupportedError(
+                f"expected no backward between a change of p.grad of '{name}' and optimizer.step(), but one came; with "
+                "several ranks the change was made to the mean over ranks: change gradients behind the last backward"
+            )
+        self._count_pass(gradients, is_first=not held)
+        gradients.version += 1
+        work = self._homes.shared_work(gradients, current, held, self._num_passes)
+        exchanged = self._order.share(unit.ledger, work, self._make_room, is_first=not held)
+        gradients.open = None  # last, so that whatever is interrupted before is known to be lost
+        self._sent.append(_Sent(gradients, work, set(held), exchanged))
+        self._next += 1
+
+
+class _Sent(NamedTuple):
+    """A turn in the pass that runs."""
+
+    gradients: RankedUnitGradients
+    work: RankWork
+    held: set[int]
+    exchanged: Handle
+
+
+class RankWork(PassWork):
+    """What is done with the gradients of one pass of a unit. See ``order.gradients.SharedWork``."""
+
+    def __init__(self, world: World, number: int, *args: Any) -> None:
+        """Args: world: This rank and the others. number: Of the pass, the same on all. args: As for ``PassWork``.
+
+        The pass of this rank may have given nothing. What is held is the same on all ranks.
+        """
+        super().__init__(*args)
+        self._world, self._number = world, number
+        self._present: list[set[int]] = []
+        """By rank, once the exchange was made."""
+
+    def present_anywhere(self) -> set[int]:
+        """Parameters for which any rank has a gradient."""
+        return set().union(*self._present)
+
+    def put_in(self, bucket: Span) -> None:
+        """Compute puts loose gradients there."""
+        loose = self._current.loose
+        if loose:
+            views = self._unit.views.native(bucket.memory)
+            torch._foreach_copy_([views[i] for i in loose], list(loose.values()))
+
+    def exchange(self, bucket: Span, received: Span) -> Callable[[], None]:
+        """All to all; the bits say which gradients are in the bucket, and which turn of which pass this is."""
+        unit, world, present = self._unit, self._world, self._current.present
+        turn = self._number.to_bytes(8, "little") + unit.ledger.index.to_bytes(4, "little")
+        bits = turn + bytes(i in present for i in range(unit.num_trainable))
+        source, target = bucket.memory.bytes, received.memory.bytes
+
+        def deed() -> None:
+            said = world.exchange(bits, source, target)
+            other = next((rank for rank, one in enumerate(said) if one[: len(turn)] != turn), None)
+            if other is not None:
+                raise OutcoreError(
+                    f"rank {world.rank}: expected the same backward on all ranks, but at unit '{unit.label}' of "
+                    f"backward {self._number} rank {other} was in backward "
+                    f"{int.from_bytes(said[other][:8], 'little')}; all ranks must call backward equally often"
+                )
+            self._present = [{i for i, bit in enumerate(one[len(turn) :]) if bit} for one in said]
+
+        return deed
+
+    def add_runs(self, received: Span, target: Span) -> Callable[[], None]:
+        """Add the runs up in rank order, in the update dtype."""
+        unit, held, self._gradients.is_native = self._unit, self._held, False
+        on_host, runs, home = target.of.tier != "device", received.memory, target.memory
+        factors = {i: [f.to("cpu") if on_host else f for f in h.factors] for i, h in held.items() if h.factors}
+        for handle in held.values():
+            if not on_host:
+                for factor in handle.factors:
+                    self._device.hand_over(factor, Lane.DEVICE_UPDATE)
+            handle.factors.clear()
+        known = set(held)
+
+        def deed() -> None:
+            targets, counted = unit.views.update(home), set(known)
+            for i, mine in factors.items():
+                for factor in mine:
+                    targets[i].mul_(factor)
+            for rank, present in enumerate(self._present):
+                sources = unit.views.received(runs, rank)
+                sums = [Sum(targets[i], sources[i], is_first=i not in counted) for i in sorted(present)]
+                counted |= present
+                if on_host:
+                    self._run_all(add_works(sums))
+                else:
+                    for one in sums:
+                        (one.target.copy_ if one.is_first else one.target.add_)(one.source)
+
+        return deed
+
+
+class RankedHomes(GradientHomes):
+    """Gradients at rest, of which each rank has what it updates: their values are put together by all ranks."""
+
+    def __init__(self, *args: Any, world: World) -> None:
+        """Args: as for ``GradientHomes``. world: This rank and the others."""
+        super().__init__(*args)
+        self._world = world
+
+    def shared_work(
+        self, gradients: UnitGradients, current: Pass, held: Mapping[int, GradHandle], number: int
+    ) -> RankWork:
+        """What is done in a turn. Args: number: Of the pass."""
+        return RankWork(self._world, number, gradients, current, held, self._device, self._run_all)
+
+    @torch.no_grad()
+    def value(self, gradients: UnitGradients, handle: GradHandle) -> torch.Tensor:
+        """The mean over all ranks times its factors, whole, on the device (1D). A collective."""
+        own = super().value(gradients, handle)
+        if handle.is_zero:
+            return own
+        spec = gradients.unit.spec
+        numels = [spec.owned(rank)[handle.index][1] for rank in range(spec.num_ranks)]
+        return self._world.gather_parts(own, numels).to(own.device)
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where values are wanted."""
+        return self._device.torch_device
+
+    def run(self, works: Sequence[Work], *, on_host: bool) -> None:
+        """Run works by threads of the host, or on compute."""
+        if on_host:
+            self._run_all(works)
+        else:
+            for work in works:
+                work(_NOWHERE)
+
+    def change(self, gradients: UnitGradients, handle: GradHandle, change: Callable[[torch.Tensor], Any]) -> None:
+        """Change the mean in place, element by element, so without the others."""
+        handle.factors[:0], handle.averaging = handle.averaging, ()
+        super().change(gradients, handle, change)
+
+    def replace(self, gradients: UnitGradients, handle: GradHandle, value: torch.Tensor) -> None:
+        """Store another value of the mean: here, what is updated here of it."""
+        super().replace(gradients, handle, own_slice(gradients.unit.spec, handle.index, value))
+        handle.averaging = ()

@@ -1,0 +1,122 @@
+"""What several ranks do together in ``prepare``: compare what they got, choose one plan, begin with one model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from outcore.choice import Options, Timed, choose_plan, limits_of, plan_within
+from outcore.core.errors import ConfigError, OutcoreError, UnsupportedError
+from outcore.device.device import Device
+from outcore.device.opening import device_of_rank
+from outcore.planning.homes.check import check_plan
+from outcore.planning.units.partition import Partition
+from outcore.ranks.agreement import agree, least_limits
+from outcore.ranks.world import World, join_world
+from outcore.runtime.unit.unit import Unit
+from outcore.runtime.values.fill import Values
+from outcore.spec.model import ModelSpec
+from outcore.spec.plan import Plan
+
+
+def joined(options: Options) -> tuple[Options, bool]:
+    """Whether this process is one of several that train together, and its options: its own device.
+
+    Raises:
+        ConfigError: A launcher that does not say where the ranks meet, or more ranks than GPUs.
+        UnsupportedError: What several ranks cannot do yet.
+    """
+    if not join_world(options.device):
+        return options, False
+    _refuse_what_one_rank_can(options)
+    return options._replace(device=device_of_rank(options.device)), True
+
+
+def chosen(cut: Partition, options: Options, device: Device, world: World | None) -> tuple[Partition, Plan]:
+    """The model as this rank updates it, and the plan of all ranks; a collective if there are several.
+
+    Args: as for ``choose_plan``. world: The ranks; None: there is one.
+
+    Raises:
+        ConfigError: Ranks have different models, or were asked for different things; or as ``choose_plan`` raises.
+        PlanInfeasibleError: The budget does not suffice.
+        UnsupportedError: An optimizer that needs whole parameters.
+    """
+    if world is None:
+        return cut, choose_plan(cut, options, device, Timed(cut, options, device))
+    agree(world, _facts(cut.spec, options))
+    _refuse_whole(cut.spec)
+    cut = dataclasses.replace(cut, spec=cut.spec.among(world.size, world.rank))
+    limits = least_limits(world, limits_of(options.budget, device, num_sharers=world.local_size))
+    made, error = None, None
+    if world.rank == 0:
+        try:
+            made = plan_within(limits, cut, options, device, Timed(cut, options, device)).to_json()
+        except OutcoreError as caught:
+            error = caught
+    text = world.from_first(made)
+    if error is not None:
+        raise error
+    if text is None:
+        raise ConfigError(
+            f"rank {world.rank}: expected a plan of rank 0, which chooses for all, but it found none; see its error"
+        )
+    plan = Plan.from_json(text, where="plan of rank 0")
+    check_plan(cut.spec, plan, limits)
+    return cut, plan
+
+
+def of_first_rank(world: World | None, model: nn.Module, values: Callable[[Unit], Values]) -> Callable[[Unit], Values]:
+    """All ranks begin with parameters and buffers of rank 0, as in DDP. Values are asked for in the same order on all.
+
+    Args:
+        world: The ranks; None: there is one, whose values they are.
+        model: Its buffers are set at once.
+        values: Unit -> this rank's first values.
+    """
+    if world is None:
+        return values
+    with torch.no_grad():
+        for buffer in model.buffers():
+            if not buffer.is_meta:
+                buffer.copy_(world.copy_first(buffer))
+
+    def of(unit: Unit) -> Values:
+        mine = values(unit)
+        return lambda index: world.copy_first(mine(index))
+
+    return of
+
+
+def _refuse_what_one_rank_can(options: Options) -> None:
+    if (options.micro_batches_in_unit or 1) > 1:
+        raise UnsupportedError(
+            "prepare: expected one rank with micro_batches_in_unit, but there are several; leave it out, and call "
+            "backward for each micro-batch"
+        )
+    if options.checkpoint is not None:
+        raise UnsupportedError(
+            "prepare: expected one rank with checkpoint=, but there are several, which cannot load one yet; load "
+            "weights with weights=, and states with optimizer.load_state_dict()"
+        )
+
+
+def _refuse_whole(model: ModelSpec) -> None:
+    """Each rank updates a part of a parameter."""
+    for param in (param for unit in model.units for param in unit.trainable):
+        if param.is_whole or any(form.shape is not None for form in param.states or ()):
+            raise UnsupportedError(
+                f"optimizer: expected one that updates element by element with several ranks, which cut parameters "
+                f"among them, but '{param.name}' is updated as a whole or keeps one number for all of it; take another "
+                "optimizer for it, such as AdamW, or one rank"
+            )
+
+
+def _facts(model: ModelSpec, options: Options) -> dict[str, str]:
+    """What must be the same on all ranks, by what it is called."""
+    units = {f"unit '{unit.name or 'root'}'": repr(unit) for unit in model.units}
+    asked = {f"{name}=": repr(getattr(options, name)) for name in ("accumulation_steps", "clipping")}
+    return units | asked | {"precision=": model.precision, "what the optimizer keeps": repr(model.state_names)}

@@ -1,0 +1,254 @@
+"""One loop over models, precisions and plans, for a plain optimizer and for any number of ranks.
+
+Rank r's j-th micro-batch is number j R + r of a step. Gradients are divided by their number behind the last backward,
+so that a mean over three ranks rounds as one over three more micro-batches does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from plans import forced
+from torch import nn
+from torch.nn import functional
+
+import outcore
+from outcore.api import prepare_for_test
+from outcore.device.faults import Faults
+from outcore.optim.norms import block_sums, node_sums, norm_of, num_blocks, whole_nodes
+from outcore.planning.homes.pools import Comfort
+
+TOTAL, STEPS, VOCAB = 6, 3, 29
+DEVICE = os.environ.get("OUTCORE_TEST_DEVICE", "cpu")
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 3 * width + 5), nn.Linear(3 * width + 5, width)
+        self.spare = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor, spare: bool) -> torch.Tensor:
+        x = x + self.down(torch.relu(self.up(self.norm(x))))
+        return x + self.spare(x) if spare else x
+
+
+class Net(nn.Module):
+    """``kind``: what is special about it."""
+
+    def __init__(self, kind: str, width: int = 21, num_blocks: int = 3) -> None:
+        super().__init__()
+        self.kind = kind
+        self.embed, self.head = nn.Embedding(VOCAB, width), nn.Linear(width, VOCAB)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
+        if kind == "tied":
+            self.head.weight = self.embed.weight
+        if kind == "frozen":
+            self.embed.requires_grad_(False)
+            self.blocks[1].requires_grad_(False)
+            self.blocks[2].up.requires_grad_(False)
+
+    def forward(self, ids: torch.Tensor, number: int) -> torch.Tensor:
+        x = self.embed(ids)
+        for i, block in enumerate(self.blocks):
+            if self.kind == "routes" and (i == number % 3 or i == 1):  # the one in the middle is never visited
+                continue
+            x = block(x, self.kind == "lora" or (self.kind == "absent" and number % 3 == 1))
+        if self.kind == "backwards":
+            for block in self.blocks:  # once more, in the same order
+                x = block(x, False)
+        return self.head(x)
+
+
+def build(kind: str, dtype: str) -> nn.Module:
+    torch.manual_seed(3)
+    model = Net(kind).to(DEVICE, getattr(torch, dtype)).train()
+    if kind == "lora":
+        model.requires_grad_(False)
+        for block in model.blocks:
+            block.spare.float().requires_grad_(True)
+            block.spare.register_forward_pre_hook(lambda _, args: (args[0].float(),))
+            block.spare.register_forward_hook(lambda _, __, out: out.to(getattr(torch, dtype)))
+    return model
+
+
+class Case(NamedTuple):
+    kind: str = "plain"
+    dtype: str = "float32"
+    homes: str = "host"
+    clip: float = 0.0
+    """0: no norms."""
+    share: float = 0.0
+    depth: int = 0
+    delays: int = 0
+    """Seed, if any."""
+    keep: bool = False
+    """Gradients are zeroed in place."""
+
+    @property
+    def name(self) -> str:
+        return " ".join(f"{k}={v}" for k, v in self._asdict().items() if v != Case._field_defaults[k]) or "plain"
+
+
+def micro_batches(step: int) -> list[torch.Tensor]:
+    numbers = torch.Generator().manual_seed(100 + step)
+    return [torch.randint(0, VOCAB, (2, 5), generator=numbers, device="cpu").to(DEVICE) for _ in range(TOTAL)]
+
+
+def train(model: nn.Module, optimizer: Any, case: Case, *, num_ranks: int, rank: int, own_norm: bool) -> list[float]:
+    """The loop. Args: own_norm: Clip by the norm of several ranks. Returns the norms."""
+    norms = []
+    for step in range(STEPS):
+        batches = micro_batches(step)
+        for number in range(rank, TOTAL, num_ranks):
+            logits = model(batches[number], number).float().flatten(0, 1)
+            functional.cross_entropy(logits, batches[number].flatten(), reduction="sum").backward()
+            if isinstance(optimizer, Masters):
+                optimizer.accumulate()
+        held = optimizer.masters if isinstance(optimizer, Masters) else list(model.parameters())
+        params = [p for p in held if p.grad is not None]
+        for param in params:
+            param.grad.mul_(num_ranks / TOTAL)
+        if case.clip and own_norm:
+            total = torch.linalg.vector_norm(torch.stack([blocked_norm(p.grad) for p in params]))
+            nn.utils.clip_grads_with_norm_(params, case.clip, total)
+            norms.append(float(total))
+        elif case.clip:
+            norms.append(float(nn.utils.clip_grad_norm_(held, case.clip)))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=not case.keep)
+    return norms
+
+
+def blocked_norm(gradient: torch.Tensor) -> torch.Tensor:
+    """The norm of several ranks, of a whole gradient."""
+    flat = gradient.reshape(-1)
+    count = num_blocks(flat.numel())
+    sums = node_sums(block_sums(flat), 0, count, count)
+    nodes = dict(zip(whole_nodes(0, count, count), sums.tolist(), strict=True))
+    return torch.tensor(norm_of(nodes, count), dtype=torch.float64).float().to(gradient.device)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1, fused=True)
+
+
+def plain(case: Case) -> str:
+    """The plain loop in one process. bf16 trains fp32 masters by hand."""
+    model = build(case.kind, case.dtype)
+    masters = Masters(model)
+    train(model, masters, case, num_ranks=1, rank=0, own_norm=True)
+    return digest(model)
+
+
+class Masters:
+    """Gradients summed, clipped and applied in float32, then rounded to the weights' dtype."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.params = [p for p in model.parameters() if p.requires_grad]
+        self.masters = [nn.Parameter(p.detach().float()) for p in self.params]
+        self.optimizer = torch.optim.AdamW(self.masters, lr=1e-2, weight_decay=0.1, fused=True)
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        for param, master in zip(self.params, self.masters, strict=True):
+            if param.grad is None:
+                continue
+            if master.grad is None:
+                master.grad = param.grad.float()
+            else:
+                master.grad.add_(param.grad.float())
+            param.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.optimizer.step()
+        for param, master in zip(self.params, self.masters, strict=True):
+            param.copy_(master)
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+
+def run(case: Case, folder: str, num_ranks: int, rank: int) -> dict[str, Any]:
+    """One case by outcore. Returns digests of weights, and of weights and states."""
+    model = build(case.kind, case.dtype)
+    if rank:  # all begin as rank 0 does
+        for param in model.parameters():
+            param.data.fill_(rank)
+    optimizer = adamw(model)
+    comfort = Comfort(prefetch_depth=case.depth, num_buckets=case.depth + 1, max_slots_host=case.depth + 1)
+    homes: Any = (
+        case.homes if case.homes != "mixed" else lambda i: (["host", "disk"][i % 2], "host", ["disk", "host"][i % 2])
+    )
+    options: dict[str, Any] = {"homes": homes, "units": [Block], "share": case.share, "comfort": comfort}
+    _, plan = forced(model, optimizer, num_ranks=num_ranks, **options)
+    lanes = ("compute", "h2d", "d2h", "update", "reduce", "gather", "device_update")
+    delays = dict.fromkeys(lanes, 2e-3) if case.delays else {}
+    model, optimizer = prepare_for_test(
+        model,
+        optimizer,
+        plan=plan,
+        units=[Block],
+        budget=outcore.Budget(disk=folder),
+        device=DEVICE,
+        faults=Faults(delays=delays, seed=case.delays + rank),
+    )
+    norms = train(model, optimizer, case, num_ranks=num_ranks, rank=rank, own_norm=num_ranks == 1)
+    found = {"weights": digest(model), "states": states_digest(optimizer), "norms": norms}
+    outcore.close(model)
+    return found
+
+
+def digest(model: nn.Module) -> str:
+    return _digest(model.state_dict().items())
+
+
+def states_digest(optimizer: torch.optim.Optimizer) -> str:
+    states = optimizer.state_dict()["state"]
+    return _digest((f"{i} {name}", value) for i, mine in states.items() for name, value in mine.items())
+
+
+def _digest(tensors: Any) -> str:
+    found = hashlib.sha256()
+    for name, value in sorted(tensors, key=lambda pair: pair[0]):
+        found.update(name.encode())
+        found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def random_cases(seed: int, count: int) -> Iterator[Case]:
+    draw = random.Random(seed)
+    for _ in range(count):
+        yield Case(
+            kind=draw.choice(["plain", "tied", "frozen", "absent", "routes", "backwards", "lora"]),
+            dtype=draw.choice(["float32", "bfloat16"]),
+            homes=draw.choice(["device", "host", "disk", "mixed"]),
+            clip=draw.choice([0.0, 0.3, 1e9]),
+            share=draw.choice([0.0, 0.5, 1.0]),
+            depth=draw.randrange(3),
+            delays=draw.choice([0, 0, draw.randrange(1, 1000)]),
+            keep=draw.choice([False, True]),
+        )
+
+
+def main(arguments: Sequence[str]) -> None:
+    """A rank: cases as JSON, a folder for disk tiers."""
+    torch.set_num_threads(1)
+    rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    for text in json.loads(arguments[0]):
+        print(json.dumps(run(Case(*text), arguments[1], num_ranks, rank)), flush=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

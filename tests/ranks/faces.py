@@ -1,0 +1,131 @@
+"""What two ranks see apart from the plain loop: run as a program on both."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+import torch
+from torch import distributed, nn
+
+import outcore
+
+RANK = int(os.environ["RANK"])
+
+
+def build(width: int = 40) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(3)])
+    return model, torch.optim.AdamW(model.parameters(), fused=True)
+
+
+def backward(model: nn.Module) -> None:
+    torch.manual_seed(RANK)
+    model(torch.randn(4, 40)).square().sum().backward()
+
+
+def mean() -> list[torch.Tensor]:
+    """Gradients of a plain model over the batches of both ranks."""
+    model, _ = build()
+    for rank in range(2):
+        torch.manual_seed(rank)
+        model(torch.randn(4, 40)).square().sum().backward()
+    return [p.grad / 2 for p in model.parameters()]
+
+
+def refuses(match: str, **options: object) -> None:
+    with pytest.raises(outcore.OutcoreError, match=match):
+        outcore.prepare(*build(), device="cpu", **options)
+
+
+def test_refusals(folder: str) -> None:
+    refuses("expected one rank with micro_batches_in_unit", micro_batches_in_unit=2)
+    refuses("expected one rank with checkpoint=", checkpoint=folder)
+    refuses("clipping= of rank 1 differs from rank 0's", clipping=not RANK)
+    with pytest.raises(outcore.ConfigError, match="unit '0' of rank 1 differs from rank 0's"):
+        outcore.prepare(*build(40 + RANK), device="cpu")
+    with pytest.raises(outcore.OutcoreError) as refusal:
+        outcore.prepare(*build(), device="cpu", budget=outcore.Budget(device="4KB", host="4KB"))
+    assert isinstance(refusal.value, outcore.ConfigError if RANK else outcore.PlanInfeasibleError)
+    for kind in (torch.optim.NAdam, torch.optim.Muon):
+        model = nn.Sequential(*[nn.Linear(40, 40, bias=False) for _ in range(3)])
+        with pytest.raises(outcore.UnsupportedError, match="expected one that updates element by element"):
+            outcore.prepare(model, kind(model.parameters()), device="cpu")
+    with outcore.prepare(*build(), device="cpu") as (model, optimizer):
+        with pytest.raises(outcore.UnsupportedError, match="save_checkpoint: expected one rank, but 2 train"):
+            outcore.save_checkpoint(model, optimizer, folder, step=1)
+
+
+def test_gradients() -> None:
+    with outcore.prepare(*build(), device="cpu") as (model, optimizer):
+        backward(model)
+        wanted = mean()
+        assert all(torch.equal(p.grad.clone(), g) for p, g in zip(model.parameters(), wanted, strict=True))
+        first = next(model.parameters())
+        assert torch.equal(first.grad.abs().sum(), wanted[0].abs().sum())
+        infinite = torch.linalg.vector_norm(first.grad, float("inf"))
+        assert torch.equal(infinite, torch.linalg.vector_norm(wanted[0], float("inf")))
+        first.grad.clamp_(-0.1, 0.1)
+        assert torch.equal(first.grad.clone(), wanted[0].clamp(-0.1, 0.1))
+        first.grad.copy_(wanted[1].new_ones(40, 40))
+        assert torch.equal(first.grad.clone(), torch.ones(40, 40))
+        norm = nn.utils.clip_grad_norm_([first], 1e9)
+        assert float(norm) == 40.0
+        with pytest.raises(outcore.UnsupportedError, match="change gradients behind the last backward"):
+            backward(model)
+
+
+def test_one_rank_alone() -> None:
+    """A rank whose loss reaches nothing of a unit; states are cut, and whole when they are read."""
+    with outcore.prepare(*build(), device="cpu") as (model, optimizer):
+        states = [unit.ledger.states.nbytes for unit in optimizer.engine.units]
+        alone = [2 * 4 * (40 * 40 + 64) for _ in states]
+        assert all(mine <= 0.5 * whole + 2 * 8192 for mine, whole in zip(states[1:], alone[1:], strict=True))
+        backward(model)
+        assert all(p.grad is not None for p in model.parameters())
+        optimizer.step()
+        assert optimizer.state_dict()["state"][0]["exp_avg"].shape == (40, 40)
+        state = optimizer.state[next(model.parameters())]
+        state["exp_avg"].fill_(2.0)
+        assert bool((state["exp_avg"] == 2).all())
+        saved = optimizer.state_dict()
+        optimizer.load_state_dict(saved)
+        assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], torch.full((40, 40), 2.0))
+
+
+def test_budget_is_a_nodes() -> None:
+    budget = outcore.Budget(device="60KB", host="1MB")
+    with outcore.prepare(*build(), device="cpu", budget=budget) as (_, optimizer):
+        assert 0 < optimizer.plan.tier_bytes["host"] <= 500_000
+        assert all(unit.states != "disk" for unit in optimizer.plan.units)
+        assert not optimizer.plan.plain
+
+
+def test_scaler() -> None:
+    with outcore.prepare(*build(), device="cpu") as (model, optimizer):
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        torch.manual_seed(RANK)
+        loss = model(torch.randn(4, 40)).square().sum() * (float("inf") if RANK else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 2.0  # both ranks know of the infinity of one
+        optimizer.zero_grad()
+        torch.manual_seed(RANK)
+        scaler.scale(model(torch.randn(4, 40)).square().sum()).backward()
+        scaler.unscale_(optimizer)
+        assert all(torch.equal(p.grad.clone(), g) for p, g in zip(model.parameters(), mean(), strict=True))
+        scaler.step(optimizer)
+
+
+def main() -> None:
+    for name, test in list(globals().items()):
+        if name.startswith("test_"):
+            test(*([sys.argv[1]] if name == "test_refusals" else []))
+            print(name, flush=True)
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""The number of ranks does not change the result: the plain loop, bit for bit, for any number of processes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from .cases import DEVICE, Case, plain
+from .conftest import launch
+
+pytestmark = [
+    pytest.mark.skipif(DEVICE != "cpu", reason="over gloo, between processes on the CPU"),
+    pytest.mark.xdist_group("ranks"),
+]
+CASES = [
+    Case(),
+    Case(dtype="bfloat16"),
+    Case("tied", homes="disk", clip=0.3),
+    Case("frozen", clip=0.3, depth=1),
+    Case("absent", homes="device", clip=0.3),
+    Case("routes", "bfloat16", clip=1e9),
+    Case("lora", "bfloat16", clip=0.3),
+    Case("tied", clip=0.3, share=1.0),
+    Case("backwards", clip=0.3),
+    Case("absent", "bfloat16", delays=7, keep=True, clip=0.3, homes="mixed"),
+]
+RUN = "from ranks.cases import main; main(sys.argv[1:])"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """By number of ranks: what every rank says of every case."""
+    results = {}
+    for num_ranks in (2, 3):
+        folder = tmp_path_factory.mktemp("disk")
+        said = launch(RUN, num_ranks, [json.dumps(CASES), str(folder)])
+        results[num_ranks] = [[json.loads(line) for line in of_rank.splitlines()] for of_rank in said]
+        assert list(folder.iterdir()) == []
+    return results
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[case.name for case in CASES])
+def test_is_the_plain_loop(number, found):
+    wanted = plain(CASES[number])
+    for num_ranks, ranks in found.items():
+        weights = [of_rank[number]["weights"] for of_rank in ranks]
+        assert weights == [wanted] * num_ranks, num_ranks
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[case.name for case in CASES])
+def test_states_and_norms_are_the_same_on_every_rank(number, found):
+    said = [of_rank[number] for ranks in found.values() for of_rank in ranks]
+    assert all(one == said[0] for one in said)
+    assert len(said[0]["norms"]) == (3 if CASES[number].clip else 0)
+
+
+def test_what_ranks_see(tmp_path):
+    said = launch("from ranks.faces import main; main()", 2, [str(tmp_path)])
+    assert said[0] == said[1]
+    assert len(said[0].splitlines()) == 5
+    assert list(tmp_path.iterdir()) == []
