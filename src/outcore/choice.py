@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,14 +15,13 @@ import torch
 
 from outcore.core.errors import ConfigError, PlanInfeasibleError
 from outcore.device.device import Device
-from outcore.forecast import WORTH, DeviceFacts, Forecast, Loop, NamedHardware, hardware_for
+from outcore.forecast import DeviceFacts, Forecast, Loop, NamedHardware, hardware_for
 from outcore.memory.limits import disk_free_bytes, host_free_bytes
 from outcore.planning.homes.check import check_plan, room_bytes, with_room
 from outcore.planning.homes.early import with_early_updates
 from outcore.planning.homes.placement import place
 from outcore.planning.homes.sending import Sending, undecided, workspace_bytes
 from outcore.planning.search.candidates import Candidate
-from outcore.planning.search.search import estimate
 from outcore.planning.timing.counted import counted_work
 from outcore.planning.timing.profile import Profile, UnitWork, rates_for
 from outcore.planning.timing.simulate import Simulation
@@ -216,34 +214,44 @@ class Planner:
         self._footprint = timed.footprint if is_asked else None
 
     def placed(self) -> Placed:
-        """Activations rest where the user wants them, else where a step of the rule's plan is predicted to be shortest.
-
-        The rest of that plan is searched.
-        """
+        """Activations rest where the user wants them, else where a step is predicted to be shortest."""
         if self._tier is not None:
-            return self._searched(self._most_saved(self._sendings(self._tier)))
+            return self._searched(self._most_saved(self._sendings(self._tier)), [])
+        others = [*self._selected(), *self._anywhere()]
         try:
-            found = self._placed(None)
+            return self._searched(self._placed(None), others)
         except PlanInfeasibleError:
             with suppress(PlanInfeasibleError):
-                return self._searched(self._most_saved(list(self._anywhere())))
+                return self._searched(self._most_saved(list(self._anywhere())), others)
             raise
-        return self._searched(self._with_more_saved(found))
 
-    def _searched(self, usual: Placed) -> Placed:
-        """The fastest plan with the same activations."""
-        if usual.bare.rests_on_device:
+    def _searched(self, usual: Placed, others: Sequence[Sending]) -> Placed:
+        """The fastest plan. Args: usual: The rule's. others: What else may become of activations."""
+        if usual.bare.rests_on_device and (not others or self._keeps_all(usual)):
             return usual
         steps, forecast = self._options.early_steps, self._timed.forecast()
         if forecast is not None:
-            return self._whole(
-                *forecast.better_than(usual.bare, forecast.job(self._limits, usual.sending)), usual.sending
-            )
+            stays = [None] if others else []
+            sendings = (usual.sending, *stays, *others)
+            ways = dict.fromkeys(None if sending is None else sending.away for sending in sendings)
+            found, candidate = forecast.better_than(usual.bare, forecast.job(self._limits, tuple(ways)))
+            if candidate is None:
+                return self._whole(found, None, usual.sending)
+            saves = candidate.saves
+            sending = None if saves is None or self._footprint is None else saves.of(self._footprint)
+            return self._whole(found, candidate, sending)
         if steps is None:  # with clipping an attempt is lost whenever a step clips, which only a measured run can weigh
             return usual
         left = self._limits if usual.sending is None else usual.sending.left(self._limits)
         promised = dataclasses.replace(usual.bare, accumulation_steps=steps)
         return self._whole(with_early_updates(self._cut.spec, promised, left), None, usual.sending)
+
+    def _keeps_all(self, usual: Placed) -> bool:
+        """Nothing is computed again, or nobody knows what is."""
+        if self._footprint is None:
+            return True
+        keeps = usual.plan.plain or self._timed.keeps_what_fits
+        return keeps and self._footprint.keep_bytes <= usual.plan.kept_bytes
 
     def _most_saved(self, tries: Sequence[Sending]) -> Placed:
         """The first that there is room for."""
@@ -272,32 +280,6 @@ class Planner:
             and not self._device.has_host_memory
         ):
             yield Sending("device", "select", self._footprint)
-
-    def _with_more_saved(self, staying: Placed) -> Placed:
-        """A plan under which units save more, here or off the device, if that is predicted to be faster.
-
-        See [Note: worth it].
-        """
-        tries = [*self._selected(), *self._anywhere()]
-        if not tries or self._footprint is None:
-            return staying
-        keeps = staying.plan.plain or self._timed.keeps_what_fits
-        if keeps and self._footprint.keep_bytes <= staying.plan.kept_bytes:
-            return staying
-        forecast = self._timed.forecast()
-        if forecast is None:
-            return staying
-        best, step_s = staying, (1 - WORTH) * self._estimated_s(forecast, None)
-        for sending in tries:
-            with suppress(PlanInfeasibleError):
-                other, other_s = self._placed(sending), self._estimated_s(forecast, sending)
-                best, step_s = (other, other_s) if other_s < step_s else (best, step_s)
-        return best
-
-    def _estimated_s(self, forecast: Forecast, sending: Sending | None) -> float:
-        """About what a search with these activations would come to."""
-        found = estimate(forecast.job(self._limits, sending), [])
-        return math.inf if found is None else found.step_s
 
     def _sendings(self, tier: AwayTier) -> list[Sending]:
         """Those that save most first; of two that save the same, the one that need not choose."""

@@ -19,11 +19,11 @@ import torch
 from outcore.core.errors import ConfigError, DiskError, MemoryBudgetError
 from outcore.planning.homes.early import with_early_updates
 from outcore.planning.homes.pools import LEAST, pools_for
-from outcore.planning.homes.sending import Sending
+from outcore.planning.homes.sending import Away
 from outcore.planning.paper.schedule import Circumstances, usual_visits
 from outcore.planning.search.candidates import Candidate
-from outcore.planning.search.search import Job, search, simulated
-from outcore.planning.search.setting import job_for
+from outcore.planning.search.job import Job
+from outcore.planning.search.search import search, simulated
 from outcore.planning.timing.known_hardware import known_hardware
 from outcore.planning.timing.rates import Rates
 from outcore.planning.timing.simulate import Simulation, simulate, steps_until_settled
@@ -38,7 +38,7 @@ NamedHardware = Hardware | str | Path
 """A machine, a file that describes one, or names of parts that many have."""
 NO_TIMES = "none"
 """In place of a machine: plans are made without times, and nothing is measured."""
-WORTH = 0.03
+WORTH = 0.01
 """See [Note: worth it]."""
 
 
@@ -86,12 +86,21 @@ class Forecast:
     def _may_be_early(self) -> bool:
         return self.loop.is_promised and not self.loop.clips
 
-    def job(self, limits: Limits, sending: Sending | None = None) -> Job:
-        """What is to be searched. Args: sending: Which activations leave the device; None: none."""
-        share, early = self.activation_share, self._may_be_early
-        job = job_for(self.model, limits, self.rates, self.footprint, sending, activation_share=share)
-        job = dataclasses.replace(job, micro_batches=self.loop.micro_batches, is_promised=early, clipping=not early)
-        return job if self.keeps_what_fits else dataclasses.replace(job, saved={})
+    def job(self, limits: Limits, ways: tuple[Away | None, ...] = (None,)) -> Job:
+        """What is to be searched. Args: ways: What may become of activations; None: they are recomputed."""
+        early = self._may_be_early
+        return Job(
+            model=self.model,
+            limits=limits,
+            rates=self.rates,
+            micro_batches=self.loop.micro_batches,
+            is_promised=early,
+            clipping=not early,
+            activation_share=self.activation_share,
+            footprint=self.footprint,
+            keeps_what_fits=self.keeps_what_fits,
+            ways=ways,
+        )
 
     def simulate(self, plan: Plan) -> Simulation:
         """Steps of a plan, with the activations that there is room to keep."""
@@ -113,13 +122,16 @@ class Forecast:
         """
         if not any(unit.trainable for unit in self.model.units):
             return usual, None
-        if self._may_be_early:
+        other = usual
+        if self._may_be_early and not usual.rests_on_device:
             promised = dataclasses.replace(usual, accumulation_steps=job.micro_batches)
-            usual = with_early_updates(self.model, promised, job.limits)
+            other = with_early_updates(self.model, promised, job.within(job.ways[0]).limits)
         found = search(job)
-        if found.simulation.step_s >= (1 - WORTH) * simulated(job, usual).step_s:
-            return usual, None
-        return dataclasses.replace(found.plan, accumulation_steps=usual.accumulation_steps), found.candidate
+        if found.simulation.step_s >= (1 - WORTH) * simulated(job, other).step_s:
+            return other, None
+        promises = self._may_be_early and not found.plan.rests_on_device
+        steps = job.micro_batches if promises else usual.accumulation_steps
+        return dataclasses.replace(found.plan, accumulation_steps=steps), found.candidate
 
 
 def token_batch(rows: int, length: int) -> dict[str, torch.Tensor]:

@@ -161,7 +161,7 @@ class TestActivations:
         return {(unit.policy, unit.activations) for unit in plan.units[1:]}
 
     def test_leave_where_that_is_faster_than_to_compute_again(self):
-        budget = outcore.Budget(device=120_000, host=2**22)
+        budget = outcore.Budget(device=90_000, host=2**22)
         assert self.resting(planned(budget=budget, hardware=slow_device())) == {("keep", "host")}
         assert self.resting(planned(budget=budget, hardware="none")) == {("recompute", "device")}
 
@@ -188,7 +188,7 @@ class TestActivations:
             group["fused"] = True
         want = seen((torch.manual_seed(5), train(model, plain))[1], model, plain)
         twin = make()
-        budget = outcore.Budget(device=120_000, host=2**22)
+        budget = outcore.Budget(device=90_000, host=2**22)
         options = {"budget": budget, "sample": SAMPLE, "hardware": slow_device(), "device": DEVICE}
         with outcore.prepare(twin, adamw(twin), **options) as (twin, streamed):
             assert self.resting(streamed.plan) == {("keep", "host")}

@@ -22,7 +22,8 @@ from outcore.planning.homes.placement import place
 from outcore.planning.homes.reservations import tier_bytes
 from outcore.planning.homes.sending import Away
 from outcore.planning.search.candidates import ALL_DISK, ALL_HOST, ROOMY, TIGHT, Choice, Kind
-from outcore.planning.search.search import Job, simulated
+from outcore.planning.search.job import Job
+from outcore.planning.search.search import simulated
 from outcore.spec.plan import Plan
 
 SMALL, MIDDLE, LARGE, EXPERTS, HUGE = (
@@ -80,8 +81,9 @@ def settings() -> Iterator[Asked]:
 def _filled(job: Job) -> Plan:
     """By the rule."""
     steps = job.micro_batches if job.is_promised else None
-    room = {"activation_reserve_bytes": job.activation_reserve_bytes, "activation_share": job.activation_share}
-    return place(job.model, job.limits, accumulation_steps=steps, **room)
+    within = job.within(job.ways[0])
+    room = {"activation_reserve_bytes": within.activations.nbytes, "activation_share": within.activations.share}
+    return place(job.model, within.limits, accumulation_steps=steps, **room)
 
 
 def _all(kind: Kind) -> Callable[[Job], Plan]:
@@ -89,9 +91,7 @@ def _all(kind: Kind) -> Callable[[Job], Plan]:
         choice = Choice(job.model, policy=job.policy, accumulation_steps=None, may_be_early=False)
         for comfort in (ROOMY, TIGHT):
             found = choice.plan(choice.uniform(kind, comfort))
-            taken, limits = tier_bytes(job.model, found), job.limits
-            taken["device"] += job.activation_reserve_bytes
-            room = {"device": limits.device_bytes, "host": limits.host_bytes, "disk": limits.disk_bytes or 0}
+            taken, room = tier_bytes(job.model, found), job.within(job.ways[0]).room
             if all(taken[tier] <= room[tier] for tier in room):
                 return found
         raise PlanInfeasibleError("it does not fit", {}, {})
@@ -123,12 +123,12 @@ FIXED = (
 
 def step_s(answer: Answer, fixed: Fixed) -> float | None:
     """None: it does not fit."""
-    job = replace(answer.setting, away=fixed.away).job()
+    job = replace(answer.setting, ways=(fixed.away,)).job()
     try:
         plan = fixed.plan(job)
     except PlanInfeasibleError:
         return None
-    return simulated(job if fixed.keeps else replace(job, saved={}), plan).step_s
+    return simulated(job if fixed.keeps else replace(job, keeps_what_fits=False), plan).step_s
 
 
 def main() -> None:

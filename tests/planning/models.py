@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from hypothesis import strategies as st
 from torch import nn
 
+from outcore.planning.units.footprint import Footprint, Saved, Step
 from outcore.spec.model import ModelSpec, ParamSpec, UnitSpec
 
 
@@ -72,3 +75,18 @@ def model_specs(draw: st.DrawFn) -> ModelSpec:
     units = tuple(unit(name, draw(numel), draw(numel), precision=precision, buffers=draw(buffers)) for name in names)
     states = draw(st.sampled_from([(), ("momentum_buffer",), ("exp_avg", "exp_avg_sq")]))
     return ModelSpec(units=units, state_names=states, precision=precision)
+
+
+def even_footprint(names: Sequence[str], *, given: int, selected: int, kept: int) -> Footprint:
+    """Of units that are alike: bytes of their arguments, and of what each policy saves."""
+
+    def step(name: str, index: int, *, is_backward: bool) -> Step:
+        begin = index * given
+        most = {"peak_bytes": begin + kept, "select_bytes": begin + kept, "keep_bytes": begin + kept}
+        made = kept if is_backward else 0
+        return Step(unit=name, is_backward=is_backward, begin_bytes=begin, made_bytes=made, **most)
+
+    saved = Saved(keep=kept, select=selected, recompute=given, kept=kept, cast=0)
+    steps = [step(name, i, is_backward=False) for i, name in enumerate(names)]
+    steps += [step(name, i, is_backward=True) for i, name in reversed(list(enumerate(names)))]
+    return Footprint(saved=dict.fromkeys(names, saved), steps=steps)

@@ -17,19 +17,12 @@ from outcore.planning.search.search import Found, estimate, search
 from outcore.planning.search.setting import Setting
 from outcore.planning.timing.known_hardware import known_hardware
 from outcore.planning.timing.profile import Profile, UnitWork
-from outcore.planning.units.footprint import Footprint, Saved, Step
 from outcore.spec.budget import Limits
 
-from .models import layered
+from .models import even_footprint, layered
 
 MIB = 2**20
 STATE = 18 * MIB
-
-
-def step(name: str, index: int, given: int, kept: int, *, is_backward: bool = False) -> Step:
-    begin = index * given
-    most = {"peak_bytes": begin + kept, "select_bytes": begin + kept, "keep_bytes": begin + kept}
-    return Step(unit=name, is_backward=is_backward, begin_bytes=begin, made_bytes=kept * is_backward, **most)
 
 
 def setting_of(device: float, host: float, disk: float, **options: object) -> Setting:
@@ -40,12 +33,8 @@ def setting_of(device: float, host: float, disk: float, **options: object) -> Se
     def profile_of(batch_size: int) -> Profile:
         work = UnitWork(product_flops=5e10 * batch_size, attention_flops=0)
         given, kept = MIB * batch_size // 8, MIB * batch_size
-        saved = Saved(keep=kept, select=kept // 2, recompute=given, kept=kept, cast=0)
-        steps = [step(name, i, given, kept) for i, name in enumerate(names)]
-        steps += [step(name, i, given, kept, is_backward=True) for i, name in reversed(list(enumerate(names)))]
-        return Profile(
-            {unit.name: work for unit in model.units}, Footprint(saved=dict.fromkeys(names, saved), steps=steps)
-        )
+        footprint = even_footprint(names, given=given, selected=kept // 2, kept=kept)
+        return Profile({unit.name: work for unit in model.units}, footprint)
 
     limits = Limits(device_bytes=int(device * STATE), host_bytes=int(host * STATE), disk_bytes=int(disk * STATE))
     return Setting(
@@ -97,41 +86,53 @@ def test_batches_until_they_do_not_fit(case):
 
 def test_activations_take_what_they_need():
     setting = setting_of(2, 4, 12)
-    job, larger = setting.job(), dataclasses.replace(setting, batch_size=64).job()
-    assert job.activation_reserve_bytes == pytest.approx(1.03 * (5 * MIB / 2 + 4 * MIB), abs=4096)
-    assert larger.activation_reserve_bytes == pytest.approx(16 * job.activation_reserve_bytes, abs=17 * 4096)
-    assert job.activation_share == larger.activation_share == 0
+    job, larger = (replaced.job().within(None) for replaced in (setting, dataclasses.replace(setting, batch_size=64)))
+    assert job.activations.nbytes == pytest.approx(1.03 * (5 * MIB / 2 + 4 * MIB), abs=4096)
+    assert larger.activations.nbytes == pytest.approx(16 * job.activations.nbytes, abs=17 * 4096)
+    assert job.activations.share == larger.activations.share == 0
     on_cpu = dataclasses.replace(setting, activation_share=0.0).job()
-    assert on_cpu.activation_reserve_bytes == 0
+    assert on_cpu.within(None).activations == (0, 0.0)
 
 
 def test_of_a_model_that_cannot_be_followed_a_share_is_left():
     setting = setting_of(2, 4, 12)
     work = setting.profile.work
     job = dataclasses.replace(setting, profile_of=lambda _: Profile(work, None)).job()
-    assert (job.activation_reserve_bytes, job.activation_share, job.saved) == (0, 0.3, {})
+    assert (job.within(None).activations, job.saved) == ((0, 0.3), {})
 
 
 def test_activations_that_leave_leave_less_of_the_host():
-    setting = setting_of(2, 4, 12)
-    away = dataclasses.replace(setting, away=Away("host", "keep")).job()
-    assert away.limits.host_bytes == setting.limits.host_bytes - 6 * 4 * MIB
-    assert away.limits.device_bytes == setting.limits.device_bytes - 2 * 4 * MIB  # slots
-    found = search(away)
+    setting, away = setting_of(2, 4, 12), Away("host", "keep")
+    job = dataclasses.replace(setting, ways=(away,)).job()
+    assert job.within(away).limits.host_bytes == setting.limits.host_bytes - 6 * 4 * MIB
+    assert job.within(away).limits.device_bytes == setting.limits.device_bytes - 2 * 4 * MIB  # slots
+    found = search(job)
+    assert found.candidate.saves == away
     assert found.simulation.timeline.moved_bytes()["d2h"] > 0
 
 
 def test_half_of_the_units_may_save_more_where_they_are():
-    setting = setting_of(2, 4, 12)
-    some = dataclasses.replace(setting, away=Away("device", "select", 0.5)).job()
-    assert some.limits == setting.limits
+    setting, half = setting_of(2, 4, 12), Away("device", "select", 0.5)
+    job = dataclasses.replace(setting, ways=(half,)).job()
+    assert job.within(half).limits == setting.limits
     more = 3 * (2 * MIB - MIB / 2)  # of three units products instead of arguments alone
-    assert some.activation_reserve_bytes == pytest.approx(setting.job().activation_reserve_bytes + 1.03 * more, rel=0.2)
-    units = some.sending.applied(search(some).plan).units
+    assert job.within(half).activations.nbytes == pytest.approx(
+        job.within(None).activations.nbytes + 1.03 * more, rel=0.2
+    )
+    units = half.of(setting.profile.footprint).applied(search(job).plan).units
     assert Counter((unit.policy, unit.activations) for unit in units[1:]) == {
         ("select", "device"): 3,
         ("recompute", "device"): 3,
     }
+
+
+def test_as_many_units_save_more_as_there_is_room_for():
+    """For all there is none."""
+    setting, select = setting_of(0.9, 9, 12), Away("device", "select")
+    found = search(dataclasses.replace(setting, ways=(None, select)).job())
+    assert found.candidate.saves is not None
+    assert 0 < found.candidate.saves.share < 1
+    assert found.simulation.step_s < 0.95 * search(setting.job()).simulation.step_s
 
 
 def test_nothing_fits():

@@ -13,16 +13,18 @@ from outcore.core.errors import PlanInfeasibleError
 from outcore.planning.homes.check import check_plan
 from outcore.planning.homes.placement import place
 from outcore.planning.homes.reservations import tier_bytes
+from outcore.planning.homes.sending import Away
 from outcore.planning.homes.share import balanced_share
 from outcore.planning.paper.schedule import Circumstances, usual_visits
-from outcore.planning.search.search import Found, Job, search
+from outcore.planning.search.job import Job
+from outcore.planning.search.search import Found, search
 from outcore.planning.timing.rates import Rates
 from outcore.planning.timing.simulate import simulate
 from outcore.spec.budget import Limits
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
 
-from .models import layered
+from .models import even_footprint, layered
 from .near_best import compare
 
 MIB = 2**20
@@ -57,13 +59,15 @@ def step_s(job: Job, plan: Plan) -> float:
     return simulate(job.model, plan, job.rates, visits, Circumstances(clips=job.clipping), warm_up=3).step_s
 
 
+FOOTPRINT = even_footprint(["model.layers.0", "model.layers.1"], given=4096, selected=MIB, kept=8 * MIB)
+WAYS = (None, Away("device", "select"), Away("host", "keep"))
 JOBS = {
     "some on the device": lambda: job_of(3, 2, 9),
     "little host": lambda: job_of(3, 1.5, 2.2, 9),
     "neither host nor disk alone": lambda: job_of(8, 1, 6, 4),
     "two micro-batches": lambda: job_of(2, 1, 9, micro_batches=2),
     "updates inside backward": lambda: job_of(3, 1, 12, is_promised=True, clipping=False),
-    "activations": lambda: job_of(2, 2, 9, activation_share=0.3, activation_reserve_bytes=MIB),
+    "activations": lambda: job_of(2, 2, 9, activation_share=0.3, footprint=FOOTPRINT, ways=WAYS),
 }
 
 
@@ -82,10 +86,10 @@ def test_keeps_to_the_limits(case):
     job, found = case
     taken, limits = tier_bytes(job.model, found.plan), job.limits
     assert taken == found.plan.tier_bytes
-    activations = job.activation_reserve_bytes + int(job.activation_share * limits.device_bytes)
-    assert taken["device"] + activations <= limits.device_bytes
-    assert taken["host"] <= limits.host_bytes
-    assert taken["disk"] <= (limits.disk_bytes or 0)
+    within = job.within(found.candidate.saves)
+    assert taken["device"] <= within.room["device"] <= limits.device_bytes
+    assert taken["host"] <= within.room["host"] <= limits.host_bytes
+    assert taken["disk"] <= within.room["disk"]
     check_plan(job.model, found.plan, limits)
     assert not any(unit.early for unit in found.plan.units) or job.is_promised
 
@@ -96,12 +100,12 @@ def test_is_never_slower_than_todays_rule_and_says_why_others_lost(case):
         job.model,
         job.limits,
         accumulation_steps=job.micro_batches if job.is_promised else None,
-        activation_share=job.activation_share,
-        activation_reserve_bytes=job.activation_reserve_bytes,
+        activation_reserve_bytes=job.within(None).activations.nbytes,
     )
     assert found.simulation.step_s <= step_s(job, today) * (1 + 1e-9)
     assert found.simulation.step_s >= found.bound.seconds * (1 - 1e-9)
-    assert found.simulation.step_s == pytest.approx(step_s(job, found.plan), rel=0.02)
+    run = job.as_run(found.plan, found.candidate.saves)
+    assert found.simulation.step_s == pytest.approx(step_s(job, run), rel=0.02)
     assert found.runners_up
     for other in found.runners_up:
         assert "binds" in other.reason or "lacks" in other.reason or other.reason == "equally fast"
@@ -136,7 +140,7 @@ def test_nothing_fits():
 @pytest.mark.parametrize("seed", [1, 8])
 def test_is_near_the_best_of_all(seed: int):
     """Two units and a root; ``planning.near_best`` has more and larger ones."""
-    row = compare(seed, with_more=False)
+    row = compare(seed)
     assert row.over_best <= 1.02
     assert row.over_today <= 1 + 1e-9
 

@@ -25,7 +25,7 @@ from outcore.device.opening import usual_device
 from outcore.forecast import NO_TIMES, Loop, hardware_for, token_batch
 from outcore.integrations.versions import scores_in_tiles
 from outcore.planning.homes.occupancy import Load, occupancy, peak_of
-from outcore.planning.homes.placement import Least, Room, least
+from outcore.planning.homes.placement import Least, least
 from outcore.planning.homes.pools import LEAST, pools_for
 from outcore.planning.homes.sending import Sending
 from outcore.planning.homes.table import plan_table
@@ -129,7 +129,8 @@ class Answer:
     def least(self) -> Least:
         """The least budgets that would do."""
         job = self.setting.job()
-        found = least(self.spec, job.limits, Room(job.activation_reserve_bytes, job.activation_share))
+        within = job.within(job.ways[0])
+        found = least(self.spec, within.limits, within.activations)
         return found if self.sending is None else found.beside(self.sending.taken)
 
     @property
@@ -249,7 +250,7 @@ class _Asking:
             activation_share=self._machine.activation_share,
             micro_batches=asked.grad_accum,
             clipping=asked.clipping,
-            away=None if sending is None else sending.away,
+            ways=tuple(dict.fromkeys([None if sending is None else sending.away, None])),
         )
         found = dataclasses.replace(explain(setting.job(), placed.bare, placed.candidate), plan=placed.plan)
         return Answer(question=asked, setting=setting, found=found, sending=sending, guess=self._guess)

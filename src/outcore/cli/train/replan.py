@@ -14,9 +14,10 @@ from rich.console import Console
 from outcore.cli.train.job import Job
 from outcore.cli.train.output.folder import HARDWARE, PLAN, OutputFolder
 from outcore.core.errors import OutcoreError
-from outcore.forecast import WORTH
 from outcore.probe.kept import Machine
 
+_WORTH = 0.03
+"""A plan that is predicted to be faster by less is not worth stopping for."""
 FAILURES = (OutcoreError, RuntimeError, OSError, MemoryError)
 """Of another plan. PyTorch says with a RuntimeError that there is no memory."""
 
@@ -44,7 +45,7 @@ class Replanning:
             self._say(f"the run goes on with its plan, since no other could be made: {error}")
             return False
         before, after = old.model.predicted, new.model.predicted
-        if before is None or after is None or after.step_s >= (1 - WORTH) * before.step_s:
+        if before is None or after is None or after.step_s >= (1 - _WORTH) * before.step_s:
             self._say("the machine was measured again: the plan stays the best one that is known")
             return False
         self._say(

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from outcore.planning.homes.pools import Comfort, Need, Needs, build_pools, needs_of
 from outcore.planning.homes.reservations import can_be_early, tier_bytes
+from outcore.planning.homes.sending import Away
 from outcore.planning.homes.share import can_be_staged, spread
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, Policy, Tier, UnitPlan
@@ -61,6 +62,8 @@ class Candidate:
     """Of the others that can be: updated inside backward."""
     late: float = 0.0
     """Of all units: those at the end of forward whose updates ``step()`` begins with."""
+    saves: Away | None = None
+    """What some units save beyond their arguments, or off the device; None: they do not."""
 
 
 class _Footprint(NamedTuple):
@@ -73,9 +76,25 @@ class _Footprint(NamedTuple):
 class Choice:
     """What all candidates have in common."""
 
-    def __init__(self, model: ModelSpec, *, policy: Policy, accumulation_steps: int | None, may_be_early: bool) -> None:
-        """Args: policy: Of all units but the root. may_be_early: The number of micro-batches is promised."""
-        self._model, self._policy = model, policy
+    def __init__(
+        self,
+        model: ModelSpec,
+        *,
+        policy: Policy,
+        accumulation_steps: int | None,
+        may_be_early: bool,
+        ways: Sequence[Away | None] = (None,),
+    ) -> None:
+        """Say what may be chosen.
+
+        Args:
+            model: Units in the plan's order.
+            policy: Of all units but the root.
+            accumulation_steps: Micro-batches of a step, if that is promised.
+            may_be_early: Updates inside backward are allowed.
+            ways: What may become of activations.
+        """
+        self._model, self._policy, self._ways = model, policy, ways
         self._accumulation_steps, self._may_be_early = accumulation_steps, may_be_early
         # Equal units are asked once: plans of hundreds of units are written down again and again.
         self._unit = functools.cache(self._write_unit)
@@ -161,9 +180,9 @@ class Choice:
             early=is_early,
         )
 
-    def uniform(self, kind: Kind, comfort: Comfort = ROOMY) -> Candidate:
+    def uniform(self, kind: Kind, comfort: Comfort = ROOMY, *, saves: Away | None = None) -> Candidate:
         """All units alike."""
-        return Candidate((kind,) * len(self._model.units), comfort)
+        return Candidate((kind,) * len(self._model.units), comfort, saves=saves)
 
     def of(self, plan: Plan) -> Candidate:
         """The candidate that is most like a plan without shares."""
@@ -178,6 +197,7 @@ class Choice:
     def neighbours(self, candidate: Candidate) -> Iterator[Candidate]:
         """What is one change away, in a fixed order: the large changes first."""
         yield from self._other_updates(candidate)
+        yield from (replace(candidate, saves=saves) for saves in self._other_ways(candidate.saves))
         yield from self._other_slots(candidate)
         yield from self._other_homes(candidate)
 
@@ -196,6 +216,18 @@ class Choice:
             for late in (candidate.late + by, candidate.late - by):
                 if 0 <= late <= 1:
                     yield replace(candidate, late=late)
+
+    def _other_ways(self, now: Away | None) -> Iterator[Away | None]:
+        """Other activations leave, or those of more or fewer units."""
+        by = (0.5, 0.25, 1 / 8, 1 / len(self._model.units))
+        for way in self._ways if len(self._ways) > 1 else ():
+            if way is None or now is None or way._replace(share=now.share) != now:
+                yield way
+                shares = by[:2] if now is None else (now.share,)
+                yield from (way._replace(share=share) for share in shares if way is not None)
+        if now is not None and len(self._ways) > 1:
+            changed = (now.share + sign * step for step in by for sign in (-1, 1))
+            yield from (now._replace(share=share) for share in changed if 0 < share <= 1)
 
     def _other_slots(self, candidate: Candidate) -> Iterator[Candidate]:
         if candidate.comfort != TIGHT:  # room for whole activations
@@ -222,22 +254,20 @@ class Choice:
         for start, stop in sorted(ends | singles):
             for kind in KINDS:
                 yield replace(candidate, kinds=_filled(kinds, start, stop, kind))
-        if count <= SMALL:
-            yield from self._pairs(candidate)
 
-    def _rank(self, kind: Kind) -> int:
+    def rank(self, kind: Kind) -> int:
         """How far; kinds that are not listed count as the first with their states there."""
         alike = (i for i, known in enumerate(KINDS) if known.states == kind.states)
         return KINDS.index(kind) if kind in KINDS else next(alike)
 
-    def _pairs(self, candidate: Candidate) -> Iterator[Candidate]:
+    def pairs(self, candidate: Candidate) -> Iterator[Candidate]:
         """Two units of a small model change at once: they exchange their homes, or one makes room for the other."""
         kinds = candidate.kinds
         for i, j in itertools.permutations(range(len(kinds)), 2):
             if i < j and kinds[i] != kinds[j]:
                 yield replace(candidate, kinds=_filled(_filled(kinds, i, i + 1, kinds[j]), j, j + 1, kinds[i]))
         for i, j in itertools.permutations(range(len(kinds)), 2):
-            nearer, farther = KINDS[: self._rank(kinds[i])], KINDS[self._rank(kinds[j]) + 1 :]
+            nearer, farther = KINDS[: self.rank(kinds[i])], KINDS[self.rank(kinds[j]) + 1 :]
             for near, far in itertools.product(nearer, farther):
                 yield replace(candidate, kinds=_filled(_filled(kinds, i, i + 1, near), j, j + 1, far))
 

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from outcore.core.quantities import format_bytes
 from outcore.planning.search.candidates import Candidate
-from outcore.planning.search.search import Estimate, Found, Simulated, estimate
+from outcore.planning.search.looks import Simulated
+from outcore.planning.search.search import Found, estimate
 from outcore.planning.search.setting import Setting
 
 _LEAST_GAIN = 1.01
@@ -53,19 +54,12 @@ def best_changes(setting: Setting, found: Found, *, most: int = 3) -> tuple[Chan
     """
     changes = []
     for name, effort, other in _changed(setting):
-        reached = _estimate(other, [found.candidate])
+        reached = estimate(other.job(), [found.candidate])
         if reached is not None and reached.step_s:
             gain = other.tokens / reached.step_s / (setting.tokens / found.simulation.step_s)
             changes.append(Change(name, effort, reached.step_s, gain))
     helpful = [change for change in changes if change.gain >= _LEAST_GAIN]
     return tuple(sorted(helpful, key=lambda change: -math.log(change.gain) / change.effort)[:most])
-
-
-def _estimate(setting: Setting, known: Iterable[Candidate], simulated: Simulated | None = None) -> Estimate | None:
-    """With activations that leave as they do now; where that does not fit, they stay."""
-    settings = dict.fromkeys([setting.away, None])
-    found = (estimate(replace(setting, away=away).job(), known, simulated) for away in settings)
-    return next(filter(None, found), None)
 
 
 def _changed(setting: Setting) -> Iterator[tuple[str, float, Setting]]:
@@ -145,7 +139,7 @@ def _curve(
             points.append(Point(value, found.simulation.step_s, setting.tokens, is_today=True))
             continue
         other = changed(value)
-        reached = _estimate(other, known, simulated)
+        reached = estimate(other.job(), known, simulated)
         if reached is not None:
             known = list(dict.fromkeys([found.candidate, reached.candidate]))
         points.append(Point(value, None if reached is None else reached.step_s, other.tokens, is_today=False))

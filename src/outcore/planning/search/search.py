@@ -10,17 +10,18 @@ the same plan.
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from outcore.core.collecting import rarely_collecting
 from outcore.core.errors import PlanInfeasibleError
 from outcore.core.quantities import format_bytes
-from outcore.planning.bound.bound import Bound, bound_of, busiest_s
-from outcore.planning.homes.placement import Room, place
-from outcore.planning.homes.sending import Sending
+from outcore.planning.bound.bound import Bound
+from outcore.planning.homes.sending import Away
 from outcore.planning.homes.share import balanced_share
 from outcore.planning.paper.schedule import Circumstances, usual_visits
 from outcore.planning.search.candidates import (
@@ -32,25 +33,28 @@ from outcore.planning.search.candidates import (
     SMALL,
     TIGHT,
     Candidate,
-    Choice,
     Kind,
 )
-from outcore.planning.timing.rates import Rates
+from outcore.planning.search.job import Job
+from outcore.planning.search.looks import Looks, Simulated
 from outcore.planning.timing.simulate import Simulation, simulate, steps_until_settled
-from outcore.planning.units.footprint import Saved, as_run
-from outcore.spec.budget import Limits
-from outcore.spec.model import ModelSpec
-from outcore.spec.plan import Plan, Policy, Pool, Tier, UnitPlan
+from outcore.spec.plan import Plan
 
 _SIMULATED_UNITS, _MOST_SIMULATED = 1500, 200
 """Units in all steps that are simulated; plans that are, at most."""
+_FEW = 100
+"""Plans to simulate: with more, some starts are changed, not the best alone."""
+_STARTS = 3
+_KICKS, _AFTER_A_KICK = 6, 20
+"""Random changes of a small model's plan, and plans that are simulated behind each."""
+_MOST_WAYS = 2
+"""Of a large model's with activations: the best are looked at closely."""
 _BOUNDS = 4
 """For every plan that is simulated, so many bounds are worked out."""
-_COARSE = 24
-_FILLINGS = 40
+_FILLINGS, _FILLINGS_OF_SMALL = 30, 160
 """That are told apart by their bounds."""
-_ESTIMATED = 2
-"""Plans that are simulated for an estimate, beside those that are known."""
+_ESTIMATED = 3
+"""Fillings whose bounds are worked out for an estimate. One is simulated, beside those that are known."""
 _GAIN = 1e-4
 """Smaller ones are not worth another plan."""
 _BINDS = 0.03
@@ -81,26 +85,6 @@ class Found:
     num_simulated: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What is trained, within what, and how."""
-
-    model: ModelSpec
-    limits: Limits
-    rates: Rates
-    micro_batches: int = 1
-    is_promised: bool = False
-    """The number of micro-batches is: updates inside backward are allowed."""
-    clipping: bool = True
-    policy: Policy = "recompute"
-    activation_reserve_bytes: int = 0
-    activation_share: float = 0.0
-    saved: Mapping[str, Saved] = field(default_factory=dict)
-    """What a call of each unit saves, where that is known: what there is room for is kept."""
-    sending: Sending | None = None
-    """Which activations leave the device. The limits are without what they take."""
-
-
 @rarely_collecting()
 def search(job: Job) -> Found:
     """Find a plan.
@@ -114,17 +98,10 @@ def search(job: Job) -> Found:
 
 
 def simulated(job: Job, plan: Plan) -> Simulation:
-    """Steps of a plan. Args: job: What it was made for. plan: Without the activations that leave."""
+    """Steps of a plan. Args: job: What it was made for. plan: Without activations that leave: in the first way."""
     visits, circumstances = usual_visits(job.model, job.micro_batches), Circumstances(clips=job.clipping)
-    run = _as_run(job, plan)
+    run = job.as_run(plan, job.ways[0])
     return simulate(job.model, run, job.rates, visits, circumstances, warm_up=steps_until_settled(run))
-
-
-def _as_run(job: Job, plan: Plan) -> Plan:
-    """With the activations that leave, and those that there is room to keep."""
-    left = job.limits.device_bytes - job.activation_reserve_bytes - plan.tier_bytes["device"]
-    room = max(left, 0) // job.model.micro_batches_in_unit
-    return as_run(plan if job.sending is None else job.sending.applied(plan), job.saved, room)
 
 
 @rarely_collecting()
@@ -137,7 +114,7 @@ def explain(job: Job, plan: Plan, candidate: Candidate | None = None) -> Found:
         candidate: The same in few words, if that is known.
     """
     search = _Search(job)
-    return search.explain(plan, candidate or search.like(plan))
+    return search.explain(plan, candidate or search.like(plan, job.ways[0]))
 
 
 class Estimate(NamedTuple):
@@ -145,11 +122,6 @@ class Estimate(NamedTuple):
 
     step_s: float
     candidate: Candidate
-
-
-_Key = tuple[tuple[UnitPlan, ...], tuple[Pool, ...], int, int]
-Simulated = dict[_Key, Simulation]
-"""Simulations of plans, at the same rates."""
 
 
 @rarely_collecting()
@@ -173,169 +145,110 @@ def estimate(job: Job, known: Iterable[Candidate], simulated: Simulated | None =
         return None
 
 
-def _key(plan: Plan) -> _Key:
-    return plan.units, plan.pools, plan.prefetch_depth, plan.last_updated_first
-
-
 class _Search:
-    """Candidates of one job, each looked at once."""
+    """Finds candidates of one job."""
 
     def __init__(self, job: Job, simulated: Simulated | None = None) -> None:
         self._job = job
-        steps = job.micro_batches if job.is_promised else None
-        self._today = place(
-            job.model,
-            job.limits,
-            accumulation_steps=steps,
-            policy=job.policy,
-            activation_reserve_bytes=job.activation_reserve_bytes,
-            activation_share=job.activation_share,
-        )
-        self._may_be_early = job.is_promised and not job.clipping
-        self._choice = Choice(
-            job.model,
-            policy=job.policy,
-            accumulation_steps=steps,
-            may_be_early=self._may_be_early,
-        )
-        self._visits = usual_visits(job.model, job.micro_batches)
-        self._circumstances = Circumstances(clips=job.clipping)
-        beside = Room(job.activation_reserve_bytes, job.activation_share).beside(job.limits.device_bytes)
-        self._room: dict[Tier, int] = {
-            "device": beside,
-            "host": job.limits.host_bytes,
-            "disk": job.limits.disk_bytes or 0,
-        }
+        self._looks = looks = Looks(job, simulated)
+        self._choice, self._fits = looks.choice, looks.fits
+        self._shed, self._fill = functools.cache(self._shedding), functools.cache(self._filling)
         units = len(job.model.units) * job.micro_batches
+        self._is_small = len(job.model.units) - 1 <= SMALL
         self._budget = max(8, min(_SIMULATED_UNITS // units, _MOST_SIMULATED))
         self._share = round(balanced_share(job.rates, there=_BALANCED_BYTES[0], back=_BALANCED_BYTES[1]), 2)
-        self._plans: dict[Candidate, Plan] = {}
-        self._simulated: Simulated = {}
-        self._final: Simulated = {} if simulated is None else simulated
-        self._bounds: dict[Candidate, float] = {}
-        self._sums: dict[Candidate, tuple[float, float]] = {}
 
     def found(self) -> Found:
         """The best of all."""
-        everything = self._choice.uniform(ALL_DEVICE)
-        if self._fits(everything):  # nothing is to be moved where nothing must be
-            return self.explain(self._plan(everything), everything)
-        fillings = sorted(set(self._fillings()), key=lambda c: (self._coarse(c), repr(c)))
-        best = sorted(fillings[: self._budget // 4], key=self._seconds)
-        changed = [self._descend(start, most) for start, most in zip(best, self._turns(), strict=False)]
-        uniform = [candidate for candidate in self._uniform().values() if self._fits(candidate)]
-        plans = [
-            (self._plan(candidate), candidate) for candidate in sorted([*changed, *uniform], key=self._seconds)[:1]
-        ]
-        plans.append((self._today, self._choice.of(self._today)))
-        return self.explain(*min(plans, key=lambda pair: self._settled(pair[0]).step_s))
+        looks, today = self._looks, (self._looks.today, self.like(self._looks.today, self._job.ways[0]))
+        everything = self._choice.uniform(ALL_DEVICE, saves=self._job.ways[0])
+        if self._fits(everything) and self._keeps_all(everything):  # nothing is moved where nothing must be
+            return self.explain(looks.plan(everything), everything)
+        fillings = sorted(set(self._fillings()), key=lambda c: (looks.coarse_s(c), looks.busiest(c), repr(c)))
+        best = self._fastest(fillings[: self._budget // 4], _STARTS)
+        rest = self._budget - self._budget // 4
+        turns = (rest // 2, rest // 4, rest // 4) if rest > _FEW else (rest,)
+        changed = [self._descend(start, most) for start, most in zip(best, turns, strict=False)]
+        if self._is_small and changed:
+            changed.append(self._kick(min(changed, key=looks.seconds)))
+        uniform = [candidate for candidate in self._uniform(None).values() if self._fits(candidate)]
+        plans = [*((looks.plan(candidate), candidate) for candidate in self._fastest([*changed, *uniform], 1)), today]
+        return self.explain(*min(plans, key=lambda pair: looks.simulation(pair[0], pair[1].saves).step_s))
 
-    def like(self, plan: Plan) -> Candidate:
+    def _fastest(self, ordered: Iterable[Candidate], most: int) -> list[Candidate]:
+        """Some of the fastest. Args: ordered: By their bounds, so that most need not be simulated."""
+        found: list[Candidate] = []
+        for candidate in ordered:
+            if len(found) < most or self._looks.coarse_s(candidate) < self._looks.seconds(found[-1]):
+                found = sorted([*found, candidate], key=self._looks.seconds)[:most]
+        return found
+
+    def _keeps_all(self, candidate: Candidate) -> bool:
+        """Or nobody knows what there is to keep."""
+        units = self._job.as_run(self._looks.plan(candidate), candidate.saves).units
+        return len(self._job.ways) == 1 or all(unit.policy == "keep" for unit in units)
+
+    def like(self, plan: Plan, away: Away | None) -> Candidate:
         """See ``Choice.of``."""
-        return self._choice.of(plan)
+        return replace(self._choice.of(plan), saves=away)
 
     def explain(self, plan: Plan, candidate: Candidate) -> Found:
         """Args: candidate: The plan in few words."""
-        bound, runners_up = self._bound(plan), tuple(self._runners_up(plan))
-        return Found(plan, candidate, self._settled(plan), bound, runners_up, len(self._simulated))
+        looks, saves = self._looks, candidate.saves
+        bound, runners_up = looks.bound(plan, saves), tuple(self._runners_up(plan, saves))
+        return Found(plan, candidate, looks.simulation(plan, saves), bound, runners_up, looks.num_simulated)
 
     def estimate(self, known: Iterable[Candidate]) -> Estimate:
         """Of what is known, what is like it, and fillings: the best of a few."""
-        everything = self._choice.uniform(ALL_DEVICE)
-        if self._fits(everything):
-            return Estimate(self._settled(self._plan(everything)).step_s, everything)
-        known = list(known)
+        looks, known = self._looks, list(known)
+        everything = self._choice.uniform(ALL_DEVICE, saves=self._job.ways[0])
+        if self._fits(everything) and self._keeps_all(everything):
+            return Estimate(looks.simulation(looks.plan(everything), everything.saves).step_s, everything)
         fitting = [candidate for candidate in known if self._fits(candidate)]
-        starts = [*known, *self._far()]
+        others = [best for away in self._job.ways for best in self._soonest(away, known)[:1]]
+        plans = [(looks.plan(candidate), candidate) for candidate in (*fitting, *others)]
+        plans += [] if fitting else [(looks.today, self.like(looks.today, self._job.ways[0]))]
+        best, candidate = min(plans, key=lambda pair: looks.simulation(pair[0], pair[1].saves).step_s)
+        return Estimate(looks.simulation(best, candidate.saves).step_s, candidate)
+
+    def _soonest(self, away: Away | None, known: Iterable[Candidate] = ()) -> list[Candidate]:
+        """A few fillings with activations that leave in one way, those with the lowest bounds first."""
+        looks, starts = self._looks, [candidate for candidate in known if candidate.saves == away]
+        starts += self._far(away)
         starts += [replace(start, share=self._share) for start in starts]
         filled = {self._fill(start, near) for start in starts for near in KINDS[:4]}
-        others = sorted(filter(self._fits, filled), key=lambda c: (self._busiest(c), repr(c)))
-        others = sorted(
-            others[:_ESTIMATED], key=lambda c: max(self._simulation(self._plan(c)).step_s, self._busiest(c)[0])
-        )
-        plans = [(self._plan(candidate), candidate) for candidate in (*fitting, *others[:1])]
-        plans += [] if fitting else [(self._today, self._choice.of(self._today))]
-        best, candidate = min(plans, key=lambda pair: self._settled(pair[0]).step_s)
-        return Estimate(self._settled(best).step_s, candidate)
-
-    def _busiest(self, candidate: Candidate) -> tuple[float, float]:
-        """A bound that is sooner worked out."""
-        if candidate not in self._sums:
-            plan, job = _as_run(self._job, self._plan(candidate)), self._job
-            self._sums[candidate] = busiest_s(job.model, plan, job.rates, self._visits, self._circumstances)
-        return self._sums[candidate]
-
-    def _turns(self) -> tuple[int, ...]:
-        """Changes to try from the best start, and from the next ones."""
-        rest = self._budget - self._budget // 4
-        return (rest // 2, rest // 4, rest // 4) if rest > 100 else (rest,)
-
-    # Looking at one.
-
-    def _plan(self, candidate: Candidate) -> Plan:
-        if candidate not in self._plans:
-            self._plans[candidate] = self._choice.plan(candidate)
-        return self._plans[candidate]
-
-    def _missing(self, candidate: Candidate) -> dict[Tier, int]:
-        """Bytes above the limits, by tier."""
-        taken = self._choice.tier_bytes(candidate)
-        return {tier: taken[tier] - room for tier, room in self._room.items() if taken[tier] > room}
-
-    def _fits(self, candidate: Candidate) -> bool:
-        return not self._missing(candidate)
-
-    def _simulation(self, plan: Plan) -> Simulation:
-        """Few steps: enough to tell plans apart."""
-        plan = _as_run(self._job, plan)
-        key = _key(plan)
-        if key not in self._simulated:
-            self._simulated[key] = self._simulate(plan, warm_up=1)
-        return self._simulated[key]
-
-    def _settled(self, plan: Plan) -> Simulation:
-        """After as many steps as it takes."""
-        run = _as_run(self._job, plan)
-        key, warm_up = _key(run), steps_until_settled(run)
-        if key not in self._final:
-            self._final[key] = self._simulate(run, warm_up) if warm_up > 1 else self._simulation(plan)
-        return self._final[key]
-
-    def _simulate(self, run: Plan, warm_up: int) -> Simulation:
-        job = self._job
-        return simulate(job.model, run, job.rates, self._visits, self._circumstances, warm_up=warm_up)
-
-    def _bound(self, plan: Plan, max_nodes: int | None = None) -> Bound:
-        nodes = {} if max_nodes is None else {"max_nodes": max_nodes}
-        run, job = _as_run(self._job, plan), self._job
-        return bound_of(job.model, run, job.rates, self._visits, self._circumstances, **nodes)
-
-    def _seconds(self, candidate: Candidate) -> float:
-        """Of a step, simulated; what has not settled yet may be too short."""
-        return max(self._simulation(self._plan(candidate)).step_s, self._coarse(candidate))
-
-    def _coarse(self, candidate: Candidate) -> float:
-        """No step is shorter."""
-        if candidate not in self._bounds:
-            self._bounds[candidate] = self._bound(self._plan(candidate), _COARSE).seconds
-        return self._bounds[candidate]
+        others = sorted(filter(self._fits, filled), key=lambda c: (looks.busiest(c), repr(c)))[:_ESTIMATED]
+        return sorted(others, key=looks.coarse_s)
 
     # Finding some.
 
+    def _ways(self) -> list[Away | None]:
+        """Those with which fillings are fastest. All with a small model."""
+        ways = list(dict.fromkeys(self._job.ways))
+        if self._is_small or len(ways) == 1:
+            return ways
+        first = [best for away in ways for best in self._soonest(away)[:1]]
+        return [best.saves for best in self._fastest(sorted(first, key=self._looks.coarse_s), _MOST_WAYS)]
+
     def _fillings(self) -> Iterator[Candidate]:
         """See [Note: how it is found]."""
-        yield from filter(self._fits, [self._choice.of(self._today)])
-        for filled in sorted(set(self._filled()), key=lambda c: (self._busiest(c), repr(c)))[:_FILLINGS]:
-            yield from self._eager(filled)
+        today = self.like(self._looks.today, self._job.ways[0])
+        yield from filter(self._fits, [today])
+        for away in self._ways():
+            fitting = filter(self._fits, dict.fromkeys(self._filled(away)))
+            ordered = sorted(fitting, key=lambda c: (self._looks.busiest(c), repr(c)))
+            for filled in ordered[: _FILLINGS_OF_SMALL if self._is_small else _FILLINGS]:
+                yield from self._eager(filled)
 
-    def _filled(self) -> Iterator[Candidate]:
+    def _filled(self, away: Away | None) -> Iterator[Candidate]:
         """One or two kinds of near homes for as many units as fit, far ones for the rest."""
-        is_small = len(self._job.model.units) <= SMALL
-        for far in self._far():
+        is_small = self._is_small
+        for far in self._far(away):
             starts = [far, replace(far, share=self._share), replace(far, share=self._share, comfort=TIGHT)]
             starts += [self._with_root(far, kind) for kind in (ALL_DEVICE, KINDS[2], ALL_DISK) if is_small]
-            starts += [replace(far, comfort=TIGHT)] if self._job.saved else []  # leaves room to keep activations
-            for start in filter(self._fits, starts):
+            starts += [replace(far, share=1.0)] if is_small else []
+            starts += [replace(far, comfort=TIGHT)] if self._job.saved or is_small else []  # leaves room
+            for start in starts:
                 for middle in (start, *(self._fill(start, kind) for kind in KINDS[1:4])):
                     nearer = (
                         self._fill(middle, kind, first=first) for kind in KINDS[:3] for first in range(1 + is_small)
@@ -347,96 +260,127 @@ class _Search:
 
     def _eager(self, candidate: Candidate) -> Iterator[Candidate]:
         yield candidate
-        if self._may_be_early:
+        if self._looks.may_be_early:
             yield from filter(self._fits, (replace(candidate, early=early) for early in (0.5, 1.0)))
 
-    def _far(self) -> Iterator[Candidate]:
-        """Nothing but the root on the device; as much as fits in host memory, the rest on disk."""
-        for kind in KINDS[3:]:
+    def _far(self, away: Away | None) -> Iterator[Candidate]:
+        """Nothing but the root on the device; as much as fits in host memory, the rest on disk.
+
+        Some fit only when other units live nearer.
+        """
+        for kind in KINDS[3:] if self._looks.room(away)["disk"] else (ALL_HOST,):
             for comfort in (ROOMY, TIGHT):
-                uniform = self._choice.uniform(kind, comfort)
+                uniform = self._choice.uniform(kind, comfort, saves=away)
                 if self._fits(uniform):
                     yield uniform
                     if kind == ALL_HOST:  # then nothing gains from the disk
                         return
                     break
-                filled = self._fill(uniform, ALL_HOST)
-                if self._fits(filled):
-                    yield filled
-                    break
+                yield uniform if kind == ALL_HOST else self._fill(uniform, ALL_HOST)
 
-    def _fill(self, candidate: Candidate, kind: Kind, *, first: int = 0) -> Candidate:
-        """Give a kind to as many units as fit, from the first one on."""
-        count, kinds = len(candidate.kinds) - first, candidate.kinds
+    def _filling(self, candidate: Candidate, kind: Kind, *, first: int = 0) -> Candidate:
+        """Give a kind to as many units, from the first one on, as there is room for on the tiers that this fills."""
+        count, kinds, looks = len(candidate.kinds) - first, candidate.kinds, self._looks
 
         def filled(number: int) -> Candidate:
             return replace(candidate, kinds=(*kinds[:first], *(kind,) * number, *kinds[first + number :]))
 
-        if kind == ALL_HOST:  # from a start that need not fit: more of them takes the disk's load off
-            numbers = range(count + 1)
-            least = bisect.bisect_left(numbers, 1, key=lambda n: "disk" not in self._missing(filled(n)))
-            most = bisect.bisect_right(numbers, 0, key=lambda n: "host" in self._missing(filled(n))) - 1
-            return filled(min(max(least, most), count))
-        fitting = bisect.bisect_right(range(count + 1), 0, key=lambda n: not self._fits(filled(n)))
-        return filled(max(fitting - 1, 0))
+        before, after = (looks.taken(filled(number)) for number in (0, count))
+        grows = [tier for tier in before if after[tier] > before[tier]]
+        numbers, missing = range(count + 1), looks.missing
+        lacking = bisect.bisect_right(numbers, 0, key=lambda n: any(tier in grows for tier in missing(filled(n))))
+        return filled(max(lacking - 1, 0))
 
-    def _descend(self, best: Candidate, most: int) -> Candidate:
-        """Take every change that makes it faster, until none does or enough were tried."""
-        simulated, bounded, seen = 0, 0, {best}
+    def _shedding(self, candidate: Candidate, kind: Kind) -> Candidate:
+        """Give a kind to as few units as must live farther, the last first."""
+        kinds, rank = candidate.kinds, self._choice.rank
+        nearer = [i for i, now in enumerate(kinds) if rank(now) < rank(kind)][::-1]
+
+        def shed(number: int) -> Candidate:
+            farther = frozenset(nearer[:number])
+            return replace(candidate, kinds=tuple(kind if i in farther else now for i, now in enumerate(kinds)))
+
+        return shed(bisect.bisect_left(range(len(nearer)), 1, key=lambda n: self._fits(shed(n))))
+
+    def _descend(self, best: Candidate, most: int, *, alone: bool = False) -> Candidate:
+        """Take every change that makes it faster, until none does or enough were tried. Args: alone: No pairs."""
+        looks, simulated, bounded, seen = self._looks, 0, 0, {best}
         is_better = True
         while is_better:
             is_better = False
-            for other in self._around(best):
+            for other in self._around(best, alone=alone):
                 if simulated >= most or bounded >= _BOUNDS * most:
                     return best
                 if other in seen or not self._fits(other):
                     continue
                 seen.add(other)
-                enough_s = self._seconds(best) * (1 - _GAIN)
-                if self._busiest(other)[0] >= enough_s:
+                enough_s = looks.seconds(best) * (1 - _GAIN)
+                if looks.busiest(other)[0] >= enough_s:
                     continue
                 bounded += 1
-                if self._coarse(other) >= enough_s:
+                if looks.coarse_s(other) >= enough_s:
                     continue
                 simulated += 1
-                if self._seconds(other) < enough_s:
+                if looks.seconds(other) < enough_s:
                     best, is_better = other, True
                     break
         return best
 
-    def _around(self, best: Candidate) -> Iterator[Candidate]:
-        """Changes, and what they make room for."""
-        binding = self._simulation(self._plan(best)).binding
+    def _kick(self, best: Candidate) -> Candidate:
+        """Change several things at once, by chance that is always the same, and go on from there."""
+        chance = random.Random(len(best.kinds))
+        for _ in range(_KICKS):
+            kinds = list(best.kinds)
+            for i in chance.sample(range(len(kinds)), min(len(kinds), chance.randint(1, 3))):
+                kinds[i] = chance.choice(KINDS)
+            comfort, saves = chance.choice([best.comfort, ROOMY, TIGHT]), chance.choice([best.saves, *self._job.ways])
+            share = chance.choice([best.share, 0.0, self._share, 0.5, 1.0])
+            kicked = replace(best, kinds=tuple(kinds), comfort=comfort, share=share, saves=saves)
+            roomier = (kicked, *(self._shed(kicked, kind) for kind in KINDS[2:]))
+            start = next(filter(self._fits, roomier), None)
+            if start is not None:
+                found = self._descend(start, _AFTER_A_KICK, alone=True)
+                best = min(best, found, key=self._looks.seconds)
+        return self._descend(best, _AFTER_A_KICK)
+
+    def _around(self, best: Candidate, *, alone: bool) -> Iterator[Candidate]:
+        """Changes, and what they make room for or need room from."""
+        binding = self._looks.simulation(self._looks.plan(best), best.saves).binding
         if min(binding.get("d2h", 0.0), binding.get("update", 0.0)) > _BINDS:  # updates may wait for gradients
             yield from self._choice.other_orders(best)
+        near = (ALL_DEVICE, *KINDS[1:4]) if self._is_small else (ALL_DEVICE,)
         for other in self._choice.neighbours(best):
-            yield other
-            if other.kinds != best.kinds and self._fits(other):
-                yield self._fill(other, ALL_DEVICE)
+            takes_other_room = (other.kinds, other.comfort, other.saves) != (best.kinds, best.comfort, best.saves)
+            if self._fits(other):
+                yield other
+                yield from (self._fill(other, kind) for kind in near if takes_other_room)
+            elif takes_other_room:
+                far = KINDS[2:] if self._is_small else sorted({*other.kinds, ALL_HOST}, key=self._choice.rank)[1:]
+                yield from (self._shed(other, kind) for kind in far)
+        yield from self._choice.pairs(best) if self._is_small and not alone else ()
 
     # Saying why.
 
-    def _uniform(self) -> dict[str, Candidate]:
+    def _uniform(self, away: Away | None) -> dict[str, Candidate]:
         named = {"everything on the device": ALL_DEVICE, "all in host memory": ALL_HOST, "all on disk": ALL_DISK}
         named["states on disk, the rest in host memory"] = Kind("host", "host", "disk")
-        return {name: self._choice.uniform(kind) for name, kind in named.items()}
+        return {name: self._choice.uniform(kind, saves=away) for name, kind in named.items()}
 
-    def _runners_up(self, plan: Plan) -> Iterator[RunnerUp]:
-        step_s = self._settled(plan).step_s  # of others few steps are enough
-        others: Iterable[tuple[str, Plan]] = [("filled tier by tier", self._today)]
-        for name, candidate in self._uniform().items():
-            missing = self._missing(candidate)
+    def _runners_up(self, plan: Plan, away: Away | None) -> Iterator[RunnerUp]:
+        looks, step_s = self._looks, self._looks.simulation(plan, away).step_s
+        others: Iterable[tuple[str, Plan, Away | None]] = [("filled tier by tier", looks.today, self._job.ways[0])]
+        for name, candidate in self._uniform(away).items():
+            missing = looks.missing(candidate)
             if missing:
                 needs = ", ".join(f"{format_bytes(nbytes)} of {tier}" for tier, nbytes in missing.items())
                 yield RunnerUp(name, None, f"does not fit: it lacks {needs}")
             else:
-                others = itertools.chain(others, [(name, self._plan(candidate))])
-        for name, other in others:
-            simulation = self._final.get(_key(_as_run(self._job, other))) or self._simulation(other)
-            simulation = self._settled(other) if simulation.step_s < step_s else simulation
+                others = itertools.chain(others, [(name, looks.plan(candidate), away)])
+        for name, other, way in others:
+            simulation = looks.simulation(other, way)
             binds = max(simulation.binding, key=simulation.binding.__getitem__, default="compute")
             slower = simulation.step_s / step_s - 1 if step_s else 0.0
             same = "equally fast" if slower > -_GAIN else f"predicted {-slower:.1%} faster"
             reason = f"{slower:.1%} slower: {binds} binds" if slower > _GAIN else same
-            if _key(other) != _key(plan):
+            if (other.units, other.pools, way) != (plan.units, plan.pools, away):
                 yield RunnerUp(name, simulation.step_s, reason)

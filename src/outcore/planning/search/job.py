@@ -1,0 +1,84 @@
+"""What a search is asked for, and what each way with activations leaves to everything else."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from outcore.planning.homes.placement import Room
+from outcore.planning.homes.sending import Away, Sending, undecided, workspace_bytes
+from outcore.planning.timing.rates import Rates
+from outcore.planning.units.footprint import Footprint, Saved, as_run
+from outcore.spec.budget import Limits
+from outcore.spec.model import ModelSpec
+from outcore.spec.plan import Plan, Policy, Tier
+
+
+class Within(NamedTuple):
+    """What one way with activations takes, and what it leaves to everything else."""
+
+    sending: Sending | None
+    limits: Limits
+    """Without what it takes."""
+    activations: Room
+    """Of the device's limit."""
+
+    @property
+    def room(self) -> dict[Tier, int]:
+        """Bytes for everything else."""
+        device, host, disk = self.limits.device_bytes, self.limits.host_bytes, self.limits.disk_bytes or 0
+        return {"device": self.activations.beside(device), "host": host, "disk": disk}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is trained, within what, and how."""
+
+    model: ModelSpec
+    limits: Limits
+    rates: Rates
+    micro_batches: int = 1
+    is_promised: bool = False
+    """The number of micro-batches is: updates inside backward are allowed."""
+    clipping: bool = True
+    policy: Policy = "recompute"
+    activation_share: float = 0.0
+    """Of the device, to leave to activations where nobody knows what they take; 0: they are not in its budget."""
+    footprint: Footprint | None = None
+    """Of a micro-batch; None: not known."""
+    keeps_what_fits: bool = True
+    """Calls keep what they save while there is room."""
+    ways: tuple[Away | None, ...] = (None,)
+    """What may become of activations (None: they stay, and are recomputed). The first is that of the rule's plan."""
+
+    @functools.cached_property
+    def saved(self) -> Mapping[str, Saved]:
+        """What a call of each unit saves, where that is known and there may be room to keep it."""
+        return {} if self.footprint is None or not self.keeps_what_fits else self.footprint.saved
+
+    @functools.cached_property
+    def _known(self) -> dict[Away | None, Within]:
+        return {}
+
+    def within(self, away: Away | None) -> Within:
+        """What is left to everything else."""
+        if away not in self._known:
+            self._known[away] = self._left(away)
+        return self._known[away]
+
+    def _left(self, away: Away | None) -> Within:
+        footprint, workspace = self.footprint, 0
+        sending = None if away is None or footprint is None else away.of(footprint)
+        if footprint is not None and self.activation_share:
+            workspace = workspace_bytes(footprint, undecided((unit.name for unit in self.model.units), sending))
+        limits = self.limits if sending is None else sending.left(self.limits)
+        return Within(sending, limits, Room(workspace, 0.0 if workspace else self.activation_share))
+
+    def as_run(self, plan: Plan, away: Away | None) -> Plan:
+        """With the activations that leave, and those that there is room to keep. Args: plan: Without either."""
+        within = self.within(away)
+        left = within.limits.device_bytes - within.activations.nbytes - plan.tier_bytes["device"]
+        room = max(left, 0) // self.model.micro_batches_in_unit
+        return as_run(plan if within.sending is None else within.sending.applied(plan), self.saved, room)

@@ -1,0 +1,104 @@
+"""Candidates of one job, each looked at once: what they take, how fast they could be, how fast they are simulated."""
+
+from __future__ import annotations
+
+import functools
+
+from outcore.planning.bound.bound import Bound, bound_of, busiest_s
+from outcore.planning.homes.placement import place
+from outcore.planning.homes.sending import Away
+from outcore.planning.paper.schedule import Circumstances, usual_visits
+from outcore.planning.search.candidates import Candidate, Choice
+from outcore.planning.search.job import Job
+from outcore.planning.timing.simulate import Simulation, simulate, steps_until_settled
+from outcore.spec.plan import Plan, Pool, Tier, UnitPlan
+
+_Key = tuple[tuple[UnitPlan, ...], tuple[Pool, ...], int, int]
+Simulated = dict[_Key, Simulation]
+"""Simulations of plans, at the same rates."""
+_COARSE = 24
+
+
+class Looks:
+    """What is known of candidates."""
+
+    def __init__(self, job: Job, simulated: Simulated | None = None) -> None:
+        """Args: simulated: Before, for jobs that differ in limits alone; grows."""
+        self._job = job
+        steps = job.micro_batches if job.is_promised else None
+        self.may_be_early = job.is_promised and not job.clipping
+        self.choice = Choice(
+            job.model, policy=job.policy, accumulation_steps=steps, may_be_early=self.may_be_early, ways=job.ways
+        )
+        self._visits = usual_visits(job.model, job.micro_batches)
+        self._circumstances = Circumstances(clips=job.clipping)
+        self._simulated: Simulated = {} if simulated is None else simulated
+        # Cached per object: functools.cache on the methods would keep every search alive.
+        self.plan = functools.cache(self.choice.plan)
+        """The candidate written down, without activations that leave."""
+        self.busiest = functools.cache(self._busiest)
+        self.coarse_s = functools.cache(self._coarse_s)
+        self.taken = functools.cache(self.choice.tier_bytes)
+        """Bytes by tier, without activations."""
+        self.fits = functools.cache(self._fits)
+        self.room = functools.cache(lambda away: job.within(away).room)
+
+    @functools.cached_property
+    def today(self) -> Plan:
+        """The rule's, with the first way."""
+        job, within = self._job, self._job.within(self._job.ways[0])
+        return place(
+            job.model,
+            within.limits,
+            accumulation_steps=job.micro_batches if job.is_promised else None,
+            policy=job.policy,
+            activation_reserve_bytes=within.activations.nbytes,
+            activation_share=within.activations.share,
+        )
+
+    @property
+    def num_simulated(self) -> int:
+        """Plans."""
+        return len(self._simulated)
+
+    def missing(self, candidate: Candidate) -> dict[Tier, int]:
+        """Bytes above the limits, by tier."""
+        taken, room = self.taken(candidate), self.room(candidate.saves)
+        return {tier: taken[tier] - most for tier, most in room.items() if taken[tier] > most}
+
+    def _fits(self, candidate: Candidate) -> bool:
+        """Within the limits."""
+        return not self.missing(candidate)
+
+    def simulation(self, plan: Plan, away: Away | None) -> Simulation:
+        """When steps have settled: the first ones of plans that use the disk may be far longer, or shorter."""
+        run, job = self._job.as_run(plan, away), self._job
+        if _key(run) not in self._simulated:
+            warm_up = steps_until_settled(run)
+            self._simulated[_key(run)] = simulate(
+                job.model, run, job.rates, self._visits, self._circumstances, warm_up=warm_up
+            )
+        return self._simulated[_key(run)]
+
+    def bound(self, plan: Plan, away: Away | None, max_nodes: int | None = None) -> Bound:
+        """Of a plan."""
+        nodes = {} if max_nodes is None else {"max_nodes": max_nodes}
+        run, job = self._job.as_run(plan, away), self._job
+        return bound_of(job.model, run, job.rates, self._visits, self._circumstances, **nodes)
+
+    def seconds(self, candidate: Candidate) -> float:
+        """Of a step, simulated."""
+        return self.simulation(self.plan(candidate), candidate.saves).step_s
+
+    def _coarse_s(self, candidate: Candidate) -> float:
+        """No step is shorter."""
+        return self.bound(self.plan(candidate), candidate.saves, _COARSE).seconds
+
+    def _busiest(self, candidate: Candidate) -> tuple[float, float]:
+        """A bound that is sooner worked out."""
+        run, job = self._job.as_run(self.plan(candidate), candidate.saves), self._job
+        return busiest_s(job.model, run, job.rates, self._visits, self._circumstances)
+
+
+def _key(plan: Plan) -> _Key:
+    return plan.units, plan.pools, plan.prefetch_depth, plan.last_updated_first
