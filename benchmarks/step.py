@@ -5,8 +5,9 @@ masters, clipping on, one micro-batch of 4 x 256 tokens. All contestants stand i
 machines are noisy; ratios are taken within a turn. A turn is a warm-up step and ``--steps`` timed ones, from the moment
 that compute has done one ``optimizer.step()`` to that of the last, so that an update that runs behind the next forward
 is counted where it delays something, and then everything is drained. Exposed seconds are those that compute waited for
-a lane. DeepSpeed ZeRO-3 with CPU offload joins where it can be imported. With ``--compile`` blocks are compiled, those
-of the plain loop too; codes are made in warm-up steps.
+a lane. Seconds of processors, own ones and those of others, tell what a busy machine hides: let threads wait passively
+(``OMP_WAIT_POLICY=passive``), else their waiting is counted, too. DeepSpeed ZeRO-3 with CPU offload joins where it can
+be imported. With ``--compile`` blocks are compiled, those of the plain loop too; codes are made in warm-up steps.
 
 ``to_host`` and ``to_disk`` are plans with everything on the device but activations, and ``--rivals`` are other ways to
 save less: the plain loop itself with the model's own checkpointing, ``torch.autograd.graph.save_on_cpu``, or TRL's
@@ -25,10 +26,10 @@ import json
 import os
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from measuring import context, spread
@@ -47,31 +48,62 @@ AWAY = {"to_host": "host", "to_disk": "disk"}
 HYPER = {"lr": 1e-4, "weight_decay": 0.01}
 
 
+class Busy(NamedTuple):
+    """Seconds of processors, and what else a process asks of the system."""
+
+    own_s: float
+    system_s: float
+    """Of the own ones, those in the kernel, which finds and clears fresh memory."""
+    others_s: float
+    """Of all other processes, and of other machines on the same processors."""
+    faults: float
+    """Pages that were not there."""
+
+    @classmethod
+    def now(cls) -> Busy:
+        """Since the machine, and the process, began."""
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        own_s = used.ru_utime + used.ru_stime
+        first = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+        ticks = [int(n) for n in first[1:9]]  # user, nice, system, idle, iowait, irq, softirq, steal
+        all_s = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+        return cls(own_s, used.ru_stime, all_s - own_s, used.ru_minflt)
+
+    def since(self, before: Busy, steps: int) -> Busy:
+        """Per step."""
+        return Busy(*[(b - a) / steps for a, b in zip(before, self, strict=True)])
+
+
 class Contestant:
     """A training loop that can be driven step by step."""
 
     def __init__(
-        self, name: str, step: Callable[[], None], drain: Callable[[], None], exposed: Callable[[], dict[str, float]]
+        self,
+        name: str,
+        step: Callable[[], None],
+        drain: Callable[[], None],
+        exposed: Callable[[], dict[str, float]],
+        traffic: Callable[[], dict[str, int]] = dict,
     ) -> None:
         """Keep what the turns need."""
-        self.name, self.step, self.drain, self.exposed = name, step, drain, exposed
+        self.name, self.step, self.drain, self.exposed, self.traffic = name, step, drain, exposed, traffic
         self.seconds: list[float] = []
+        self.busy: list[Busy] = []
         self.exposed_s: dict[str, list[float]] = {}
-        self.user_s: list[float] = []
-        self.system_s: list[float] = []
+        self.moved: dict[str, float] = {}
+        """Bytes per step, by lane."""
 
     def turn(self, steps: int) -> float:
         """Run one turn; seconds per step."""
         self.step()
         await_compute()
-        before, busy, start = self.exposed(), resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+        before, moved, busy, start = self.exposed(), self.traffic(), Busy.now(), time.perf_counter()
         for _ in range(steps):
             self.step()
         await_compute()
         seconds = (time.perf_counter() - start) / steps
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        self.user_s.append((used.ru_utime - busy.ru_utime) / steps)
-        self.system_s.append((used.ru_stime - busy.ru_stime) / steps)
+        self.busy.append(Busy.now().since(busy, steps))
+        self.moved = {lane: (n - moved[lane]) / steps for lane, n in self.traffic().items() if n != moved[lane]}
         self.drain()  # what compute waited for is known when it is over
         for lane, after in self.exposed().items():
             self.exposed_s.setdefault(lane, []).append((after - before[lane]) / steps)
@@ -170,7 +202,7 @@ def streamed(
         optimizer.zero_grad()
 
     engine_device = optimizer.engine.device
-    return Contestant(name, step, engine_device.synchronize, optimizer.exposed_s)
+    return Contestant(name, step, engine_device.synchronize, optimizer.exposed_s, optimizer.traffic)
 
 
 def plan_for(model: ModelSpec, tier: Tier, policy: str = "recompute") -> Plan:
@@ -216,6 +248,41 @@ def deepspeed(model: LlamaForCausalLM, batch: dict[str, torch.Tensor]) -> Contes
         engine.step()
 
     return Contestant("deepspeed_zero3_offload", step, synchronize, dict)
+
+
+def report(contestant: Contestant, baselines: Sequence[Contestant]) -> dict[str, Any]:
+    """What a contestant took, and its ratios within a turn: of time, and of processors' seconds."""
+    found: dict[str, Any] = {
+        "seconds_per_step": spread(contestant.seconds),
+        "processor_s_per_step": {name: spread(values) for name, values in _columns(contestant.busy).items()},
+        "exposed_s_per_step": {lane: spread(values)["median"] for lane, values in contestant.exposed_s.items()},
+        "moved_bytes_per_step": contestant.moved,
+    }
+    for base in baselines:
+        found[f"over_{base.name}"] = spread([s / b for s, b in zip(contestant.seconds, base.seconds, strict=True)])
+        pairs = zip(contestant.busy, base.busy, strict=True)
+        found[f"processor_s_over_{base.name}"] = spread([mine.own_s / other.own_s for mine, other in pairs])
+    return found
+
+
+def _columns(rows: Sequence[Busy]) -> dict[str, list[float]]:
+    return {name: [getattr(row, name) for row in rows] for name in Busy._fields}
+
+
+def copy_rate() -> float:
+    """GiB per second that one thread copies on the host, as a copy lane does."""
+    origin, target = (torch.ones(2**28, dtype=torch.uint8) for _ in range(2))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        seconds = []
+        for _ in range(9):
+            start = time.thread_time()
+            target.copy_(origin)
+            seconds.append(time.thread_time() - start)
+    finally:
+        torch.set_num_threads(threads)
+    return 0.25 / spread(seconds)["median"]
 
 
 def await_compute() -> None:
@@ -286,21 +353,13 @@ def main() -> None:
     for _ in range(args.turns):
         for contestant in contestants:
             contestant.turn(args.steps)
-    baseline = contestants[0].seconds
-    results = {
-        c.name: {
-            "seconds_per_step": spread(c.seconds),
-            "over_plain": spread([s / b for s, b in zip(c.seconds, baseline, strict=True)]),
-            "processor_s_per_step": {"user": spread(c.user_s), "system": spread(c.system_s)},
-            "exposed_s_per_step": {lane: spread(values)["median"] for lane, values in c.exposed_s.items()},
-        }
-        for c in contestants
-    }
+    results = {c.name: report(c, [b for b in contestants if b.name in ("plain", "checkpointing")]) for c in contestants}
     shape = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "tokens_per_step": args.batch_size * args.seq_len,
     }
-    print(json.dumps({"benchmark": "step", **shape, "results": results, "skipped": skipped, **context("transformers")}))
+    more = {"copy_gib_per_s": copy_rate(), "skipped": skipped, **context("transformers")}
+    print(json.dumps({"benchmark": "step", **shape, "results": results, **more}))
 
 
 if __name__ == "__main__":
