@@ -34,6 +34,8 @@ HOOKS = (
 )
 LOOKS = ("eval", "no_grad", "norms", "total_norm", "state_dict", "states", "parameters", "collect", "train_twice")
 ERRORS = ("ValueError", "RuntimeError", "MemoryError", "KeyboardInterrupt")
+NOT_CUT = ("multihead", "experts")
+"""Kinds of blocks that give a number for the whole batch, which pieces refuse."""
 LEGAL = tuple(
     (w, g, s)
     for w in ("device", "host", "disk")
@@ -69,6 +71,10 @@ def make_program(seed: int) -> Program:
         }
         for _ in range(rng.choice((0, 0, 0, 1, 2)))
     ]
+    # Of a generator of its own: programs stay what they were before batches ran in pieces.
+    program["pieces"] = random.Random(f"pieces {seed}").choice((1, 1, 1, 2, 3))
+    for block in program["model"]["blocks"] if program["pieces"] > 1 else ():
+        block["kind"] = "attention" if block["kind"] in NOT_CUT else block["kind"]
     return program
 
 

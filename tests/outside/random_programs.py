@@ -233,7 +233,7 @@ def shrunk(program: dict[str, Any], result: dict[str, Any]) -> tuple[dict[str, A
 SIMPLE: tuple[tuple[tuple[str, ...], Any], ...] = (
     (("hooks",), []), (("scaler",), None), (("autocast",), False), (("precision",), "fp32"),
     (("schedule", "kind"), "none"), (("optimizer", "groups"), 1), (("optimizer", "name"), "SGD"),
-    (("model", "tied"), False), (("model", "frozen_embedding"), False), (("model", "same"), None),
+    (("pieces",), 1), (("model", "tied"), False), (("model", "frozen_embedding"), False), (("model", "same"), None),
     (("model", "shared"), None), (("model", "trips"), False), (("plan", "how"), "given"), (("plan", "promised"), False),
     (("plan", "early"), False), (("plan", "share"), 0.0), (("plan", "slots"), 1), (("plan", "depth"), 0),
     (("plan", "units"), None), (("plan", "units"), "blocks"), (("plan", "faults", "delays"), {}),

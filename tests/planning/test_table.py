@@ -74,3 +74,10 @@ def test_only_neighbours_that_count_up_and_are_alike_fold():
     plan = Plan(precision="bf16", units=homes, pools=(), prefetch_depth=0)
     labels = [line[11:].rsplit("  ", 1)[0].strip() for line in plan_table(model, plan).splitlines()[1:-1]]
     assert labels == ["a.0-1.b (2 units)", "a.2.b", "a.4.b", "a.5.c", "a.6-7 (2 units)", "x.1", "x.3", "z.09"]
+
+
+def test_the_table_says_in_how_many_pieces_units_run():
+    plan = place(layered(3), Limits(device_bytes=10**12, host_bytes=0, disk_bytes=None), policy="keep")
+    assert "pieces" not in plan_table(layered(3), plan)
+    plan = dataclasses.replace(plan, micro_batches_in_unit=4)
+    assert plan_table(layered(3), plan).endswith("policy keep, units run a batch in 4 pieces")

@@ -32,6 +32,8 @@ def plan_table(model: ModelSpec, plan: Plan, limits: Limits | None = None) -> st
     how = f"precision {plan.precision}, prefetch depth {plan.prefetch_depth}, policy {_policies(plan)}"
     early = sum(u.early for u in plan.units)
     how += f", {early} units updated inside backward" if early else ""
+    pieces = plan.micro_batches_in_unit
+    how += f", units run a batch in {pieces} pieces" if pieces > 1 else ""
     how += f"\nactivations kept while they fit in {format_bytes(plan.kept_bytes)}" if plan.kept_bytes else ""
     return _align(rows) + "\n" + how
 
