@@ -16,7 +16,9 @@ from outcore.planning.homes.reservations import tier_bytes
 from outcore.planning.homes.sending import Away
 from outcore.planning.homes.share import balanced_share
 from outcore.planning.paper.schedule import Circumstances, usual_visits
+from outcore.planning.search.candidates import ALL_HOST, Kind
 from outcore.planning.search.job import Job
+from outcore.planning.search.looks import Looks
 from outcore.planning.search.search import Found, search
 from outcore.planning.timing.rates import Rates
 from outcore.planning.timing.simulate import simulate
@@ -143,6 +145,16 @@ def test_is_near_the_best_of_all(seed: int):
     row = compare(seed)
     assert row.over_best <= 1.02
     assert row.over_today <= 1 + 1e-9
+
+
+def test_what_wears_the_drive_must_gain_something():
+    job = job_of(6, device=2, host=9, disk=9)
+    looks = Looks(job)
+    host, disk = (looks.choice.uniform(kind) for kind in (ALL_HOST, Kind("host", "host", "disk")))
+    assert looks.seconds(host) == looks.simulation(looks.plan(host), None).step_s
+    written_s = 6 * 12 * MIB / job.rates.bytes_per_s["disk_write"]
+    step_s = looks.simulation(looks.plan(disk), None).step_s
+    assert looks.seconds(disk) == pytest.approx(step_s + 0.005 * written_s, rel=1e-6)
 
 
 def test_a_balanced_share():

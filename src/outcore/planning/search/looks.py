@@ -10,13 +10,17 @@ from outcore.planning.homes.sending import Away
 from outcore.planning.paper.schedule import Circumstances, usual_visits
 from outcore.planning.search.candidates import Candidate, Choice
 from outcore.planning.search.job import Job
-from outcore.planning.timing.simulate import Simulation, simulate, steps_until_settled
+from outcore.planning.timing.simulate import MEASURED, Simulation, simulate, steps_until_settled
+from outcore.spec.lanes import Lane
 from outcore.spec.plan import Plan, Pool, Tier, UnitPlan
 
 _Key = tuple[tuple[UnitPlan, ...], tuple[Pool, ...], int, int]
 Simulated = dict[_Key, Simulation]
 """Simulations of plans, at the same rates."""
 _COARSE = 24
+_WEAR = 0.005
+"""Of the time that the drive writes: a plan must gain so much by it. What is written wears the drive, for nothing where
+host memory has room and a step is as short without."""
 
 
 class Looks:
@@ -41,6 +45,8 @@ class Looks:
         self.taken = functools.cache(self.choice.tier_bytes)
         """Bytes by tier, without activations."""
         self.fits = functools.cache(self._fits)
+        self.seconds = functools.cache(self._seconds)
+        """See ``cost_s``."""
         self.room = functools.cache(lambda away: job.within(away).room)
 
     @functools.cached_property
@@ -86,9 +92,14 @@ class Looks:
         run, job = self._job.as_run(plan, away), self._job
         return bound_of(job.model, run, job.rates, self._visits, self._circumstances, **nodes)
 
-    def seconds(self, candidate: Candidate) -> float:
-        """Of a step, simulated."""
-        return self.simulation(self.plan(candidate), candidate.saves).step_s
+    def cost_s(self, plan: Plan, away: Away | None) -> float:
+        """What a search makes least: seconds of a step, simulated, and a little for what the drive writes."""
+        found = self.simulation(plan, away)
+        written_s = sum(span.duration_s for span in found.timeline.spans if span.lane == Lane.DISK_WRITE.value)
+        return found.step_s + _WEAR * written_s / MEASURED
+
+    def _seconds(self, candidate: Candidate) -> float:
+        return self.cost_s(self.plan(candidate), candidate.saves)
 
     def _coarse_s(self, candidate: Candidate) -> float:
         """No step is shorter."""

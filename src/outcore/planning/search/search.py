@@ -173,7 +173,7 @@ class _Search:
             changed.append(self._kick(min(changed, key=looks.seconds)))
         uniform = [candidate for candidate in self._uniform(None).values() if self._fits(candidate)]
         plans = [*((looks.plan(candidate), candidate) for candidate in self._fastest([*changed, *uniform], 1)), today]
-        return self.explain(*min(plans, key=lambda pair: looks.simulation(pair[0], pair[1].saves).step_s))
+        return self.explain(*min(plans, key=lambda pair: looks.cost_s(pair[0], pair[1].saves)))
 
     def _fastest(self, ordered: Iterable[Candidate], most: int) -> list[Candidate]:
         """Some of the fastest. Args: ordered: By their bounds, so that most need not be simulated."""
@@ -208,7 +208,7 @@ class _Search:
         others = [best for away in self._job.ways for best in self._soonest(away, known)[:1]]
         plans = [(looks.plan(candidate), candidate) for candidate in (*fitting, *others)]
         plans += [] if fitting else [(looks.today, self.like(looks.today, self._job.ways[0]))]
-        best, candidate = min(plans, key=lambda pair: looks.simulation(pair[0], pair[1].saves).step_s)
+        best, candidate = min(plans, key=lambda pair: looks.cost_s(pair[0], pair[1].saves))
         return Estimate(looks.simulation(best, candidate.saves).step_s, candidate)
 
     def _soonest(self, away: Away | None, known: Iterable[Candidate] = ()) -> list[Candidate]:
