@@ -51,6 +51,7 @@ def watched(root: Path, hook: Hook, *, reads: bool = False) -> Iterator[None]:
             patches.enter_context(mock.patch.object(os, name, partial(watch.named, name, getattr(os, name))))
         for name in _ON_FD:
             patches.enter_context(mock.patch.object(os, name, partial(watch.on_fd, name, getattr(os, name))))
+        patches.enter_context(mock.patch.object(os, "replace", partial(watch.named, "rename", os.replace)))
         patches.enter_context(mock.patch.object(os, "open", partial(watch.opened, os.open)))
         patches.enter_context(mock.patch.object(builtins, "open", partial(watch.file, io.open)))
         patches.enter_context(mock.patch.object(io, "open", partial(watch.file, io.open)))

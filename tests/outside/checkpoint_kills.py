@@ -322,6 +322,9 @@ def _train(folder: Path, kind: Any, plan: Plan | None, told: mmap.mmap) -> str:
 
 def _trained(out: Path) -> str:
     """A digest of weights, states and metrics; each step once."""
+    import torch
+    from safetensors import safe_open
+
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steps = [(line["step"], "loss" in line) for line in lines]
     wanted = [(step, True) for step in range(1, STEPS + 1)] + [(3, False), (6, False)]
@@ -330,8 +333,13 @@ def _trained(out: Path) -> str:
     kept = ("step", "epoch", "loss", "lr", "grad_norm", "eval_loss")
     found = hashlib.blake2b(repr([{key: line.get(key) for key in kept} for line in lines]).encode())
     for folder in (out / f"checkpoint-{STEPS}", out / "model"):
-        for path in sorted(folder.glob("*.safetensors")):
-            found.update(path.name.encode() + path.read_bytes())
+        for path in sorted(folder.glob("*.safetensors")):  # tensors may stand in another order
+            with safe_open(path, "pt") as file:
+                found.update(f"{path.name} {sorted(file.metadata().items())}".encode())
+                for name in sorted(file.keys()):
+                    tensor = file.get_tensor(name)
+                    data = tensor.reshape(-1).contiguous().view(torch.uint8).numpy()
+                    found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode() + data.tobytes())
     return found.hexdigest()
 
 

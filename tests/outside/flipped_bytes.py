@@ -19,12 +19,14 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 KINDS = ("full", "lora", "train")
+NOT_TAKEN = "refused, though an older one was there"
+WRONG = (NOT_TAKEN, "loaded")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -37,18 +39,18 @@ def main(arguments: list[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:
         found = {kind: flip(Path(folder) / kind, kind, args.flips, args.seed, args.every) for kind in KINDS}
-    names = [name for name in dict.fromkeys(name for counts in found.values() for name in counts) if name != "loaded"]
-    rows = [f"| {name} | {' | '.join(f'{found[kind][name]:,}' for kind in KINDS)} |" for name in (*names, "loaded")]
+    names = [name for name in dict.fromkeys(name for counts in found.values() for name in counts) if name not in WRONG]
+    rows = [f"| {name} | {' | '.join(f'{found[kind][name]:,}' for kind in KINDS)} |" for name in (*names, *WRONG)]
     head = f"| what | {' | '.join(KINDS)} |\n|---|{'---|' * len(KINDS)}"
     text = "\n".join([f"# Flipped bytes\n\n`--flips {args.flips} --seed {args.seed}`\n", head, *rows, ""])
     print(text)
     if args.report:
         args.report.write_text(text)
-    return sum(counts["loaded"] for counts in found.values()) > 0
+    return sum(counts[name] for counts in found.values() for name in WRONG) > 0
 
 
 def flip(folder: Path, kind: str, num_flips: int, seed: int, every: int) -> collections.Counter[str]:
-    """What came of each; ``loaded`` is what must never be."""
+    """What came of each; see ``WRONG``."""
     rng, found = random.Random(seed), collections.Counter[str]()
     folder.mkdir()
     with (_of_train if kind == "train" else _of_a_loop)(folder, kind) as (newest, take):
@@ -105,7 +107,7 @@ def _of_a_loop(folder: Path, kind: str) -> Iterator[tuple[Path, Take]]:
             try:
                 extra = outcore.load_checkpoint(model, optimizer, folder / "c", step=2 if is_newest else None)
             except ConfigError:
-                return "refused" if is_newest else "loaded"
+                return "refused" if is_newest else NOT_TAKEN
             is_older = extra["step"] == 1 and state_digest(model, optimizer, []) == digests[1]
             return "the older one taken" if is_older and not is_newest else "loaded"
 
@@ -126,7 +128,12 @@ def _of_train(folder: Path, _: str) -> Iterator[tuple[Path, Take]]:
     def take(is_newest: bool) -> str:
         checkpoints._checked.clear()  # as in a process that has not seen it
         if not is_newest:
-            return "the older one taken" if checkpoints.newest_whole(folder / "c") == older else "loaded"
+            with ExitStack() as holding:
+                try:
+                    found = checkpoints.newest_to_resume(folder / "c", holding)
+                except ConfigError:
+                    return NOT_TAKEN
+            return "the older one taken" if found == older else "loaded"
         try:
             checkpoints.refuse_incomplete(str(newest))
         except ConfigError:

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import sys
+import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from plans import forced
 import outcore
 from outcore.core.errors import ConfigError, DiskError, OutcoreError
 from outcore.memory.files.checkpoint_folder import find_damage, read_manifest
-from outcore.saving.found import find, found_in, prune
+from outcore.saving.found import find, found, found_in, prune
 from outcore.spec.checkpoint import Manifest
 
 from . import small
@@ -142,11 +143,12 @@ def test_the_one_before_is_taken(saved: Any):
     assert find(source)[1].step == 2
 
 
-def test_power_loss(tmp_path: Path):
-    found = power_loss.cut(tmp_path, 60, seed=0, num_steps=2)
-    assert not found["wrong"]
-    assert found["newest is durable"] > 5
-    assert found["newest is later"] + found["none yet"] > 0
+@pytest.mark.parametrize("of", ["loop", "train"])
+def test_power_loss(of: str, tmp_path: Path):
+    lost = power_loss.cut(tmp_path, 60, seed=0, num_steps=2, of=of)
+    assert not lost["wrong"]
+    assert lost["newest is durable"] > 5
+    assert lost["newest is later"] + lost["none yet"] > 0
 
 
 def _said_by(folder: Path, *command: str) -> str:
@@ -264,7 +266,6 @@ def test_damaged_ones_do_not_count_among_those_that_are_kept(run: Any, tmp_path:
 
 
 def test_who_reads_a_checkpoint_keeps_it(run: Any, tmp_path: Path):
-    from outcore.saving.found import found
 
     outcore.save_checkpoint(*run, tmp_path / "c", step=1, wait=True)
     with found(tmp_path / "c") as (path, _):
@@ -277,7 +278,6 @@ def test_who_reads_a_checkpoint_keeps_it(run: Any, tmp_path: Path):
 def test_who_reads_a_checkpoint_before_its_writer_is_done_keeps_it(run: Any, tmp_path: Path, monkeypatch: Any):
     """It has its name, and the folder that it stands in is still to be synced."""
     from outcore.memory.files import checkpoint_folder
-    from outcore.saving.found import found
 
     sync, reading = checkpoint_folder.sync, ExitStack()
 
@@ -294,6 +294,26 @@ def test_who_reads_a_checkpoint_before_its_writer_is_done_keeps_it(run: Any, tmp
     reading.close()
     outcore.save_checkpoint(*run, tmp_path / "c", step=3, keep=1, wait=True)
     assert [step for step, _ in found_in(tmp_path / "c")] == [3]
+
+
+def test_who_reads_a_checkpoint_has_it_until_the_end(run: Any, tmp_path: Path, monkeypatch: Any):
+    """One of the same step takes its place behind that, and gives up where nobody ever ends."""
+    model, optimizer = run
+    small.train(model, optimizer)
+    outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1, wait=True)
+    with found(tmp_path / "c") as (path, manifest):
+        small.train(model, optimizer)
+        save = outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1)
+        time.sleep(0.3)
+        assert not save.done
+        assert read_manifest(path, check=True) == manifest
+    assert read_manifest(save.wait(), check=True) != manifest
+    monkeypatch.setattr("outcore.memory.files.checkpoint_folder._STALL_TIMEOUT_S", 0.1)
+    with found(tmp_path / "c") as (path, manifest):
+        with pytest.raises(DiskError, match="EBUSY: somebody reads it for more than 0.1 s"):
+            outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1, wait=True)
+        assert read_manifest(path, check=True) == manifest
+    assert [path.name for path in (tmp_path / "c").iterdir()] == ["step-00000001"]
 
 
 def test_two_runs_save_into_one_folder(run: Any, tmp_path: Path):

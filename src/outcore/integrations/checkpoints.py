@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 
 from outcore.core.errors import ConfigError
 from outcore.memory.files.checkpoint_folder import read_manifest, remove
+from outcore.saving.found import newest_whole
 from outcore.saving.small_state import read_small, write_small
 from outcore.saving.training_state import has_states, step_of_states
 from outcore.spec.checkpoint import MANIFEST_NAME
@@ -43,18 +45,29 @@ def _age(path: Path) -> tuple[float, int]:
     return path.stat().st_mtime, int(path.name.rpartition("-")[2])
 
 
-def newest_whole(folder: Path) -> Path | None:
-    """The newest checkpoint that is as it was saved. Of damaged ones it is said."""
-    found = [path for path in folder.iterdir() if _CHECKPOINT.fullmatch(path.name)] if folder.is_dir() else []
-    for path in sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
-        try:
-            refuse_damaged(path)
-            if (path / TRAINER_STATE_NAME).is_file():
-                return path
-            warnings.warn(f"'{path}' has no {TRAINER_STATE_NAME}: the one before is taken", stacklevel=3)
-        except ConfigError as damaged:
-            warnings.warn(f"{damaged}. The one before is taken", stacklevel=3)
-    return None
+def newest_to_resume(folder: Path, holding: ExitStack) -> Path | None:
+    """The newest checkpoint that is as it was saved, or of a plain Trainer. Of damaged ones it is said.
+
+    Args:
+        folder: Of checkpoints.
+        holding: Nobody removes it until this is closed.
+
+    Raises:
+        ConfigError: All are damaged.
+    """
+
+    def there() -> list[Path]:
+        found = [path for path in folder.iterdir() if _CHECKPOINT.fullmatch(path.name)] if folder.is_dir() else []
+        return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
+
+    newest = newest_whole(there, _refuse_stateless, holding)
+    return None if newest is None else newest[0]
+
+
+def _refuse_stateless(checkpoint: Path) -> None:
+    refuse_damaged(checkpoint)
+    if not (checkpoint / TRAINER_STATE_NAME).is_file():
+        raise ConfigError(f"'{checkpoint}' has no {TRAINER_STATE_NAME}")
 
 
 def refuse_damaged(checkpoint: Path) -> None:

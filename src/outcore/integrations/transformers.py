@@ -14,6 +14,7 @@ import inspect
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from outcore.core.errors import ConfigError, OutcoreError
 from outcore.forecast import Loop, NamedHardware, token_batch
 from outcore.integrations.checkpoints import (
     RANDOM_STATE,
-    newest_whole,
+    newest_to_resume,
     refuse_incomplete,
     save_schedule,
     saved_schedule,
@@ -46,6 +47,7 @@ from outcore.integrations.refusals import (
 )
 from outcore.integrations.saves import TrainerSaves
 from outcore.integrations.versions import scores_in_tiles
+from outcore.memory.files.locked_folder import held
 from outcore.memory.files.weights_file import WeightsDirectory
 from outcore.runtime.module_guard import attachment_of
 from outcore.runtime.optimizer import StreamedOptimizer
@@ -123,6 +125,7 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
         self._outcore_sample = sample
         self._outcore_precision = precision
         self._outcore_checkpoint: str | None = None  # to begin from, until the model is prepared
+        self._outcore_reading = ExitStack()  # holds the checkpoint that training goes on from
         self._outcore_saves = TrainerSaves(self, self._outcore_saved)
         self._outcore_logged = (0, 0.0)
         training = next((a for a in (*args, *kwargs.values()) if isinstance(a, TrainingArguments)), None)
@@ -238,9 +241,9 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
     ) -> Any:
         """Take the newest checkpoint that is as it was saved, where the newest is asked for."""
         if resume_from_checkpoint is True:
-            found = newest_whole(Path(self.args.output_dir))
+            found = newest_to_resume(Path(self.args.output_dir), self._outcore_reading)
             resume_from_checkpoint = True if found is None else str(found)  # or let the Trainer say it
-        with self._outcore_saves.settled():
+        with self._outcore_saves.settled(), self._outcore_reading:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def _maybe_log_save_evaluate(  # noqa: PLR0913 (the Trainer's)
@@ -267,6 +270,7 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save beside training. The checkpoint will be there as a whole, with checksums, or not at all."""
+        self._outcore_reading.close()
         save = super()._save_checkpoint
         self._outcore_saves.save(Path(self._get_output_dir(trial)), lambda: save(model, trial))
 
@@ -280,8 +284,7 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
                 self.state = now
 
     def _get_output_dir(self, trial: Any) -> str:
-        aside = self._outcore_saves.aside
-        return super()._get_output_dir(trial) if aside is None else str(aside)
+        return str(self._outcore_saves.aside or super()._get_output_dir(trial))
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Not before it is whole."""
@@ -296,9 +299,11 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
             restore_random_states(read_small(Path(checkpoint), RANDOM_STATE), self.optimizer.engine.device)
         else:
             super()._load_rng_state(checkpoint)
+        self._outcore_reading.close()  # all is loaded
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Stream a checkpoint's weights in: now, or when the model is prepared. Without its other parts, refuse."""
+        self._outcore_reading.enter_context(held(Path(resume_from_checkpoint)))
         refuse_incomplete(resume_from_checkpoint)
         if attachment_of(self.model) is not None:
             load_weights(self.model, resume_from_checkpoint)

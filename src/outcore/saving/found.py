@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 from outcore.core.errors import ConfigError
 from outcore.memory.files.checkpoint_folder import clear_away, read_manifest, remove
@@ -17,6 +18,7 @@ _STEP = re.compile(r"(?:step|checkpoint)-(\d+)")
 _OURS = "step-"
 """Others are a Trainer's, who rotates them himself."""
 _TRAINER_STATE = "trainer_state.json"
+T = TypeVar("T")
 
 
 def found_in(directory: Path) -> list[tuple[int, Path]]:
@@ -65,22 +67,48 @@ def _of_a_run(path: Path, manifest: Manifest) -> tuple[Path, Manifest]:
 
 
 def _newest(directory: Path, step: int | None, holding: ExitStack, *, check: bool) -> tuple[Path, Manifest]:
-    there = [(number, path) for number, path in found_in(directory) if step in (None, number)]
-    for _, path in there:
-        holding.enter_context(held(path))
-        try:
-            return path, read_manifest(path, check=check)
-        except ConfigError as damaged:
-            if not path.exists():  # removed since, behind a newer one
-                return _newest(directory, step, holding, check=check)
-            if step is not None or path == there[-1][1]:
-                raise
-            warnings.warn(f"{damaged}. The one before is taken", stacklevel=6)
+    newest = newest_whole(
+        lambda: [path for number, path in found_in(directory) if step in (None, number)],
+        lambda path: read_manifest(path, check=check),
+        holding,
+    )
+    if newest is not None:
+        return newest
     what = "a checkpoint" if step is None else f"a checkpoint of step {step}"
     raise ConfigError(
         f"checkpoint: expected {what} in '{directory}', but there is none; name a folder that "
         "outcore.save_checkpoint() wrote"
     )
+
+
+def newest_whole(
+    there: Callable[[], list[Path]], read: Callable[[Path], T], holding: ExitStack
+) -> tuple[Path, T] | None:
+    """The first of some checkpoints that can be read. Of damaged ones it is said, and the next one is taken.
+
+    Args:
+        there: They, the newest first; asked again where one was removed meanwhile, behind a newer one.
+        read: Raises ``ConfigError`` if one is damaged.
+        holding: Nobody removes it until this is closed.
+
+    Returns:
+        It, and what was read. None: there are none.
+
+    Raises:
+        ConfigError: All are damaged.
+    """
+    paths = there()
+    for path in paths:
+        holding.enter_context(held(path))
+        try:
+            return path, read(path)
+        except ConfigError as damaged:
+            if not path.exists():
+                return newest_whole(there, read, holding)
+            if path == paths[-1]:
+                raise
+            warnings.warn(f"{damaged}. The one before is taken", stacklevel=7)
+    return None
 
 
 def prune(directory: Path, keep: int, *, newest: int | None = None, check: bool = False) -> list[Path]:

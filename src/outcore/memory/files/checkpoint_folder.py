@@ -29,7 +29,7 @@ import torch
 from outcore.core.errors import ConfigError, OutcoreError
 from outcore.core.quantities import PAGE_BYTES, format_bytes
 from outcore.memory.disk_file import disk_error
-from outcore.memory.files.locked_folder import make_locked, taken_alone, unlock
+from outcore.memory.files.locked_folder import make_locked, taken_alone, taken_when_free, unlock
 from outcore.memory.files.staged_files import sync
 from outcore.memory.piece_pool import ClosedError, PiecePool, StalledError
 from outcore.spec.checkpoint import BLOCK_BYTES, MANIFEST_NAME, Block, Manifest
@@ -41,6 +41,8 @@ _RENAME_EXCHANGE = 2  # linux/fs.h
 _AT_FDCWD = -100
 
 _EMPTY = Block(0, 0)
+_NAMES_SYNCED: set[tuple[int, int]] = set()
+"""Folders whose own names are durable: device and inode."""
 
 Fill = Callable[[int, int, torch.Tensor], None]
 """Put the bytes [start, stop) of a source into host memory (1D uint8). On several threads at once."""
@@ -194,7 +196,7 @@ class UnfinishedCheckpoint:
         self.target = target
         self._pid, self._lock = os.getpid(), -1
         try:
-            _make_durably(target.parent)
+            target.parent.mkdir(parents=True, exist_ok=True)
             clear_away(target.parent)
             self.path, self._lock = make_locked(lambda: _aside(target, "partial"))
             self._pool = BlockPool(is_direct=_takes_direct_io(self.path))
@@ -235,6 +237,7 @@ class UnfinishedCheckpoint:
         write_durably(self.path / MANIFEST_NAME, describe(known).to_json())
         for folder in sorted((p for p in (self.path, *self.path.rglob("*")) if p.is_dir()), reverse=True):
             sync(folder)
+        _sync_names_above(self.target.parent)
         _put_in_place(self.path, self.target)
         self._end()
 
@@ -251,12 +254,19 @@ class UnfinishedCheckpoint:
         self._pool.close()
 
 
-def _make_durably(folder: Path) -> None:
-    """With the folders above it: a name is durable when the folder that it stands in was synced."""
-    if not folder.is_dir():
-        _make_durably(folder.parent)
-        folder.mkdir(exist_ok=True)
-        sync(folder.parent)
+def _sync_names_above(folder: Path) -> None:
+    """A name is durable when the folder that it stands in was synced: of this folder, and once of those above."""
+    for path in [folder.absolute(), *folder.absolute().parents]:
+        state = path.stat()
+        try:
+            sync(path.parent)
+        except OSError as error:
+            if error.errno in (errno.EIO, errno.ENOSPC):
+                raise
+            # a folder that may not be read, or cannot be synced, was there before
+        if (state.st_dev, state.st_ino) in _NAMES_SYNCED:
+            return
+        _NAMES_SYNCED.add((state.st_dev, state.st_ino))
 
 
 def _aside(target: Path, kind: str) -> Path:
@@ -422,10 +432,11 @@ def _put_in_place(path: Path, target: Path) -> None:
     except OSError:
         if not os.path.lexists(target):
             raise
-        if not _exchange(path, target):
-            old = _aside(target, "old")
-            target.rename(old)
-            path.rename(target)
+        with taken_when_free(target, _STALL_TIMEOUT_S):  # who reads the old one must not find parts of the new one
+            if not _exchange(path, target):
+                old = _aside(target, "old")
+                target.rename(old)
+                path.rename(target)
     sync(target.parent)
     with suppress(OSError):
         old.unlink() if old.is_symlink() or not old.is_dir() else shutil.rmtree(old)

@@ -5,13 +5,16 @@ A lock ends with its process. Filesystems without locks on folders (NFS) refuse:
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_LOOK_AGAIN_S = 0.02
 
 
 def make_locked(new_name: Callable[[], Path]) -> tuple[Path, int]:
@@ -44,16 +47,45 @@ def unlock(lock: int) -> None:
 
 @contextmanager
 def held(path: Path) -> Iterator[None]:
-    """Nobody takes the folder alone inside the block."""
+    """Nobody takes the folder alone inside the block, nor puts another one in its place."""
     lock = -1
     with suppress(OSError):  # gone already: whoever reads it says so
-        lock = os.open(path, _FLAGS)
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        while lock < 0:
+            lock = os.open(path, _FLAGS)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                is_it = os.path.samestat(os.fstat(lock), path.stat())
+            except BlockingIOError:  # it is replaced or removed in this moment
+                is_it = False
+            if not is_it:
+                unlock(lock)
+                lock = -1
+                time.sleep(_LOOK_AGAIN_S)
     try:
         yield
     finally:
         if lock >= 0:
             unlock(lock)
+
+
+@contextmanager
+def taken_when_free(path: Path, timeout_s: float) -> Iterator[None]:
+    """Nobody else has the folder inside the block; those who have it are waited for.
+
+    Raises:
+        OSError: EBUSY: Somebody has it after all that time. It cannot be opened.
+    """
+    end_s = time.monotonic() + timeout_s
+    with ExitStack() as holding:
+        while True:
+            try:
+                holding.enter_context(taken_alone(path, needs_lock=False))
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > end_s:
+                    raise OSError(errno.EBUSY, f"somebody reads it for more than {timeout_s:g} s") from error
+            time.sleep(_LOOK_AGAIN_S)
+        yield
 
 
 @contextmanager
