@@ -62,10 +62,8 @@ def forced(
         num_ranks: So many train together.
     """
     rule, groups = (None, []) if optimizer is None else (rule_for(*members(optimizer)), optimizer.param_groups)
-    names, keeps = (() if rule is None else rule.state_names(groups)), (None if rule is None else rule.kept(groups))
-    cut = partition(
-        model, units=units, state_names=names, keeps=keeps, precision=precision, micro_batches_in_unit=pieces
-    )
+    keeps = None if rule is None else rule.kept(groups)
+    cut = partition(model, units=units, keeps=keeps, precision=precision, micro_batches_in_unit=pieces)
     spec = cut.spec.among(num_ranks, 0)
     assert may_be_one or len(spec.units) > 1, "nothing moves"
     plans = []

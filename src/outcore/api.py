@@ -399,7 +399,6 @@ def _cut(
     return rule, partition(
         model,
         units=options.units,
-        state_names=() if rule is None else rule.state_names(groups),
         keeps=None if rule is None else rule.kept(groups),
         precision=options.precision,
         micro_batches_in_unit=options.micro_batches_in_unit or 1,

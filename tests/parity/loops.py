@@ -271,6 +271,12 @@ def build_optimizer(
         rest = {n: p for n, p in named.items() if p.ndim != 2}
         adamw = build_optimizer(dataclasses.replace(setting, optimizer="adamw"), rest, is_fused=is_fused)
         return Both([torch.optim.Muon(list(matrices.values()), lr=1e-2), adamw])
+    if ":" in setting.optimizer:  # such as "adamw:8bit"
+        name, chosen = setting.optimizer.split(":")
+        optimizer = build_optimizer(dataclasses.replace(setting, optimizer=name), named, is_fused=is_fused)
+        for group in optimizer.param_groups:
+            group["state_format"] = chosen
+        return optimizer
     cls, options = OPTIMIZERS[setting.optimizer]
     groups: list[dict[str, Any]] = [{"params": list(named.values())}]
     if setting.groups == "two":

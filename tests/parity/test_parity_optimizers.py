@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 
 from .cases import Case, run_checked
 from .loops import BY_RULE, Setting, assert_equal, plain_loop
@@ -31,3 +32,17 @@ def test_an_optimizer_by_rule_equals_its_torch_step(optimizer: str, kind: str, t
     case = KINDS[kind]
     case = dataclasses.replace(case, setting=dataclasses.replace(case.setting, optimizer=optimizer, steps=4))
     assert_equal(plain_loop(case.name, case.setting), run_checked(case, tmp_path))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("fits", "mixed")])
+@pytest.mark.parametrize("optimizer", ["adamw:bf16", "adamw:8bit", "nadam:bf16"])
+def test_states_in_fewer_bytes_are_the_same_wherever_they_live(optimizer: str, kind: str, tmp_path: Path) -> None:
+    """There is no plain loop with such states: the plan with all on the device, which updates at once, is held against
+    the others. What a step does is compared with torch's in ``tests/optim/test_formats.py``."""
+    case = KINDS[kind]
+    setting = dataclasses.replace(case.setting, optimizer=optimizer, steps=3)
+    at_once = Case("qwen3", "device", setting)
+    got = run_checked(dataclasses.replace(case, name="qwen3", setting=setting), tmp_path / "a")
+    assert_equal(run_checked(at_once, tmp_path / "b"), got)
+    stored = {t.dtype for states in got.moments.values() for n, t in states.items() if n in ("exp_avg", "exp_avg_sq")}
+    assert stored == ({torch.bfloat16} if "bf16" in optimizer else {torch.uint8, torch.float32})

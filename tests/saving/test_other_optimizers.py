@@ -27,9 +27,15 @@ def muon(model: Any) -> list[torch.optim.Optimizer]:
     return [torch.optim.Muon([p for p in params if p.ndim == 2], lr=1e-2), adamw]
 
 
+def stored_in(chosen: str) -> Any:
+    return lambda model: torch.optim.AdamW([{"params": trained(model), "state_format": chosen}], lr=1e-2)
+
+
 OPTIMIZERS = {
     "nadam": lambda model: torch.optim.NAdam(trained(model), lr=1e-2),  # a number that every step multiplies
     "adafactor": lambda model: torch.optim.Adafactor(trained(model), lr=1e-2),  # states of other shapes
+    "bf16": stored_in("bf16"),  # noise that goes on
+    "8bit": stored_in("8bit"),  # codes and scales
     "muon": muon,  # two optimizers, whose parameters have other states
 }
 
@@ -145,12 +151,12 @@ def test_whole_parameters_are_summed_by_as_many_threads_as_in_a_loop(name: str, 
         for tier in ("device", "host"):
             torch.manual_seed(0)
             model = torch.nn.Sequential(
-                torch.nn.Linear(250, 250), *[torch.nn.Sequential(torch.nn.Linear(250, 250)) for _ in range(4)]
+                torch.nn.Linear(250, 250), *[torch.nn.Sequential(torch.nn.Linear(250, 250)) for _ in range(2)]
             )
             optimizer = OPTIMIZERS[name](model)
             joined = Joined(optimizer) if isinstance(optimizer, list) else optimizer
             with small.prepared(model, tmp_path, tier, optimizer=joined) as (model, streamed):
-                for step in range(2):
+                for step in range(1):
                     torch.manual_seed(step)
                     model(torch.randn(8, 250)).square().sum().backward()
                     streamed.step()
@@ -159,3 +165,23 @@ def test_whole_parameters_are_summed_by_as_many_threads_as_in_a_loop(name: str, 
         small.same(*results)
     finally:
         torch.set_num_threads(count)
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    with prepared("8bit", tmp_path, "host") as (model, optimizer):
+        small.train(model, optimizer)
+        state_dict, group = optimizer.state_dict(), optimizer.param_groups[0]
+        group["state_format"] = "bf16"
+        model(**small.batch()).loss.backward()
+        with pytest.raises(UnsupportedError, match="state_format that the param group of .* is 'bf16' now"):
+            optimizer.step()
+        group["state_format"] = "8bit"
+        optimizer.step()
+        param = group["params"][0]
+        with pytest.raises(ConfigError, match="as codes of 8 bits, as this run stores it, but got torch.float32"):
+            optimizer.state[param] = {"step": 1, "exp_avg": torch.zeros(param.shape)}
+        outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1, wait=True)
+    with prepared("bf16", tmp_path, "host") as (model, optimizer):
+        with pytest.raises(ConfigError, match="expected one of this model, optimizer and precision"):
+            outcore.load_checkpoint(model, optimizer, tmp_path / "c")
+        assert state_dict["param_groups"][0]["state_format"] == "8bit"

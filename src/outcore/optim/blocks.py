@@ -15,12 +15,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import final
 
 import torch
 from torch import Tensor
 
 from outcore.core.quantities import align_up
+from outcore.optim.formats import NOISE_NUMEL, SCALED_NUMEL, Codes, decode, encode, is_scale
 from outcore.optim.kernels import FusedStep, apply
 from outcore.optim.rules import Hyper, RuleHyper, SgdHyper
 
@@ -58,6 +60,16 @@ class Piece:
     """Meta tensors of the shape and strides that the rule is to see: of the parameter ("") and of states with a shape
     of their own. For what is updated as a whole."""
 
+    codes: Codes | None = None
+    """How states are stored; None: as they are updated."""
+    start: int = 0
+    """First element of the parameter here."""
+
+    @property
+    def cut_numel(self) -> int:
+        """Cuts are at multiples of it."""
+        return SCALED_NUMEL if self.codes is not None and self.codes.has_scales else CUT_NUMEL
+
     @property
     def is_whole(self) -> bool:
         """Whether it must not be cut."""
@@ -73,17 +85,16 @@ class Piece:
             return [None] * len(numels) if tensor is None else tensor.split_with_sizes(numels)
 
         def cut_each(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-            columns: dict[str, Sequence[Tensor]] = {
-                name: [tensor] * len(numels) if name in self.numbers else tensor.split_with_sizes(numels)
-                for name, tensor in tensors.items()
-            }
+            columns = {name: self._cut_state(name, tensor, numels) for name, tensor in tensors.items()}
             return [{name: column[i] for name, column in columns.items()} for i in range(len(numels))]
 
         targets, grads, weights = self.target.split_with_sizes(numels), cut(self.grad), cut(self.weights)
         states, old_targets, old_states = cut_each(self.states), cut(self.old_target), cut_each(self.old_states)
-        for i, target in enumerate(targets):
+        starts = accumulate(numels, initial=self.start)
+        for i, (target, start) in enumerate(zip(targets, starts, strict=False)):
             yield replace(
                 self,
+                start=start,
                 target=target,
                 grad=grads[i],
                 states=states[i],
@@ -91,6 +102,13 @@ class Piece:
                 old_target=old_targets[i],
                 old_states=old_states[i],
             )
+
+    def _cut_state(self, name: str, tensor: Tensor, numels: Sequence[int]) -> Sequence[Tensor]:
+        if name in self.numbers:
+            return [tensor] * len(numels)
+        if self.codes is not None and is_scale(name, self.codes):
+            return tensor.split_with_sizes([-(-numel // SCALED_NUMEL) for numel in numels])
+        return tensor.split_with_sizes(numels)
 
 
 class StoppedError(Exception):
@@ -114,25 +132,33 @@ def update_blocks(pieces: Iterable[Piece], scratch: Tensor, is_stopped: Callable
         StoppedError: It said yes.
     """
     with torch.no_grad():
-        for (hyper, dtype, _), group in _alike(pieces).items():
+        for (hyper, dtype, _, formats), group in _alike(pieces).items():
             # A rule makes tensors of the size of a block, and all of them should fit where the scratch does.
-            cuts = scratch.numel() // (dtype.itemsize * CUT_NUMEL)
-            if isinstance(hyper, RuleHyper):
-                cuts = min(cuts, max(int(cuts / max(hyper.rule.temporaries, 1.0)), 1))
-            numel = cuts * CUT_NUMEL
-            room = scratch[: numel * dtype.itemsize].view(dtype)
+            cut, lanes = group[0].cut_numel, 1 + len(formats)
+            cuts = scratch.numel() // (dtype.itemsize * cut * lanes)
+            if isinstance(hyper, RuleHyper) or formats:
+                times = hyper.rule.temporaries if isinstance(hyper, RuleHyper) else 2.0
+                cuts = min(cuts, max(int(cuts / max(times / lanes, 1.0)), 1))
+            numel = cuts * cut
+            if formats and scratch.is_cpu:
+                numel = min(numel, NOISE_NUMEL // cut * cut)
+            room = scratch[: lanes * numel * dtype.itemsize].view(dtype).view(lanes, numel)
             for blocks in ([piece] for piece in group) if group[0].is_whole else _filled(group, numel):
                 if is_stopped():
                     raise StoppedError("the model was closed")
                 _update(blocks, room)
 
 
-def _alike(pieces: Iterable[Piece]) -> dict[tuple[Hyper, torch.dtype, bool], list[Piece]]:
-    """Pieces that one kernel call can take: same settings, same dtype."""
-    alike: dict[tuple[Hyper, torch.dtype, bool], list[Piece]] = {}
+_Alike = tuple[Hyper, torch.dtype, bool, tuple[tuple[str, str], ...]]
+
+
+def _alike(pieces: Iterable[Piece]) -> dict[_Alike, list[Piece]]:
+    """Pieces that one kernel call can take: same settings, same dtype, states stored in the same way."""
+    alike: dict[_Alike, list[Piece]] = {}
     for piece in pieces:
         first = isinstance(piece.hyper, SgdHyper) and piece.step == 1
-        alike.setdefault((piece.hyper, piece.target.dtype, first), []).append(piece)
+        formats = () if piece.codes is None else tuple(piece.codes.formats.items())
+        alike.setdefault((piece.hyper, piece.target.dtype, first, formats), []).append(piece)
     return alike
 
 
@@ -141,11 +167,11 @@ def _filled(pieces: Sequence[Piece], block_numel: int) -> Iterator[list[Piece]]:
     if not block_numel:
         raise AssertionError(f"the scratch of an update holds less than {CUT_NUMEL} elements")
     batch: list[Piece] = []
-    room = block_numel
+    room, cut = block_numel, pieces[0].cut_numel
     for piece in pieces:
         for block in piece.parts(_sizes(piece.target.numel(), room, block_numel)):
             batch.append(block)
-            room -= align_up(block.target.numel(), CUT_NUMEL)
+            room -= align_up(block.target.numel(), cut)
             if room <= 0:
                 yield batch
                 batch, room = [], block_numel
@@ -161,39 +187,76 @@ def _sizes(numel: int, first: int, following: int) -> list[int]:
     return [first, *[following] * whole, *([rest] if rest else [])]
 
 
-def _update(blocks: list[Piece], scratch: Tensor) -> None:
-    """One kernel call, and the casts around it. ``scratch`` has the dtype of the targets."""
-    grads, start = [], 0
-    for block in blocks:
-        numel = block.target.numel()
-        if block.is_whole:
-            room = torch.empty_like(block.target) if _needs_room(block) else block.target
-        else:
-            room = scratch if numel == scratch.numel() else scratch[start : start + numel]
-        grads.append(_gradient(block, room))
-        start += align_up(numel, CUT_NUMEL)
+def _update(blocks: list[Piece], lanes: Tensor) -> None:
+    """One kernel call, and the casts around it.
+
+    Args:
+        blocks: Alike.
+        lanes: Scratch of the dtype of the targets: a row for gradients, and one for each state that is coded.
+    """
+    grads = _gradients(blocks, lanes[0])
     hyper = blocks[0].hyper
     for block in blocks:  # out of place: the new bytes of a block are in cache when the kernel comes to them
         if block.old_target is not None:
             block.target.copy_(block.old_target)
         for name, old in block.old_states.items():
             block.states[name].copy_(old)
+    held = [block.states for block in blocks] if len(lanes) == 1 else list(_decoded(blocks, lanes))
     if isinstance(hyper, RuleHyper):
-        for block, grad in zip(blocks, grads, strict=True):
-            _follow(hyper, block, grad)
+        for block, grad, states in zip(blocks, grads, held, strict=True):
+            _follow(hyper, block, grad, states)
     else:
         targets, steps = [block.target for block in blocks], [block.step for block in blocks]
-        states = [tuple(block.states[name] for name in hyper.state_names) for block in blocks]
-        apply(FusedStep(hyper=hyper, targets=targets, grads=grads, states=states, steps=steps))
+        columns = [tuple(states[name] for name in hyper.state_names) for states in held]
+        apply(FusedStep(hyper=hyper, targets=targets, grads=grads, states=columns, steps=steps))
+    if len(lanes) > 1:
+        _encode(blocks, lanes)
     for block in blocks:
         if block.weights is not None:
             block.weights.copy_(block.target)
 
 
-def _follow(hyper: RuleHyper, block: Piece, grad: Tensor) -> None:
+def _gradients(blocks: Sequence[Piece], scratch: Tensor) -> list[Tensor]:
+    grads, start, is_whole, cut = list[Tensor](), 0, blocks[0].is_whole, blocks[0].cut_numel
+    for block in blocks:
+        numel = block.target.numel()
+        if is_whole:
+            room = torch.empty_like(block.target) if _needs_room(block) else block.target
+        else:
+            room = scratch if numel == scratch.numel() else scratch[start : start + numel]
+        grads.append(_gradient(block, room))
+        start += align_up(numel, cut)
+    return grads
+
+
+def _rooms(blocks: Sequence[Piece], lanes: Tensor) -> Iterator[tuple[Piece, Codes, dict[str, Tensor]]]:
+    """The scratch of every coded state of every block."""
+    start = 0
+    for block in blocks:
+        if block.codes is None:
+            raise AssertionError("a block whose states are not coded among others")
+        stop = start + align_up(block.target.numel(), block.cut_numel)
+        rooms = {name: lanes[i][start:stop] for i, name in enumerate(block.codes.formats, start=1)}
+        yield block, block.codes, rooms
+        start = stop
+
+
+def _decoded(blocks: Sequence[Piece], lanes: Tensor) -> Iterator[dict[str, Tensor]]:
+    for block, codes, rooms in _rooms(blocks, lanes):
+        opened = {name: decode(name, block.states, codes, room) for name, room in rooms.items()}
+        yield {n: opened.get(n, t) for n, t in block.states.items() if not is_scale(n, codes)}
+
+
+def _encode(blocks: Sequence[Piece], lanes: Tensor) -> None:
+    for block, codes, rooms in _rooms(blocks, lanes):
+        for name, room in rooms.items():
+            encode(name, block.states, codes, room, block.start, block.step)
+
+
+def _follow(hyper: RuleHyper, block: Piece, grad: Tensor, held: Mapping[str, Tensor]) -> None:
     """The rule's own function."""
     numbers = {name: _number(value, block.states[name].dtype) for name, value in block.numbers.items()}
-    states = {name: numbers[name] if name in numbers else t for name, t in block.states.items()}
+    states = {name: numbers[name] if name in numbers else t for name, t in held.items()}
     target = block.target
     if block.is_whole:
         target, grad = _shaped(target, block.likes[""]), _shaped(grad, block.likes[""])
@@ -252,18 +315,18 @@ def _gradient(block: Piece, room: Tensor) -> Tensor:
 def split(pieces: Sequence[Piece], num_shares: int) -> list[list[Piece]]:
     """Cut work into shares of equal numbers of elements, in order; the same cut for the same pieces.
 
-    A parameter may be cut at multiples of ``CUT_NUMEL``. Shares may be empty where there is too little work.
+    A parameter may be cut at multiples of its ``cut_numel``. Shares may be empty where there is too little work.
     """
     total = sum(piece.target.numel() for piece in pieces)
     ends = [-(-total * (i + 1) // num_shares) for i in range(num_shares)]
     shares: list[list[Piece]] = [[] for _ in range(num_shares)]
     done = 0
     for piece in pieces:
-        numels, owners = [], []
+        numels, owners, cut = [], [], piece.cut_numel
         numel = piece.target.numel()
         while numel:
             owners.append(bisect_right(ends, done))
-            numels.append(min(align_up(ends[owners[-1]] - done, CUT_NUMEL), numel))
+            numels.append(min(align_up(ends[owners[-1]] - done, cut), numel))
             done += numels[-1]
             numel -= numels[-1]
         for owner, part in zip(owners, piece.parts(numels), strict=True):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from outcore.core.errors import ConfigError
+from outcore.optim.formats import CODING_BYTES, StateFormat, coded, format_of
 from outcore.optim.of_torch import RULES, TorchRule
 from outcore.optim.rule import Rule, State, settings_of
 from outcore.spec.layout import SCRATCH_BYTES
@@ -202,9 +203,29 @@ class UpdateRule:
             forms = tuple(
                 StateForm(n, _name_of(s.dtype) if s.dtype else dtype, s.shape, s.initial) for n, s in states.items()
             )
-            return Kept(forms, *_temporaries(kind.hyper(group), param.numel() * DTYPE_BYTES[dtype]))
+            hyper, chosen = kind.hyper(group), format_of(group)
+            made, is_whole = _temporaries(hyper, param.numel() * DTYPE_BYTES[dtype])
+            if chosen != "fp32":
+                _refuse_format(kind.name, chosen, dtype, is_whole=is_whole)
+                forms = tuple(each for form in forms for each in _coded(form, param.numel(), dtype, chosen))
+                made += CODING_BYTES
+            return Kept(forms, made, is_whole)
 
         return kept
+
+
+def _coded(form: StateForm, numel: int, dtype: str, chosen: StateFormat) -> tuple[StateForm, ...]:
+    """Those of the parameter's own shape and dtype are coded; numbers and the like stay as they are."""
+    return coded(form, numel, chosen) if form.shape is None and form.dtype == dtype else (form,)
+
+
+def _refuse_format(name: str, chosen: StateFormat, dtype: str, *, is_whole: bool) -> None:
+    if is_whole or dtype != "float32":
+        why = "which updates whole parameters" if is_whole else f"whose parameters are updated in {dtype}"
+        raise ConfigError(
+            f"optimizer: expected state_format 'fp32' with {name}, {why}, but got {chosen!r}; leave it out, or choose "
+            f"{'an optimizer that works by element' if is_whole else 'precision bf16 or fp32'}"
+        )
 
 
 def _name_of(dtype: torch.dtype) -> str:

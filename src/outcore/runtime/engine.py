@@ -84,7 +84,7 @@ class Engine:
         self.gradients = self._gradients_of(promises, run_here if workers is None else workers.run_all, world)
         self.access = Access(self.opened.tiers, order.pools, device, self.weights, world)
         self.states = States(self.places, self.access, has_optimizer=rule is not None)
-        self.settings = Settings(rule, self.states.names)
+        self.settings = Settings(rule, self.states.spec)
         self._stepper: Stepper = self._streamed_updates()
         self._services = Services(
             self.weights,

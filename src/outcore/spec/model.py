@@ -133,6 +133,11 @@ class ParamSpec:
         return _outermost_first(self.strides or row_major(self.shape))
 
     @property
+    def is_coded(self) -> bool:
+        """Whether a state of its shape is stored in another dtype than it is updated in."""
+        return any(form.shape is None and form.dtype != self.update_dtype for form in self.states or ())
+
+    @property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)

@@ -142,6 +142,7 @@ def room_bytes(model: ModelSpec, plan: Plan, limits: Limits) -> int:
 def can_be_plain(model: ModelSpec, plan: Plan) -> bool:
     """See [Note: plain plans]."""
     is_one_sum = model.micro_batches_in_unit == 1  # of a pass; autograd itself would sum pieces otherwise
-    one_form = is_one_sum and all(p.dtype == p.update_dtype for unit in model.units for p in unit.trainable)
+    trained = [p for unit in model.units for p in unit.trainable]
+    one_form = is_one_sum and all(p.dtype == p.update_dtype and not p.is_coded for p in trained)
     alone = all(unit.num_ranks == 1 for unit in model.units)
     return alone and plan.rests_on_device and one_form and not any(has_master(u, model.precision) for u in plan.units)

@@ -61,7 +61,7 @@ def partition(
         model: Any module, on any device, also meta.
         units: Exactly these modules (see ``select_units``); None finds repeated blocks and large input embeddings.
         state_names: Optimizer states per trainable element, torch's names, without master weights.
-        keeps: What each parameter has of them; None: all, of its own shape and in the dtype of its update.
+        keeps: What each parameter has, instead. None: all of them, of its own shape and in the dtype of its update.
         precision: None is ``choose_precision(model)``.
         micro_batches_in_unit: In so many pieces every unit runs a batch.
 
@@ -91,6 +91,9 @@ def partition(
         described = tuple(_describe(n, p, wanted, None if id(p) in opaque else dtype, keeps) for n, p in own)
         specs.append(UnitSpec(name=name, params=described, buffer_bytes=buffer_bytes, is_cut=micro_batches_in_unit > 1))
         params.append(tuple(p for _, p in own))
+    if keeps is not None:
+        forms = (form for unit in specs for param in unit.trainable for form in param.states or ())
+        state_names = tuple(dict.fromkeys(form.name for form in forms))
     spec = ModelSpec(
         units=tuple(specs),
         state_names=tuple(state_names),

@@ -8,6 +8,7 @@ import torch
 from torch.nn import Parameter
 
 from outcore.memory.arena import TEMPORARY, Buffer, Region
+from outcore.optim.formats import codes_of
 from outcore.spec.layout import StateSpec
 from outcore.spec.model import ParamSpec, Part, UnitSpec, row_major
 
@@ -42,6 +43,7 @@ class Views:
             for own, param in zip(named, spec.trainable, strict=True)
         ]
         """Dtypes of states that are one number, which a step reads before it begins: what is not cut needs none."""
+        self.codes = [codes_of(param) for param in spec.trainable]
 
     def weights(self, buffer: Buffer) -> list[torch.Tensor]:
         """All parameters over a buffer in the weights layout."""

@@ -19,6 +19,7 @@ from outcore.device.device import Device
 from outcore.device.lanes import Handle
 from outcore.memory.arena import Buffer
 from outcore.optim.blocks import Piece, update_blocks
+from outcore.optim.formats import StateFormat, format_of, refuse_other_format
 from outcore.optim.rules import Hyper, UpdateRule
 from outcore.order.ledger import Span
 from outcore.runtime.gradients.handle import GradHandle
@@ -26,6 +27,7 @@ from outcore.runtime.gradients.of_unit import UnitGradients
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.updates.workers import UpdateWorkers
 from outcore.spec.lanes import Lane
+from outcore.spec.model import ParamSpec
 
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Targets and sources."""
@@ -227,6 +229,7 @@ def pieces_of(
                 old_target=None if old_targets is None else old_targets[i],
                 old_states={name: old_views[name][i] for name in moments} if old_views else {},
                 numbers=change.numbers,
+                codes=unit.views.codes[i],
                 likes=likes_of(unit, i) if unit.spec.params[i].is_whole else _NO_LIKES,
             )
         )
@@ -247,10 +250,10 @@ def _views(unit: Unit, states: Buffer | None) -> dict[str, list[torch.Tensor]]:
 class Settings:
     """What the rule makes of param groups."""
 
-    def __init__(self, rule: UpdateRule | None, state_names: Callable[[torch.Tensor], Sequence[str] | None]) -> None:
-        """Args: rule: None without an optimizer. state_names: For which a parameter has memory, if it is trained."""
-        self._rule, self._state_names = rule, state_names
-        self._checked: dict[int, tuple[Hyper, int]] = {}
+    def __init__(self, rule: UpdateRule | None, held: Callable[[torch.Tensor], ParamSpec | None]) -> None:
+        """Args: rule: None without an optimizer. held: What is kept of a parameter, if it is trained."""
+        self._rule, self._held = rule, held
+        self._checked: dict[int, tuple[Hyper, int, StateFormat]] = {}
         self.groups: Sequence[Mapping[str, Any]] = ()
         """The user's own list."""
 
@@ -267,9 +270,10 @@ class Settings:
         rule = self.expect_rule()
         hypers = [rule.hyper(group) for group in groups]
         for number, (hyper, group) in enumerate(zip(hypers, groups, strict=True)):
-            if self._checked.get(number) != (hyper, len(group["params"])):
+            now = hyper, len(group["params"]), format_of(group)
+            if self._checked.get(number) != now:
                 self._refuse_new_states(rule, group)
-                self._checked[number] = hyper, len(group["params"])
+                self._checked[number] = now
         return {id(p): hyper for group, hyper in zip(groups, hypers, strict=True) for p in group["params"]}
 
     def expect_rule(self) -> UpdateRule:
@@ -286,8 +290,12 @@ class Settings:
 
     def _refuse_new_states(self, rule: UpdateRule, group: Mapping[str, Any]) -> None:
         for param in group["params"]:
-            held = self._state_names(param)
-            missing = [] if held is None else [name for name in rule.states(param, group) if name not in held]
+            spec = self._held(param)
+            if spec is None:
+                continue
+            held = {form.name: form for form in spec.states or ()}
+            refuse_other_format(spec, group)
+            missing = [name for name in rule.states(param, group) if name not in held]
             if missing:
                 raise UnsupportedError(
                     f"expected param groups that need no other states than at outcore.prepare(), but one needs "

@@ -23,7 +23,7 @@ from outcore.runtime.unit.unit import Beneath, Unit
 from outcore.runtime.unit.views import flat, own_slice, shaped, torch_dtype
 from outcore.runtime.weights import Weights
 from outcore.spec.layout import StateSpec
-from outcore.spec.model import Part
+from outcore.spec.model import ParamSpec, Part
 
 _SAMPLE_BYTES = 4096
 
@@ -216,6 +216,11 @@ class States:
         unit, index = self._places.get(id(param), (None, 0))
         return None if unit is None or index >= unit.num_trainable else (unit, index)
 
+    def spec(self, param: torch.Tensor) -> ParamSpec | None:
+        """Of a trained parameter."""
+        unit, index = self.place(param) or (None, 0)
+        return None if unit is None else unit.spec.params[index]
+
     def names(self, param: torch.Tensor) -> list[str] | None:
         """States for which a parameter has memory; None: it is not trained."""
         unit, index = self.place(param) or (None, 0)
@@ -237,6 +242,12 @@ class States:
                 raise ConfigError(
                     f"optimizer state: expected {state.name} of '{spec.name}' with shape {shape}, but got "
                     f"{tuple(value.shape)}; it was saved for another model or optimizer"
+                )
+
+            if value is not None and state.parts[index].dtype == "uint8" and value.dtype != torch.uint8:
+                raise ConfigError(
+                    f"optimizer state: expected {state.name} of '{spec.name}' as codes of 8 bits, as this run stores "
+                    f"it, but got {value.dtype}; load states of the same state_format"
                 )
 
     def load(self, param: torch.Tensor, values: Mapping[str, Any]) -> None:

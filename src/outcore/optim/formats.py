@@ -1,0 +1,219 @@
+"""States in fewer bytes than they are updated in: decoded into fp32 for one block at a time, and encoded again.
+
+[Note: stochastic rounding] A moment in bf16 moves by less than half a step of bf16 most of the time, so rounding to
+nearest would leave it where it is. Here it is rounded up with the probability that makes the mean right. The noise is a
+function of the parameter's name, the element and the step. So it does not depend on the plan, and a run that is resumed
+draws what it would have drawn.
+
+[Note: 8 bits] Blocks of 256 elements have one scale, the largest magnitude, and each element is the nearest of 256
+numbers between -1 and 1 (of a state that is never negative, between 0 and 1). These are the dynamic maps of
+bitsandbytes (arXiv:2110.02861), so codes and scales are the same as its own. The nearest code is looked up by the upper
+half of a float's bits; within one such step there is at most one boundary between codes, which is compared with.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.core.quantities import align_up
+from outcore.spec.model import ParamSpec, StateForm
+
+StateFormat = Literal["fp32", "bf16", "8bit"]
+FORMATS: tuple[StateFormat, ...] = get_args(StateFormat)
+SCALED_NUMEL = 256
+"""Elements that share a scale."""
+LEAST_8BIT_NUMEL = 4096
+"""Smaller parameters keep states in fp32, as with bitsandbytes."""
+CODING_BYTES = 24 * 2**20
+"""The most that coding makes besides on a device: noise, and indices of a block."""
+_SCALE = "_absmax"
+_PERIOD = 65521  # of noise; prime, so that no row of a matrix gets what the row above gets
+NOISE_NUMEL = _PERIOD
+"""Blocks of so many elements draw from noise that is made once."""
+_NEVER_NEGATIVE = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "exp_inf", "sum")
+
+
+def format_of(group: Mapping[str, object]) -> StateFormat:
+    """What a param group asks for under ``state_format``.
+
+    Raises:
+        ConfigError: Something else than a format.
+    """
+    found = group.get("state_format", "fp32")
+    if found not in FORMATS:
+        raise ConfigError(
+            f"optimizer: expected state_format to be one of {', '.join(FORMATS)} in a param group, but got {found!r}"
+        )
+    return found
+
+
+def refuse_other_format(param: ParamSpec, group: Mapping[str, object]) -> None:
+    """Raise if a group asks for another format than its parameter was given memory for.
+
+    Raises:
+        UnsupportedError: It does.
+    """
+    chosen, stored = format_of(group), codes_of(param)
+    has_none = chosen == "fp32" or (chosen == "8bit" and param.numel < LEAST_8BIT_NUMEL)
+    if not param.states or (has_none if stored is None else chosen in stored.formats.values()):
+        return
+    raise UnsupportedError(
+        f"expected the state_format that the param group of '{param.name}' had at outcore.prepare(), when memory was "
+        f"taken, but it is {chosen!r} now; set it before prepare"
+    )
+
+
+def coded(form: StateForm, numel: int, chosen: StateFormat) -> tuple[StateForm, ...]:
+    """How a state of so many elements is stored."""
+    if chosen == "bf16":
+        return (StateForm(form.name, "bfloat16", None, form.initial),)
+    if chosen == "fp32" or numel < LEAST_8BIT_NUMEL:
+        return (form,)
+    scales = StateForm(form.name + _SCALE, "float32", (-(-numel // SCALED_NUMEL),), form.initial)
+    return StateForm(form.name, "uint8", None, 255.0 if form.initial else 0.0), scales
+
+
+class Codes(NamedTuple):
+    """How the states of a piece are stored."""
+
+    formats: Mapping[str, StateFormat]
+    """By the name of a state that is coded."""
+    seed: int
+    """Of the noise."""
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether cuts must keep to blocks of ``SCALED_NUMEL``."""
+        return "8bit" in self.formats.values()
+
+
+def codes_of(param: ParamSpec) -> Codes | None:
+    """How the states of a parameter are stored; None: as they are updated."""
+    if not param.is_coded:
+        return None
+    formats: dict[str, StateFormat] = {
+        form.name: "bf16" if form.dtype == "bfloat16" else "8bit"
+        for form in param.states or ()
+        if form.shape is None and form.dtype != param.update_dtype
+    }
+    return Codes(formats, zlib.crc32(param.name.encode()))
+
+
+def is_scale(name: str, codes: Codes) -> bool:
+    """Whether a state is the scale of another one."""
+    return codes.formats.get(name.removesuffix(_SCALE)) == "8bit" and name.endswith(_SCALE)
+
+
+def decode(name: str, states: Mapping[str, Tensor], codes: Codes, room: Tensor) -> Tensor:
+    """A state as fp32, at the beginning of ``room``."""
+    stored = states[name]
+    values = room[: stored.numel()]
+    if codes.formats[name] == "bf16":
+        return values.copy_(stored)
+    torch.index_select(_map(name, stored.device), 0, stored.int(), out=values)
+    numel = align_up(stored.numel(), SCALED_NUMEL)
+    room[stored.numel() : numel].zero_()
+    room[:numel].view(-1, SCALED_NUMEL).mul_(states[name + _SCALE][:, None])
+    return values
+
+
+def encode(name: str, states: Mapping[str, Tensor], codes: Codes, room: Tensor, start: int, step: int) -> None:
+    """Store what ``decode`` gave, with what an update made of it.
+
+    Args:
+        name: Of the state.
+        states: Where it is stored.
+        codes: How.
+        room: As for ``decode``; overwritten.
+        start: First element of the parameter in the piece.
+        step: Of the parameter.
+    """
+    stored = states[name]
+    if codes.formats[name] == "bf16":
+        bits = room[: stored.numel()].view(torch.int32)
+        place = (start + codes.seed + sum(name.encode())) % _PERIOD  # states of one element draw apart
+        bits.add_(_noise(codes.seed, step, stored, place + stored.numel())[place : place + stored.numel()])
+        bits.bitwise_and_(-65536)
+        stored.copy_(room[: stored.numel()])
+        return
+    numel = align_up(stored.numel(), SCALED_NUMEL)
+    room[stored.numel() : numel].zero_()
+    rows = room[:numel].view(-1, SCALED_NUMEL)
+    scales = torch.linalg.vector_norm(rows, ord=float("inf"), dim=1)
+    states[name + _SCALE].copy_(scales)
+    rows.mul_(scales.masked_fill_(scales == 0, 1.0).reciprocal_()[:, None]).clamp_(-1.0, 1.0)
+    values = room[: stored.numel()]
+    index = (values.view(torch.int32) >> 16).add_(32768)
+    lower, boundary = _nearest(name in _NEVER_NEGATIVE, stored.device)
+    torch.add(torch.index_select(lower, 0, index), values > torch.index_select(boundary, 0, index), out=stored)
+
+
+def _noise(seed: int, step: int, like: Tensor, numel: int) -> Tensor:
+    """Numbers from 0 to 65535, with a period."""
+    made = _period_on_host(seed, step) if like.is_cpu else _period(seed, step, like.device)
+    return made if numel <= made.numel() else made[:_PERIOD].repeat(-(-numel // _PERIOD))
+
+
+@lru_cache(maxsize=64)  # blocks of a parameter share it; on a device it would have to be ordered behind its making
+def _period_on_host(seed: int, step: int) -> Tensor:
+    return _period(seed, step, torch.device("cpu"))
+
+
+def _period(seed: int, step: int, device: torch.device) -> Tensor:
+    """Two periods of a hash of seed, step and place (the finalizer of MurmurHash3, over 32 bits)."""
+    key = (seed * 0x9E3779B1 + step * 0x85EBCA77) & 0xFFFFFFFF
+    x = torch.arange(_PERIOD, dtype=torch.int64, device=device).mul_(0x27D4EB2F).add_(key).bitwise_and_(0xFFFFFFFF)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        x = (x ^ (x >> shift)).mul_(factor).bitwise_and_(0xFFFFFFFF)
+    return (x & 0xFFFF).int().repeat(2)
+
+
+@lru_cache(maxsize=2)
+def _dynamic_map(*, is_signed: bool) -> Tensor:
+    """256 numbers in order: seven decades, of which each has twice as many as the one below it."""
+    found = [0.0, 1.0]
+    for i in range(7):
+        number = 2**i if is_signed else 2 ** (i + 1)
+        bounds = torch.linspace(0.1, 1, number + 1, dtype=torch.float32, device="cpu")
+        means = (bounds[:-1] + bounds[1:]) / 2.0
+        found += (10 ** (i - 6) * means).tolist()
+        found += (-(10 ** (i - 6)) * means).tolist() if is_signed else []
+    return torch.tensor(sorted(found), dtype=torch.float32, device="cpu")
+
+
+@lru_cache(maxsize=32)
+def _map(name: str, device: torch.device) -> Tensor:
+    return _settled(_dynamic_map(is_signed=name not in _NEVER_NEGATIVE), device)
+
+
+def _settled(table: Tensor, device: torch.device) -> Tensor:
+    """On a device, where any stream may read it."""
+    made = table.to(device)
+    made.cpu()  # waits for the copy
+    return made
+
+
+@lru_cache(maxsize=8)
+def _nearest(is_unsigned: bool, device: torch.device) -> tuple[Tensor, Tensor]:  # noqa: FBT001
+    """By the upper half of a float's bits: the code of the least value, and the value above which it is the next."""
+    codes = _dynamic_map(is_signed=not is_unsigned)
+    boundaries = (codes[:-1] + codes[1:]) / 2
+    for _ in range(4):  # the last value for which the lower code is as near, in the arithmetic of floats
+        after = torch.nextafter(boundaries, torch.ones_like(boundaries))
+        boundaries = torch.where(codes[1:] - after < after - codes[:-1], boundaries, after)
+    for _ in range(8):
+        is_above = codes[1:] - boundaries < boundaries - codes[:-1]
+        boundaries = torch.where(is_above, torch.nextafter(boundaries, -torch.ones_like(boundaries)), boundaries)
+    upper = torch.arange(-32768, 32768, dtype=torch.int32, device="cpu") << 16
+    ends = [upper.view(torch.float32), (upper | 0xFFFF).view(torch.float32)]
+    found = [torch.bucketize(end.nan_to_num(0.0), boundaries) for end in ends]
+    lower = torch.minimum(*found)
+    padded = torch.cat([boundaries, torch.full((1,), float("inf"), dtype=torch.float32, device="cpu")])
+    return _settled(lower.to(torch.uint8), device), _settled(padded[lower], device)
