@@ -107,6 +107,11 @@ def _refuse_what_one_rank_can(options: Options) -> None:
 def _refuse_whole(model: ModelSpec) -> None:
     """Each rank updates a part of a parameter."""
     for param in (param for unit in model.units for param in unit.trainable):
+        if param.is_coded:
+            raise UnsupportedError(
+                f"optimizer: expected state_format 'fp32' with several ranks, but that of '{param.name}' is another "
+                "one; leave it out, or take one rank"
+            )
         if param.is_whole or any(form.shape is not None for form in param.states or ()):
             raise UnsupportedError(
                 f"optimizer: expected one that updates element by element with several ranks, which cut parameters "
