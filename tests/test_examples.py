@@ -207,7 +207,7 @@ def test_data_is_read(kind: str, tmp_path: Path):
 
 def test_fields_of_trainers_are_spelled_right_and_refused_as_the_page_says():
     known = {field.name for config in (SFTConfig, DPOConfig) for field in fields(config)}
-    of_models = {"quantization_config", "load_in_4bit"}
+    of_models = {"quantization_config", "load_in_4bit", "load_in_8bit"}
     table = rows(MOVING, "field of `TrainingArguments`")
     names = [name for cells in table for name in quoted(cells[0])]
     assert len(names) == len(set(names))
@@ -224,7 +224,7 @@ def test_flags_and_what_they_set():
             assert flag in OPTIONS
             if short not in ("eval_data", "lora"):
                 assert SHORT_NAMES.get(short, short) == name
-    assert OPTIONS <= set(re.findall(r"--[a-z-]+", TRAIN.read_text()))
+    assert OPTIONS <= set(re.findall(r"--[a-z0-9-]+", TRAIN.read_text()))
 
 
 def test_arguments_of_the_mixin():

@@ -126,6 +126,8 @@ def test_the_commands_and_options_are_these():
             "hardware",
             "host_memory",
             "keep",
+            "load_in_4bit",
+            "load_in_8bit",
             "lora",
             "lr",
             "max_grad_norm",
@@ -159,7 +161,17 @@ def test_the_commands_and_options_are_these():
         "plan": sorted(
             [
                 *("as_json", "batch_size", "clipping", "device_memory", "disk_size", "fit", "grad_accum", "hardware"),
-                *("host_memory", "html", "model", "out", "precision", "seq_len"),
+                *(
+                    "host_memory",
+                    "html",
+                    "load_in_4bit",
+                    "load_in_8bit",
+                    "lora",
+                    "model",
+                    "out",
+                    "precision",
+                    "seq_len",
+                ),
             ]
         ),
         "probe": ["device", "disk_dir", "out"],

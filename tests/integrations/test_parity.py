@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import outcore
 from outcore.runtime.module_guard import attachment_of
 
 from .rig import (
+    ON_CPU,
     WARNINGS,
     Plain,
     dpo,
@@ -75,6 +77,22 @@ def test_batches_in_pieces(job, tmp_path):
 
 def test_sft_lora(tmp_path):
     same(sft, tmp_path, parts={"peft_config": lora()})
+
+
+@pytest.mark.parametrize("kind", [{"load_in_4bit": True, "bnb_4bit_use_double_quant": True}, {"load_in_8bit": True}])
+def test_quantized_base(kind, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    if not ON_CPU:
+        pytest.skip("the simulated GPU has no kernels of bitsandbytes")
+    name = saved_model(tmp_path / "model")
+
+    def job(side, folder):
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_pretrained(name, quantization_config=BitsAndBytesConfig(**kind))
+        more = {"peft_config": lora(), "eval_dataset": None}  # evaluation repacks the plain one's weights
+        return sft(side, folder, model=model, parts=more, eval_strategy="no")
+
+    same(job, tmp_path)
 
 
 def test_sft_model_given_as_a_path(tmp_path):

@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 
 import outcore
 from outcore.api import plan_for
+from outcore.planning.units import quantized as quantized_module
+from outcore.planning.units.partition import partition
 from outcore.saving.checkpoint import load_checkpoint, save_checkpoint
 
 from .rig import DEVICE, assert_same, make, prepared
@@ -114,9 +116,10 @@ def test_trained_as_in_the_plain_loop(kind, where, folder, tmp_path):
         assert_same(state, dict(model.state_dict()), "prepared again")
 
 
-@pytest.mark.parametrize(("kind", "where"), [("nf4 nested", "disk"), ("int8", "host")])
-def test_quantised_as_it_is_read(kind, where, folder, tmp_path):
-    """A model on the meta device: its weights come one by one, and are what ``from_pretrained`` makes of them."""
+@pytest.mark.parametrize(("kind", "where"), [("nf4 nested", "disk"), ("fp4", "host"), ("int8", "host")])
+def test_quantised_as_it_is_read(kind, where, folder, tmp_path, monkeypatch):
+    """A model on the meta device: its weights come piece by piece, and are what ``from_pretrained`` makes of them."""
+    monkeypatch.setattr(quantized_module, "_PIECE", 4096)
     want, state = plain(folder, kind)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(sizable().config, dtype=torch.bfloat16)
@@ -196,6 +199,21 @@ def test_what_a_step_takes_is_planned(kind, folder, tmp_path):
         model.train()
         drive(model, optimizer)
         assert_same(base_of(model), {k: v for k, v in want.items() if "lora_" not in k})
+
+
+@pytest.mark.parametrize(
+    ("kind", "nbytes"), [("nf4", 0.5 + 4 / 64), ("nf4 nested", 0.5 + 1 / 64 + 4 / 64 / 256), ("int8", 1.0)]
+)
+def test_bytes_per_parameter(kind, nbytes):
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(hidden_size=1024, intermediate_size=2048, num_hidden_layers=1))
+    model = outcore.quantized(model, copy.deepcopy(KINDS[kind])).requires_grad_(requires_grad=False)
+    cut = partition(model, units=["model.layers.0"])
+    params = [param for param in cut.spec.units[1].params if "proj" in param.name]
+    assert sum(param.weight_bytes for param in params) / sum(p.parameters for p in params) == pytest.approx(
+        nbytes, 0.01
+    )
+    assert cut.spec.units[1].weight_bytes == pytest.approx(nbytes * sum(p.parameters for p in params), 0.01)
 
 
 def test_refused(folder, tmp_path):

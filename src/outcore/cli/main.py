@@ -111,6 +111,11 @@ def plan(  # noqa: PLR0913 (one option each)
     seq_len: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 2048,
     grad_accum: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 1,
     precision: Annotated[str, typer.Option(help="fp32, bf16 or pure_bf16.")] = "bf16",
+    lora: Annotated[int | None, typer.Option(min=1, help="Train LoRA adapters of this rank, not the weights.")] = None,
+    load_in_4bit: Annotated[
+        bool, typer.Option("--load-in-4bit", help="Under --lora: the base in 4 bits (nf4), with bitsandbytes.")
+    ] = False,
+    load_in_8bit: Annotated[bool, typer.Option("--load-in-8bit", help="The same in 8 bits.")] = False,
     clipping: Annotated[bool, typer.Option(help="Without it, updates may run inside backward.")] = True,
     device_memory: Annotated[str | None, typer.Option(help="Such as 20GiB; by default 0.9 of what it has.")] = None,
     host_memory: Annotated[str | None, typer.Option(help="Such as 48GiB; by default 0.8 of what there is.")] = None,
@@ -142,6 +147,9 @@ def plan(  # noqa: PLR0913 (one option each)
         device_memory=device_memory,
         host_memory=host_memory,
         disk_size=disk_size,
+        lora=lora,
+        load_in_4bit=load_in_4bit,
+        load_in_8bit=load_in_8bit,
     )
     with notices():
         _fit(asked, as_json=as_json) if fit else _plan(asked, out, html, as_json=as_json)

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from outcore.choice import Options, Planner, Timed
+from outcore.cli.train.model.adapters import with_adapters
+from outcore.cli.train.model.quantization import Quantization, quantization_of
 from outcore.cli.train.model.source import ModelSource, build_model, find_model
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import format_bytes, parse_bytes
@@ -66,6 +68,15 @@ class Question:
     device_memory: str | None
     host_memory: str | None
     disk_size: str | None
+    lora: int | None = None
+    """Rank of adapters; None: all weights are trained."""
+    load_in_4bit: bool = False
+    load_in_8bit: bool = False
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """Of the base. Raises: ConfigError: It cannot be quantised so."""
+        return quantization_of(in_4bit=self.load_in_4bit, in_8bit=self.load_in_8bit, has_adapters=self.lora is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +201,10 @@ def answer_for(question: Question, source: ModelSource, hardware: Hardware) -> A
     """The same for a model that was found. Raises: as ``answer``."""
     precision = _precision(question.precision)
     limits = _limits(question, hardware)
-    cut = partition(build_model(source, precision), state_names=_STATES, precision=precision)
+    model = build_model(dataclasses.replace(source, quantization=question.quantization), precision)
+    if question.lora is not None:
+        model = with_adapters(model, {"r": question.lora, "target_modules": "all-linear", "task_type": "CAUSAL_LM"})
+    cut = partition(model, state_names=_STATES, precision=precision)
     return _Asking(question, cut, hardware, limits).answer()
 
 
@@ -315,7 +329,7 @@ def to_text(found: Answer) -> str:
 
 def _facts(answer: Answer) -> Iterator[tuple[str, str]]:
     found, asked = answer.found, answer.question
-    numel = sum(param.numel for unit in answer.spec.units for param in unit.params)
+    numel = sum(param.parameters for unit in answer.spec.units for param in unit.params)
     yield "model", f"{asked.model}: {numel / 1e9:.2f}e9 parameters in {len(answer.spec.units) - 1} units"
     yield "machine", answer.hardware.name
     batch = f"{asked.grad_accum} x " if asked.grad_accum > 1 else ""

@@ -114,14 +114,15 @@ def refuse_model(model: nn.Module) -> None:
     """Refuse a model whose weights are not all its own, in memory or on the meta device.
 
     Raises:
-        UnsupportedError: Quantized, or spread over devices by a device map.
+        UnsupportedError: Quantized by another library, or spread over devices by a device map.
     """
     what = type(model).__name__
     method = getattr(model, "quantization_method", None)
-    if method is not None:
+    name = getattr(method, "value", method)
+    if name not in (None, "bitsandbytes"):
         raise UnsupportedError(
-            f"expected weights in fp32 or bf16, but this {what} is quantized ({getattr(method, 'value', method)}); "
-            "load it without quantization_config"
+            f"expected weights in fp32, bf16, or quantised by bitsandbytes, but this {what} is quantized ({name}); "
+            "load it without quantization_config, or with BitsAndBytesConfig and train adapters"
         )
     places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     if len(places) > 1 or places & {"disk", "meta"}:

@@ -122,6 +122,8 @@ class ParamSpec:
     """What an update of it makes and drops besides, where it does; on the host it counts for what is whole."""
     is_whole: bool = False
     """An update must not cut it."""
+    stands_for: int | None = None
+    """Of a quantised weight, its elements in full precision; of what belongs to it, 0. None: its own."""
 
     def __post_init__(self) -> None:
         if self.strides is not None and not is_dense(self.shape, self.strides):
@@ -141,6 +143,11 @@ class ParamSpec:
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def parameters(self) -> int:
+        """Elements as people count them."""
+        return self.numel if self.stands_for is None else self.stands_for
 
     @property
     def weight_bytes(self) -> int:

@@ -102,7 +102,7 @@ def _short(model: str) -> str:
 def _asked(answer: Answer) -> str:
     asked = answer.question
     steps = f"{asked.grad_accum} micro-batches of " if asked.grad_accum > 1 else ""
-    numel = sum(param.numel for unit in answer.spec.units for param in unit.params)
+    numel = sum(param.parameters for unit in answer.spec.units for param in unit.params)
     return (
         f"{numel / 1e9:.2f} billion parameters in {len(answer.spec.units) - 1} units. A step is {steps}"
         f"{asked.batch_size} x {asked.seq_len} tokens in {asked.precision}, "

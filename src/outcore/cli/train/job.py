@@ -16,6 +16,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from outcore.api import close, free_budget, plan_for, plan_in_time, prepare
 from outcore.cli.train.data.load import Data, load_data
+from outcore.cli.train.model.adapters import lora_config, with_adapters
 from outcore.cli.train.model.reference import Planned, plan_both
 from outcore.cli.train.model.source import ModelSource, build_model, find_model, load_tokenizer
 from outcore.cli.train.output.predicted import Comparison, PredictedStep
@@ -84,7 +85,8 @@ class Job:
             PlanInfeasibleError: The budget does not suffice.
         """
         _refuse_unusable(settings.budget.paths)
-        source = find_model(settings.model, attention=settings.attention)
+        source = find_model(settings.model, attention=settings.attention, quantization=settings.quantization)
+        _refuse_random_base(source)
         tokenizer = load_tokenizer(source, eos_token=settings.eos_token, chat_template=settings.chat_template_path)
         job = cls._planned(settings, _arguments(settings), source, tokenizer)
         if settings.replan and job.model.predicted is None:
@@ -168,7 +170,7 @@ class Job:
                 train_dataset=data.training.rows,
                 eval_dataset=None if data.evaluation is None else data.evaluation.rows,
                 processing_class=self.tokenizer,
-                peft_config=None if settings.lora is None else _lora(settings.lora),
+                peft_config=None if settings.lora is None else lora_config(settings.lora),
                 callbacks=[*followers],
                 plan=self.model.plan,
                 budget=self._planned_budget(self.model),
@@ -233,9 +235,7 @@ def _plan_model(settings: Settings, args: Any, source: ModelSource, budget: Budg
     """Plan what is trained."""
     model = build_model(source, settings.precision)
     if settings.lora is not None:
-        from peft import get_peft_model
-
-        model = get_peft_model(model, _lora(settings.lora))
+        model = with_adapters(model, settings.lora)
     kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
     optimizer = kind([p for p in model.parameters() if p.requires_grad], **options)
     _refuse_replan(settings, args)
@@ -319,12 +319,6 @@ def _arguments(settings: Settings) -> Any:
     return settings.method.config_class()(output_dir=str(settings.out), **settings.training)
 
 
-def _lora(fields: Mapping[str, Any]) -> Any:
-    from peft import LoraConfig
-
-    return LoraConfig(**fields)
-
-
 def _refuse_unusable(disks: Iterable[str]) -> None:
     """Raise if a folder cannot serve the disk tier, whether the plan needs it or not."""
     for disk in map(Path, disks):
@@ -337,6 +331,14 @@ def _refuse_unusable(disks: Iterable[str]) -> None:
             DiskStore.open([disk], nbytes=1).close()
         except DiskError as error:
             raise ConfigError(f"--disk: {error}") from error
+
+
+def _refuse_random_base(source: ModelSource) -> None:
+    if source.quantization is not None and source.weights is None:
+        raise ConfigError(
+            f"--model '{source.name}': expected a model with weights to quantise, but it is a configuration alone; "
+            "name a model's directory or ID, or leave --load-in-4bit and --load-in-8bit out"
+        )
 
 
 def _refuse_random_reference(source: ModelSource) -> None:

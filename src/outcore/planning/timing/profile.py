@@ -8,7 +8,6 @@ two products. This is for models that cannot be followed; others are counted ker
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,7 +17,6 @@ from torch import nn
 from outcore.planning.timing.rates import LINKS, Link, Rates, Shared
 from outcore.planning.units.blocks import output_embeddings
 from outcore.planning.units.footprint import Footprint
-from outcore.planning.units.quantized import full_shape
 from outcore.spec.hardware import Hardware, HostPart
 from outcore.spec.model import ModelSpec
 
@@ -68,12 +66,12 @@ def unit_work(model: nn.Module, spec: ModelSpec, *, batch_size: int, seq_len: in
     for unit in spec.units:
         numel = 0.0
         for param in unit.params:
-            if param.name not in owners:  # a part of a quantised weight
+            if not param.parameters:  # it belongs to a quantised weight
                 continue
             parameter, owner = owners[param.name]
             is_table = isinstance(owner, nn.Embedding) and id(parameter) not in heads
             if parameter.ndim > 1 and not is_table:
-                numel += math.prod(full_shape(owner, parameter)) * _active(param.name, text)
+                numel += param.parameters * _active(param.name, text)
         pairs = batch_size * seq_len * seq_len / 2 * (_attentions(modules[unit.name]) if unit.name else 0)
         found[unit.name] = UnitWork(product_flops=2 * numel * tokens, attention_flops=4 * pairs * _channels(text))
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.core.quantities import PAGE_BYTES, PARAM_ALIGN_BYTES, align_up
 from outcore.planning.units.blocks import find_units, output_embeddings, select_units
-from outcore.planning.units.quantized import Quantized, is_quantized, quantized_weights, refuse_unusable
+from outcore.planning.units.quantized import Quantized, full_shape, is_quantized, quantized_weights, refuse_unusable
 from outcore.spec.model import (
     PRECISIONS,
     TRAINED_DTYPES,
@@ -77,7 +78,8 @@ def partition(
     names = ("", *named)
     quantized = tuple(quantized_weights(model))
     owned = _owned_tensors(model, modules, quantized)
-    opaque = {id(p) for weight in quantized for p in (weight.param, *weight.parts)}
+    full = {id(weight.param): math.prod(full_shape(weight.module, weight.param)) for weight in quantized}
+    full |= {id(part): 0 for weight in quantized for part in weight.parts}
     chosen = choose_precision(model)
     wanted = precision or chosen
     # fp32 adapters or norms on a bf16 model are meant so: nothing is converted where the asked dtype is already in use.
@@ -88,7 +90,7 @@ def partition(
     specs, params = [], []
     for name, (own, buffer_bytes) in zip(names, owned, strict=True):
         own.sort(key=lambda item: not item[1].requires_grad)
-        described = tuple(_describe(n, p, wanted, None if id(p) in opaque else dtype, keeps) for n, p in own)
+        described = tuple(_describe(n, p, wanted, dtype, full.get(id(p)), keeps) for n, p in own)
         specs.append(UnitSpec(name=name, params=described, buffer_bytes=buffer_bytes, is_cut=micro_batches_in_unit > 1))
         params.append(tuple(p for _, p in own))
     if keeps is not None:
@@ -114,9 +116,15 @@ def choose_precision(model: nn.Module) -> Precision:
 
 
 def _describe(
-    name: str, param: nn.Parameter, precision: Precision, dtype: str | None, keeps: Keeps | None
+    name: str,
+    param: nn.Parameter,
+    precision: Precision,
+    dtype: str | None,
+    stands_for: int | None,
+    keeps: Keeps | None,
 ) -> ParamSpec:
-    compute = dtype or str(param.dtype).removeprefix("torch.")
+    own = str(param.dtype).removeprefix("torch.")
+    compute = own if dtype is None or stands_for is not None else dtype
     update = compute if precision == "pure_bf16" else "float32"
     kept = (None, 0, False) if keeps is None or not param.requires_grad else keeps(param, update)
     return ParamSpec(
@@ -125,6 +133,7 @@ def _describe(
         dtype=compute,
         update_dtype=update,
         requires_grad=param.requires_grad,
+        stands_for=stands_for,
         strides=None if param.stride() == row_major(param.shape) else param.stride(),
         states=kept[0],
         temporary_bytes=kept[1],

@@ -31,6 +31,8 @@ _REPACKS = "support_avx512bf16_for_cpu"
 """Attribute of a layer that repacks its weight in evaluation."""
 _CHANGED = ("state", "compute_dtype", "compute_type_is_set", _REPACKS)
 """What a forward changes, or is kept from changing."""
+_PIECE = 2**20
+"""Elements that are quantised at a time: whole blocks, of whatever size."""
 FULL_DTYPE = "_outcore_full_dtype"
 """Attribute of a module on the meta device: the dtype of the weight that will be quantised."""
 
@@ -111,24 +113,47 @@ class Quantized:
     def quantize(self, value: torch.Tensor, device: torch.device) -> list[torch.Tensor]:
         """The packed weight and its parts of a weight in full precision, made on a device by the library's kernels.
 
-        Memory: device, the weight in full precision and quantised.
+        Memory: device, the quantised weight, and what the library takes for a million elements: some 20 bytes for
+        each on the CPU.
         """
-        from bitsandbytes import functional
-
         if issubclass(getattr(self.module, "source_cls", nn.Linear), _transposed()):
             value = value.T
         if kind_of(self.param) == "Int8Params":
-            full = value.to(device, getattr(self.module, FULL_DTYPE, torch.float16)).to(torch.float16)
-            return list(functional.int8_vectorwise_quant(full.contiguous())[:2])
-        like = self.param.quant_state
-        packed, state = functional.quantize_4bit(
-            value.to(device, like.dtype).contiguous(),
-            blocksize=like.blocksize,
-            compress_statistics=like.nested,
-            quant_type=like.quant_type,
-            quant_storage=self.param.quant_storage,
+            return _to_8_bits(value, getattr(self.module, FULL_DTYPE, torch.float16), device)
+        return _to_4_bits(value, self.param, device)
+
+
+def _to_8_bits(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """Row by row. Args: dtype: Of the model, which rounds first."""
+    from bitsandbytes import functional
+
+    made = []
+    for rows in value.split(max(_PIECE // value.shape[1], 1)):
+        made.append(functional.int8_vectorwise_quant(rows.to(device, dtype).to(torch.float16).contiguous())[:2])
+    return [torch.cat(parts) for parts in zip(*made, strict=True)]
+
+
+def _to_4_bits(value: torch.Tensor, like: Any, device: torch.device) -> list[torch.Tensor]:
+    """Block by block; what is said of blocks, of all together."""
+    from bitsandbytes import functional
+
+    known, made = like.quant_state, []
+    for piece in value.reshape(-1).split(_PIECE):
+        made.append(
+            functional.quantize_4bit(
+                piece.to(device, known.dtype),
+                blocksize=known.blocksize,
+                quant_type=known.quant_type,
+                quant_storage=like.quant_storage,
+            )
         )
-        return [packed, *(place.tensor for place in _places_of_state(state))]
+    state = made[0][1]
+    state.absmax = torch.cat([state.absmax for _, state in made])
+    if known.nested:
+        state.offset, state.nested = state.absmax.mean(), True
+        scales = state.absmax - state.offset
+        state.absmax, state.state2 = functional.quantize_blockwise(scales, blocksize=known.state2.blocksize)
+    return [torch.cat([packed for packed, _ in made]), *(place.tensor for place in _places_of_state(state))]
 
 
 def is_quantized(param: torch.Tensor) -> bool:

@@ -161,6 +161,11 @@ def absent_class(owner: Owner) -> type[AbsentParameter]:
     return type("AbsentParameter", (AbsentParameter,), {"owner": owner, "__module__": __name__})
 
 
+def of_kind(absent: type[AbsentParameter], kind: type[Parameter]) -> type[AbsentParameter]:
+    """The class of absent parameters that are of a library's own kind: it goes on telling them by that."""
+    return absent if kind is Parameter else type(absent.__name__, (absent, kind), {"__module__": __name__})
+
+
 def unfreezing_refusal(name: str) -> str:
     """The error for training a parameter that has no memory for it."""
     return (

@@ -21,7 +21,7 @@ from outcore.device.lanes import Handle
 from outcore.memory.arena import Buffer
 from outcore.order.ledger import Ledger
 from outcore.planning.units.quantized import present_class
-from outcore.runtime.unit.absent import AbsentParameter, Owner, WatchedParameter, absent_class
+from outcore.runtime.unit.absent import AbsentParameter, Owner, WatchedParameter, absent_class, of_kind
 from outcore.runtime.unit.views import GradientForm, Views, nothing, torch_dtype
 from outcore.spec.model import ParamSpec
 
@@ -145,6 +145,7 @@ class Presence:
         self._name, self._params, self._specs = name, params, specs
         self.classes = [present_class(param) for param in params]
         """Of the parameters while they are present."""
+        self._absent = [of_kind(absent_class, kind) for kind in self.classes]
         self.absent_class = absent_class
         self.now = Beneath.ABSENT
         self.num_calls = 0
@@ -170,8 +171,8 @@ class Presence:
             if device not in self._nothing:
                 self._nothing[device] = [absent_view(spec, device) for spec in self._specs]
             self._point_at(self._nothing[device])
-        for param in self._params:
-            param.__class__ = self.absent_class
+        for param, kind in zip(self._params, self._absent, strict=True):
+            param.__class__ = kind
 
     def gather(self, tensors: Iterable[torch.Tensor]) -> None:
         """Each parameter has a tensor of its own until it rests."""

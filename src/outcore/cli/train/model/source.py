@@ -32,8 +32,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from outcore.cli.train.model.attention import with_attention
 from outcore.cli.train.model.byte_tokenizer import byte_tokenizer
+from outcore.cli.train.model.quantization import Quantization
 from outcore.core.errors import ConfigError
 from outcore.memory.files.weights_file import WeightsDirectory
+from outcore.saving.quantize import quantized
 from outcore.spec.model import Precision
 
 _CONFIG, _GENERATION_CONFIG = "config.json", "generation_config.json"
@@ -71,15 +73,18 @@ class ModelSource:
     """Where its other files are, a tokenizer's for instance."""
     attention: str | None = None
     """Transformers' name of an implementation; None: what it takes by itself."""
+    quantization: Quantization | None = None
+    """Of linear layers; None: weights stay in full precision."""
 
 
-def find_model(name: str, *, attention: str | None = None) -> ModelSource:
+def find_model(name: str, *, attention: str | None = None, quantization: Quantization | None = None) -> ModelSource:
     """Find a model and check what can be checked without building it.
 
     Args:
         name: A directory with ``config.json`` and weights, the ID of such a model on the hub, or a ``config.json``
             alone, for random initialisation.
         attention: See ``ModelSource``.
+        quantization: The same.
 
     Raises:
         ConfigError: There is no such model, or not one that can be trained.
@@ -102,7 +107,7 @@ def find_model(name: str, *, attention: str | None = None) -> ModelSource:
             f"--model '{name}': expected readable files, but got: {error.strerror or error} "
             f"({error.filename or config})"
         ) from error
-    return ModelSource(name, loaded, weights, config.parent, attention)
+    return ModelSource(name, loaded, weights, config.parent, attention, quantization)
 
 
 def build_model(source: ModelSource, precision: Precision) -> PreTrainedModel:
@@ -137,6 +142,8 @@ def build_model(source: ModelSource, precision: Precision) -> PreTrainedModel:
     if source.attention is not None:
         model = with_attention(source.attention, build)
     _keep_in_fp32(model)
+    if source.quantization is not None:
+        model = quantized(model, source.quantization.config(precision))
     if (source.folder / _GENERATION_CONFIG).exists():
         try:
             model.generation_config = GenerationConfig.from_pretrained(source.folder, local_files_only=True)

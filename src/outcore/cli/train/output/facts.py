@@ -70,7 +70,7 @@ def facts_of_data(content: Content, length: Length, trainer: Any) -> dict[str, s
 
 
 def _count(params: Iterable[ParamSpec]) -> int:
-    return sum(p.numel for p in params)
+    return sum(p.parameters for p in params)
 
 
 def _share(part: int, whole: int) -> str:

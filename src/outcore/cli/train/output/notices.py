@@ -14,6 +14,7 @@ from typing import Any, final
 from outcore.cli.terminal import say
 
 LIBRARIES = ("transformers", "trl", "datasets", "accelerate", "peft", "huggingface_hub")
+_TALKATIVE = "bitsandbytes"  # of kernels that are not installed, and of casts that it makes
 _LONGEST = 400  # characters of a notice; some libraries write pages
 
 
@@ -26,8 +27,9 @@ def notices() -> Iterator[None]:
     datasets.disable_progress_bars()
     transformers_logging.disable_progress_bar()
     handler = _Once()
-    loggers = [logging.getLogger(name) for name in LIBRARIES]
-    before = [(log, log.level, log.handlers, log.propagate) for log in loggers]
+    loggers, talkative = [logging.getLogger(name) for name in LIBRARIES], logging.getLogger(_TALKATIVE)
+    before = [(log, log.level, log.handlers, log.propagate) for log in (*loggers, talkative)]
+    talkative.setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("always")  # the handler knows what was said
         warnings.showwarning = handler.warn

@@ -128,6 +128,7 @@ class RunRecord:
         values |= {"model": settings.model, "trace": settings.trace, "command": settings.method.command}
         values |= {"attention": settings.attention, "compile": settings.compile or None}
         values |= {"unit_micro_batches": settings.unit_micro_batches if settings.unit_micro_batches != 1 else None}
+        values |= {"base": None if settings.quantization is None else str(settings.quantization)}
         values |= {"eos_token": settings.eos_token, "chat_template_path": settings.chat_template_path}
         values |= {f"lora.{name}": value for name, value in (settings.lora or {"r": None}).items()}
         return cls(settings=_as_json(values), model=_digest(source))

@@ -19,6 +19,7 @@ def describe(settings: Settings) -> dict[str, str]:
     said |= _said_of_training(settings, values)
     said |= {
         "LoRA": "off, all weights are trained" if settings.lora is None else _list(settings.lora),
+        **({} if settings.quantization is None else {"base": f"quantised to {settings.quantization}"}),
         "plan": "made for this run" if settings.plan is None else str(settings.plan),
     }
     rest = {

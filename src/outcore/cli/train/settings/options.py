@@ -133,6 +133,15 @@ _SHARED: Mapping[str, Any] = {
         _WHAT, "FILE|DIR|ID", "Data to evaluate on, every --save-every (or eval_steps) steps, else after every epoch."
     ),
     "lora": _option(_WHAT, "RANK", "Train LoRA adapters of this rank in all linear layers, not the weights."),
+    "load_in_4bit": _option(
+        _WHAT,
+        None,
+        "Under --lora: quantise the base to 4 bits with bitsandbytes, weight by weight as it is read (QLoRA). nf4, or "
+        "--set bnb_4bit_quant_type=fp4; --set bnb_4bit_use_double_quant=true saves some more.",
+        "--load-in-4bit",
+        kind=bool,
+    ),
+    "load_in_8bit": _option(_WHAT, None, "The same to 8 bits.", "--load-in-8bit", kind=bool),
     "steps": _option(_HOW, "N", "Optimizer steps of the whole run."),
     "epochs": _option(_HOW, "N", "Passes over the data, instead of --steps; 3 by default."),
     "batch_size": _option(_HOW, "N", "Rows that go through the model at once; 8 by default."),

@@ -47,6 +47,11 @@ class RunOptions:
     """Pieces in which units run a micro-batch; None: one."""
     attention: Name | None = None
     """Transformers' name of an implementation; None: what it takes by itself."""
+    load_in_4bit: bool = False
+    """The frozen base under adapters, with bitsandbytes."""
+    load_in_8bit: bool = False
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
+    bnb_4bit_use_double_quant: bool = False
     device: str | None = None
     """``cpu`` or an accelerator; None: the accelerator if there is one."""
     save_every_minutes: PositiveFloat | None = None

@@ -16,6 +16,7 @@ from typing import Any
 
 from outcore.cli.launcher import refuse_launchers
 from outcore.cli.train.methods import FINE_TUNING, Method
+from outcore.cli.train.model.quantization import Quantization, quantization_of
 from outcore.cli.train.settings.fields import Setting
 from outcore.cli.train.settings.given import from_assignments, from_flags, shown
 from outcore.cli.train.settings.own import RunOptions
@@ -38,6 +39,8 @@ class Settings(RunOptions):
     """Fields of TRL's class without ``output_dir``. ``packing`` is among them only if the user decided it."""
     lora: Mapping[str, Any] | None
     """Fields of ``LoraConfig``; None: all weights are trained."""
+    quantization: Quantization | None
+    """Of the base under adapters."""
     budget: Budget
 
 
@@ -67,13 +70,16 @@ def resolve(
     if lora is not None:
         check_lora(lora, settled)
     own = {field.name: _own(settled, field.name) for field in fields(RunOptions)}
+    quantization = _quantization(settled, own, has_adapters=lora is not None)
     own["device"] = _device(settled)
     training = {**schema.defaults, **_training(settled, own)}
     check_training(training, str(own["out"]), settled, method)
     if template := training.get("chat_template_path"):
         own["chat_template_path"] = Path(os.path.expanduser(template))
     own["eos_token"] = training.get("eos_token", own["eos_token"])
-    return Settings(**own, method=method, training=training, lora=lora, budget=_budget(settled))
+    return Settings(
+        **own, method=method, training=training, lora=lora, quantization=quantization, budget=_budget(settled)
+    )
 
 
 def _merged(in_file: Settled, on_command_line: Settled) -> dict[str, Setting]:
@@ -103,6 +109,20 @@ def _lora(settled: Settled) -> dict[str, Any] | None:
         return None
     rank = given.get("r", 8)
     return {"r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear"} | given | {"task_type": "CAUSAL_LM"}
+
+
+def _quantization(settled: Settled, own: Mapping[str, Any], *, has_adapters: bool) -> Quantization | None:
+    for name in ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant"):
+        if own[name] != getattr(RunOptions, name) and not own["load_in_4bit"]:
+            where = settled[f"outcore.{name}"].where
+            raise ConfigError(f"{where}: expected --load-in-4bit beside it, but got none; add it, or leave this out")
+    return quantization_of(
+        in_4bit=own["load_in_4bit"],
+        in_8bit=own["load_in_8bit"],
+        has_adapters=has_adapters,
+        kind=own["bnb_4bit_quant_type"],
+        nested=own["bnb_4bit_use_double_quant"],
+    )
 
 
 def _device(settled: Settled) -> str | None:

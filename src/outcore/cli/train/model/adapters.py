@@ -1,0 +1,34 @@
+"""Adapters on a model that is built without its weights, as the run's Trainer adds them later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def lora_config(fields: Mapping[str, Any]) -> Any:
+    """Args: fields: Of ``LoraConfig``."""
+    from peft import LoraConfig
+
+    return LoraConfig(**fields)
+
+
+def with_adapters(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
+    """The model that TRL's trainers make of it.
+
+    Args:
+        model: On the meta device.
+        fields: Of ``LoraConfig``.
+    """
+    from peft import get_peft_model
+
+    is_quantized = getattr(model, "is_quantized", False)
+    adapted: nn.Module = get_peft_model(model, lora_config(fields))
+    if is_quantized:
+        for name, param in adapted.named_parameters():
+            if param.requires_grad and "lora_magnitude_vector" not in name:
+                param.data = param.data.to(torch.bfloat16)
+    return adapted

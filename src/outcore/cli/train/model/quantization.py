@@ -1,0 +1,66 @@
+"""How a frozen base is quantised, as the command line has it, under the names of Transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+from outcore.core.errors import ConfigError
+from outcore.core.extra import refuse_missing
+from outcore.spec.model import Precision
+
+Kind4bit = Literal["nf4", "fp4"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """Of all linear layers but the head, with bitsandbytes."""
+
+    bits: Literal[4, 8]
+    kind: Kind4bit = "nf4"
+    nested: bool = False
+
+    def config(self, precision: Precision) -> Any:
+        """For Transformers. Args: precision: Of what is not quantised; layers compute in its dtype."""
+        import torch
+        from transformers import BitsAndBytesConfig
+
+        if self.bits != 4:
+            return BitsAndBytesConfig(load_in_8bit=True)
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=self.kind,
+            bnb_4bit_use_double_quant=self.nested,
+            bnb_4bit_compute_dtype=torch.float32 if precision == "fp32" else torch.bfloat16,
+        )
+
+    def __str__(self) -> str:
+        if self.bits != 4:
+            return "8 bits"
+        return f"4 bits, {self.kind}{', its statistics too' if self.nested else ''}"
+
+
+def quantization_of(
+    *, in_4bit: bool, in_8bit: bool, has_adapters: bool, kind: Kind4bit = "nf4", nested: bool = False
+) -> Quantization | None:
+    """What the options ask for; None: nothing is quantised.
+
+    Raises:
+        ConfigError: They exclude one another, there are no adapters to train, or bitsandbytes is not installed.
+    """
+    if not (in_4bit or in_8bit):
+        return None
+    flag = "--load-in-4bit" if in_4bit else "--load-in-8bit"
+    if in_4bit and in_8bit:
+        raise ConfigError("--load-in-4bit: expected it without --load-in-8bit, but got both; leave one out")
+    if not has_adapters:
+        raise ConfigError(
+            f"{flag}: expected --lora RANK beside it, since quantised weights stay as they are and adapters are "
+            "trained on them, but got none; add it"
+        )
+    try:
+        refuse_missing("bitsandbytes", extra="quantized")
+    except ConfigError as error:
+        raise ConfigError(f"{flag}: {error}") from error
+    return Quantization(bits=4 if in_4bit else 8, kind=kind, nested=nested)
