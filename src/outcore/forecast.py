@@ -106,7 +106,7 @@ class Forecast:
         """Steps of a plan, with the activations that there is room to keep."""
         keeps = plan.plain or self.keeps_what_fits
         if plan.plain:  # runs as others do for which slots are there
-            plan = dataclasses.replace(plan, plain=False, pools=pools_for(self.model, plan.units, LEAST))
+            plan = dataclasses.replace(plan, pools=pools_for(self.model, plan.units, LEAST))
         saved = {} if self.footprint is None or not keeps else self.footprint.saved
         visits = usual_visits(self.model, self.loop.micro_batches)
         run = as_run(plan, saved, plan.kept_bytes // self.model.micro_batches_in_unit)

@@ -157,10 +157,16 @@ def test_kernels_that_come_one_by_one_bind(model):
     names, plan = [unit.name for unit in model.units], plan_of(model)
     rates = dataclasses.replace(rates_of(model), visit_s=1.0, launch_s=dict.fromkeys(names, 10.0))
     found = simulate(model, plan, rates, usual_visits(model))
-    again = sum(unit.policy != "keep" for unit in plan.units)
-    assert again
-    assert found.step_s == pytest.approx(18 * 1.0 + (9 + 2 * 9 + again) * 10.0)
+    assert found.step_s == pytest.approx(18 * 1.0 + 3 * 9 * 10.0)
     assert found.binding["host"] > 0.99
+
+
+def test_a_plain_loop_launches_kernels_and_nothing_else(model):
+    names = [unit.name for unit in model.units]
+    homes = {"weights": "device", "gradients": "device", "states": "device", "policy": "keep"}
+    plan = dataclasses.replace(plan_of(model, **homes), plain=True)
+    rates = dataclasses.replace(rates_of(model), visit_s=1.0, launch_s=dict.fromkeys(names, 10.0))
+    assert simulate(model, plan, rates, usual_visits(model)).step_s == pytest.approx(2 * 9 * 10.0)
 
 
 @pytest.mark.parametrize("seed", range(20))

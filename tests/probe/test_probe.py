@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from outcore.cli.probe import probe
 from outcore.core.errors import DiskError, OutcoreError
@@ -22,12 +23,15 @@ from outcore.device.opening import open_device
 from outcore.forecast import hardware_for
 from outcore.memory import disk_file
 from outcore.memory.limits import host_bytes
+from outcore.planning.timing.counted import counted_work
 from outcore.planning.timing.known_hardware import known_hardware
+from outcore.planning.units.partition import partition
 from outcore.probe import kept, work
 from outcore.probe.kept import Machine
 from outcore.probe.loads import Load, speeds
 from outcore.probe.measure import MIB, Effort, measure
 from outcore.probe.samples import line, parts, usual_s
+from outcore.probe.small_block import SmallBlock
 from outcore.spec.hardware import Hardware
 
 DEVICE = os.environ.get("OUTCORE_TEST_DEVICE", "cpu")
@@ -90,6 +94,14 @@ class TestLoads:
 
         with pytest.raises(DiskError, match="it broke"):
             speeds([Load("disk_read", 1.0, fail), Load("compute", 1.0, lambda: None, is_compute=True)], 5.0)
+
+
+def test_kernels_of_the_small_block_are_those_that_a_model_is_counted_by():
+    device = torch.device("cpu")
+    block = SmallBlock(device)
+    cut = partition(nn.Sequential(block), units=[SmallBlock], state_names=("exp_avg", "exp_avg_sq"))
+    found = counted_work(cut, {"input": SmallBlock.example(device)}, device)
+    assert found["0"].kernels == SmallBlock.kernels
 
 
 @pytest.fixture(scope="module")

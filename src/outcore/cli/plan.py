@@ -266,7 +266,8 @@ class _Asking:
             clipping=asked.clipping,
             ways=tuple(dict.fromkeys([None if sending is None else sending.away, None])),
         )
-        found = dataclasses.replace(explain(setting.job(), placed.bare, placed.candidate), plan=placed.plan)
+        bare = dataclasses.replace(placed.bare, plain=placed.plan.plain)
+        found = dataclasses.replace(explain(setting.job(), bare, placed.candidate), plan=placed.plan)
         return Answer(question=asked, setting=setting, found=found, sending=sending, guess=self._guess)
 
     def _sample(self, batch_size: int) -> dict[str, Any]:

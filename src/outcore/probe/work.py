@@ -17,6 +17,7 @@ from outcore.memory.disk import DiskStore, Extent
 from outcore.optim.blocks import Piece, update_blocks
 from outcore.optim.rules import AdamHyper
 from outcore.probe.loads import Load
+from outcore.probe.small_block import SmallBlock
 from outcore.runtime.updates.workers import UpdateWorkers
 from outcore.spec.lanes import Lane
 
@@ -136,15 +137,16 @@ def elementwise(device: Device, nbytes: int) -> Load:
 
 
 def kernels(device: Device, number: int) -> Load:
-    """Kernels with next to nothing to do."""
-    values = torch.zeros(64, dtype=torch.float32, device=device.torch_device, requires_grad=True)
+    """So many of small blocks, one by one. See [Note: launching] in ``probe.small_block``."""
+    here = device.torch_device
+    blocks, values = [SmallBlock(here) for _ in range(max(1, number // SmallBlock.kernels))], SmallBlock.example(here)
 
     def work() -> None:
         found = values
-        for _ in range(number):
-            found = functional.relu(found)
+        for block in blocks:
+            found = block(found)
 
-    return _compute(device, number, work)
+    return _compute(device, len(blocks) * SmallBlock.kernels, work)
 
 
 def _sized(device: Device, sized: Callable[[int], tuple[float, Callable[[], object]]], size: int, most: int) -> Load:

@@ -34,7 +34,8 @@ class DevicePart:
     update_parameters_per_s: float
     """AdamW over states in its memory."""
     kernel_s: float = 0
-    """Of every kernel besides: of compute, or on an accelerator of the thread that launches it."""
+    """Of every kernel of a forward besides, with the Python around it: of compute, or on an accelerator of the thread
+    that launches it."""
     runs_ahead: float = 1
     """1: it is given its work, as an accelerator is; 0: the thread that submits computes."""
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)

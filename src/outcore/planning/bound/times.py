@@ -78,7 +78,7 @@ class Times:
     def host_s(self) -> float:
         """Of the thread that submits, ahead of an accelerator: the engine's visits, and launching their kernels."""
         launched = (self._pace.launch_s(self.plan.units[v.unit].name, v.phase.value) for v in self.visits)
-        return self.rates.visit_s * len(self.visits) + sum(launched)
+        return self._pace.host_visit_s * len(self.visits) + sum(launched)
 
     def _ends_of_passes(self) -> dict[int, list[int]]:
         """Unit -> of each backward pass: the visit after which its gradient is complete. The root's is the last."""

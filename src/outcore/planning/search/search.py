@@ -45,7 +45,9 @@ _SIMULATED_UNITS, _MOST_SIMULATED = 1500, 200
 _FEW = 100
 """Plans to simulate: with more, some starts are changed, not the best alone."""
 _STARTS = 3
-_KICKS, _AFTER_A_KICK = 6, 20
+_FEW_UNITS = 3
+"""Beside the root: changes of one and two of them reach whatever there is."""
+_KICKS, _AFTER_A_KICK = 8, 60
 """Random changes of a small model's plan, and plans that are simulated behind each."""
 _MOST_WAYS = 2
 """Of a large model's with activations: the best are looked at closely."""
@@ -166,10 +168,10 @@ class _Search:
             return self.explain(looks.plan(everything), everything)
         fillings = sorted(set(self._fillings()), key=lambda c: (looks.coarse_s(c), looks.busiest(c), repr(c)))
         best = self._fastest(fillings[: self._budget // 4], _STARTS)
-        rest = self._budget - self._budget // 4
+        rest, units = self._budget - self._budget // 4, len(self._job.model.units) - 1
         turns = (rest // 2, rest // 4, rest // 4) if rest > _FEW else (rest,)
         changed = [self._descend(start, most) for start, most in zip(best, turns, strict=False)]
-        if self._is_small and changed:
+        if self._is_small and changed and units > _FEW_UNITS:
             changed.append(self._kick(min(changed, key=looks.seconds)))
         uniform = [candidate for candidate in self._uniform(None).values() if self._fits(candidate)]
         plans = [*((looks.plan(candidate), candidate) for candidate in self._fastest([*changed, *uniform], 1)), today]
@@ -328,11 +330,14 @@ class _Search:
 
     def _kick(self, best: Candidate) -> Candidate:
         """Change several things at once, by chance that is always the same, and go on from there."""
-        chance = random.Random(len(best.kinds))
-        for _ in range(_KICKS):
+        chance, count = random.Random(len(best.kinds)), len(best.kinds)
+        for i in range(_KICKS):
             kinds = list(best.kinds)
-            for i in chance.sample(range(len(kinds)), min(len(kinds), chance.randint(1, 3))):
-                kinds[i] = chance.choice(KINDS)
+            if i % 2:  # quite another plan
+                first, last, border = chance.choice(KINDS), chance.choice(KINDS), chance.randrange(count)
+                kinds = [first] * border + [last] * (count - border)
+            for j in chance.sample(range(count), min(count, chance.randint(1, 3))):
+                kinds[j] = chance.choice(KINDS)
             comfort, saves = chance.choice([best.comfort, ROOMY, TIGHT]), chance.choice([best.saves, *self._job.ways])
             share = chance.choice([best.share, 0.0, self._share, 0.5, 1.0])
             kicked = replace(best, kinds=tuple(kinds), comfort=comfort, share=share, saves=saves)
@@ -350,11 +355,10 @@ class _Search:
             yield from self._choice.other_orders(best)
         near = (ALL_DEVICE, *KINDS[1:4]) if self._is_small else (ALL_DEVICE,)
         for other in self._choice.neighbours(best):
-            takes_other_room = (other.kinds, other.comfort, other.saves) != (best.kinds, best.comfort, best.saves)
             if self._fits(other):
                 yield other
-                yield from (self._fill(other, kind) for kind in near if takes_other_room)
-            elif takes_other_room:
+                yield from (self._fill(other, kind) for kind in near)
+            else:
                 far = KINDS[2:] if self._is_small else sorted({*other.kinds, ALL_HOST}, key=self._choice.rank)[1:]
                 yield from (self._shed(other, kind) for kind in far)
         yield from self._choice.pairs(best) if self._is_small and not alone else ()

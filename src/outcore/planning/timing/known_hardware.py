@@ -39,7 +39,11 @@ _HOST_UPDATE_SOURCE = (
     "DDR4-3200 (Deep Optimizer States, arXiv 2410.21316, authors' logs on Polaris)"
 )
 _HOPPER_ATTENTION, _HOPPER_MEMORY, _HOPPER_UPDATE = 0.52, 0.82, 0.51
-_HOPPER_KERNEL_S = 9e-6
+_HOPPER_KERNEL_S = 15e-6
+_HOPPER_KERNEL_SOURCE = (
+    "9e-6 of a kernel alone, measured on an H100 SXM (benchmarks/reports/gpu_h100_2026-11-23.md), and 6e-6 of Python "
+    "around it, measured on a server's processor ([Note: launching] in probe.small_block)"
+)
 _HOPPER_SOURCE = "measured on an H100 SXM (benchmarks/reports/gpu_h100_2026-11-23.md)"
 _BUS = 55.2 / 63.0
 _BUS_SOURCE = (
@@ -78,7 +82,7 @@ def _hopper(memory_bytes: float, bytes_per_s: float, source: str) -> DevicePart:
         kernel_s=_HOPPER_KERNEL_S,
         sources={
             **found.sources,
-            "kernel_s": _HOPPER_SOURCE,
+            "kernel_s": _HOPPER_KERNEL_SOURCE,
             "attention_flops": f"989.4 TFLOP/s dense, {source}; times {_HOPPER_ATTENTION}, {_HOPPER_SOURCE}",
             "bytes_per_s": f"{source}; times {_HOPPER_MEMORY}, {_HOPPER_SOURCE}",
             "update_parameters_per_s": f"memory over 28 bytes per parameter, times {_HOPPER_UPDATE}, {_HOPPER_SOURCE}",

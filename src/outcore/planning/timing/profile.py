@@ -117,7 +117,7 @@ def rates_for(hardware: Hardware, spec: ModelSpec, work: Mapping[str, UnitWork],
 
     def seconds(each: UnitWork, products: float, attentions: float, rest: float) -> float:
         computing = products / flops + attentions / attention + rest * each.moved_bytes / device.bytes_per_s
-        launching = rest * each.kernels * device.kernel_s
+        launching = each.kernels * device.kernel_s  # as long in backward: see [Note: launching] in probe.small_block
         return max(computing, launching) if device.runs_ahead else computing + launching
 
     forward = {n: seconds(w, w.product_flops, w.attention_flops, 1) for n, w in work.items()}

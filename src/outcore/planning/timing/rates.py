@@ -95,8 +95,7 @@ class Pace:
         self._specs = {spec.name: spec for spec in model.units}
         forward_s = {"keep": {}, "select": rates.selected_forward_s, "recompute": rates.forward_s}
         self._again_s = {unit.name: forward_s[unit.policy].get(unit.name, 0.0) for unit in plan.units}
-        self._launches = {unit.name: 2 if unit.policy == "keep" else 3 for unit in plan.units}
-        """In backward, counted in forwards."""
+        self._is_plain = plan.plain
 
     def seconds(self, op: Operation) -> float:
         """How long an operation takes alone."""
@@ -121,10 +120,19 @@ class Pace:
         return self._again_s[unit] + self._rates.backward_s.get(unit, 0.0) + self._visit_s
 
     def launch_s(self, unit: str, phase: str) -> float:
-        """What the host takes to give a visit's kernels to the device."""
-        times = self._launches[unit] if phase == "backward" else 1
+        """What the host takes to give a visit's kernels to the device.
+
+        A backward takes as long as a forward. What is computed again is another one, and so, as measured, is what
+        hooks do with each tensor that is kept; in a plain plan there are none.
+        """
+        times = 2 if phase == "backward" and not self._is_plain else 1
         return times * self._rates.launch_s.get(unit, 0.0)
 
     @property
+    def host_visit_s(self) -> float:
+        """Seconds of the engine for a visit. A plain plan's loop runs as it is."""
+        return 0.0 if self._is_plain else self._rates.visit_s
+
+    @property
     def _visit_s(self) -> float:
-        return 0.0 if self._rates.host_runs_ahead else self._rates.visit_s
+        return 0.0 if self._rates.host_runs_ahead else self.host_visit_s

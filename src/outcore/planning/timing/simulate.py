@@ -150,9 +150,9 @@ def tasks_of(steps: Iterable[Sequence[Operation]], pace: Pace, rates: Rates) -> 
         begin, end = len(places), -1
         for op in operations:
             is_visit = rates.host_runs_ahead and op.kind in _VISITS
-            if rates.visit_s and is_visit:
+            if is_visit and pace.host_visit_s:
                 submitted = len(tasks)
-                tasks.append(Task(HOST, f"submit {op.name}", rates.visit_s, 0, ()))
+                tasks.append(Task(HOST, f"submit {op.name}", pace.host_visit_s, 0, ()))
             after = [places[begin + i] for i in op.after if begin + i >= 0]
             after += [] if submitted is None else [submitted]
             task = Task(op.lane, op.name, pace.seconds(op), op.nbytes, tuple(after))

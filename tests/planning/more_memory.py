@@ -1,0 +1,95 @@
+"""Whether more memory makes the predicted step longer: known models on known machines, and small random ones.
+
+    python -m planning.more_memory          (in the folder tests)
+
+Of each pair one tier grows by steps, from what it had. A step may be at most 1% longer than any step with less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import random
+from collections.abc import Iterator, Sequence
+
+from outcore.cli.fit import known_models
+from outcore.cli.plan import answer_for, machine_for
+from outcore.core.errors import PlanInfeasibleError
+from outcore.planning.homes.sending import Away
+from outcore.planning.search.job import Job
+from outcore.planning.search.search import search
+from outcore.spec.plan import POLICIES
+
+from .fixed_policies import settings
+from .near_best import random_job
+
+FACTORS = (1.0, 1.15, 1.3, 1.6, 2.0, 3.0)
+TIERS = ("device_bytes", "host_bytes", "disk_bytes")
+WAYS = (None, Away("device", "select"), *(Away("host", p) for p in POLICIES), *(Away("disk", p) for p in POLICIES))
+
+
+def losses(job: Job) -> Iterator[tuple[str, Sequence[float | None]]]:
+    """Tier -> seconds of a step with more and more of it; None: it does not fit."""
+    for tier in TIERS:
+        now = getattr(job.limits, tier)
+        if now:
+            larger = (dataclasses.replace(job.limits, **{tier: int(factor * now)}) for factor in FACTORS)
+            yield tier, [_step_s(dataclasses.replace(job, limits=limits)) for limits in larger]
+
+
+def _step_s(job: Job) -> float | None:
+    try:
+        return search(job).simulation.step_s
+    except PlanInfeasibleError:
+        return None
+
+
+def worst(seconds: Sequence[float | None]) -> float:
+    """The largest of what a step takes, over the least that it took with less memory."""
+    least, found = float("inf"), 1.0
+    for step_s in seconds:
+        if step_s is not None:
+            found, least = max(found, step_s / least), min(least, step_s)
+        elif least < float("inf"):
+            return float("inf")
+    return found
+
+
+def known_jobs(count: int) -> Iterator[tuple[str, Job]]:
+    """Settings of ``fixed_policies``."""
+    known = {each.name: each for each in known_models()}
+    for asked in list(settings())[:count]:
+        question = asked.question()
+        found = answer_for(question, known[asked.model].source, machine_for(question))
+        job = dataclasses.replace(found.setting, ways=WAYS).job()
+        yield f"{asked.model} on {asked.hardware}, {asked.device_memory} and {asked.host_memory}", job
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--known", type=int, default=8, help="settings of fixed_policies")
+    parser.add_argument("--random", type=int, default=40, help="small random models")
+    given = parser.parse_args()
+    ratios: list[float] = []
+    for i in range(given.random):
+        for tier, seconds in losses(random_job(random.Random(10_000 + i))):
+            ratios.append(worst(seconds))
+            if ratios[-1] > 1.001:
+                print(f"- small {10_000 + i}, {tier}: {ratios[-1]:.4f}, {seconds}", flush=True)
+    print(f"small: {_said(ratios)}", flush=True)
+    whole: list[float] = []
+    for name, job in known_jobs(given.known):
+        for tier, seconds in losses(job):
+            whole.append(worst(seconds))
+            steps = ", ".join("-" if s is None else f"{s:.4g}" for s in seconds)
+            print(f"- {name}; more {tier.removesuffix('_bytes')}: {steps} s; {whole[-1]:.4f}", flush=True)
+    print(f"known: {_said(whole)}")
+
+
+def _said(ratios: Sequence[float]) -> str:
+    most, longer = max(ratios, default=1.0), sum(ratio > 1.01 for ratio in ratios)
+    return f"{len(ratios)} rows, {longer} with a step more than 1% longer, at most {most:.4f}"
+
+
+if __name__ == "__main__":
+    main()
