@@ -97,11 +97,6 @@ def _refuse_what_one_rank_can(options: Options) -> None:
             "prepare: expected one rank with micro_batches_in_unit, but there are several; leave it out, and call "
             "backward for each micro-batch"
         )
-    if options.checkpoint is not None:
-        raise UnsupportedError(
-            "prepare: expected one rank with checkpoint=, but there are several, which cannot load one yet; load "
-            "weights with weights=, and states with optimizer.load_state_dict()"
-        )
 
 
 def _refuse_whole(model: ModelSpec) -> None:

@@ -12,7 +12,8 @@ from transformers import TrainerCallback
 
 import outcore
 from outcore.integrations.transformers import OutcoreMixin
-from outcore.memory.files.checkpoint_folder import CheckpointFile, UnfinishedCheckpoint, read_manifest
+from outcore.memory.files.checkpoint_file import CheckpointFile
+from outcore.memory.files.checkpoint_folder import UnfinishedCheckpoint, read_manifest
 
 from .rig import WARNINGS, language, sft, streamed
 from .test_checkpoints import sft_lora

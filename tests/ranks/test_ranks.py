@@ -55,8 +55,25 @@ def test_states_and_norms_are_the_same_on_every_rank(number, found):
     assert len(said[0]["norms"]) == (3 if CASES[number].clip else 0)
 
 
-def test_what_ranks_see(tmp_path):
-    said = launch("from ranks.faces import main; main()", 2, [str(tmp_path)])
+def test_what_ranks_see():
+    said = launch("from ranks.faces import main; main()", 2)
     assert said[0] == said[1]
     assert len(said[0].splitlines()) == 5
-    assert list(tmp_path.iterdir()) == []
+
+
+SAVED = "from ranks.saved import main; main()"
+
+
+@pytest.mark.filterwarnings("ignore:load_checkpoint")
+def test_saved_by_three_and_loaded_by_others(tmp_path):
+    saved = [json.loads(said) for said in launch(SAVED, 3, ["save", str(tmp_path)])]
+    assert saved[1:] == saved[:1] * 2
+    for num_ranks in (1, 2, 3, 5):
+        for said in launch(SAVED, num_ranks, ["load", str(tmp_path)]):
+            loaded = json.loads(said)
+            assert loaded == [case[: len(loaded[0])] for case in saved[0]], num_ranks
+            assert len(loaded[0]) == (1 if num_ranks == 5 else 2)
+
+
+def test_a_save_that_fails_on_one_rank_fails_on_all(tmp_path):
+    launch(SAVED, 2, ["fail", str(tmp_path)])

@@ -176,7 +176,7 @@ def test_one_that_failed_does_not_cost_the_next(tmp_path: Path, monkeypatch: pyt
 
     with small.prepared(small.build("plain"), tmp_path, "disk") as (model, optimizer):
         with monkeypatch.context() as patch:
-            patch.setattr("outcore.memory.files.checkpoint_folder._write_at", full)
+            patch.setattr("outcore.memory.files.checkpoint_file._write_at", full)
             with pytest.raises(DiskError, match="ENOSPC"):
                 outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1, wait=True)
         assert _fails_beside(model, optimizer, tmp_path / "c", monkeypatch)

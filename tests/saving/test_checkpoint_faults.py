@@ -308,7 +308,7 @@ def test_who_reads_a_checkpoint_has_it_until_the_end(run: Any, tmp_path: Path, m
         assert not save.done
         assert read_manifest(path, check=True) == manifest
     assert read_manifest(save.wait(), check=True) != manifest
-    monkeypatch.setattr("outcore.memory.files.checkpoint_folder._STALL_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("outcore.memory.files.checkpoint_folder.STALL_TIMEOUT_S", 0.1)
     with found(tmp_path / "c") as (path, manifest):
         with pytest.raises(DiskError, match="EBUSY: somebody reads it for more than 0.1 s"):
             outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1, wait=True)

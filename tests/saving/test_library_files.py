@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 import outcore
 from outcore.memory.files import weights_layout
-from outcore.memory.files.checkpoint_folder import BlockPool, CheckpointFile, read_manifest
+from outcore.memory.files.checkpoint_file import BlockPool, CheckpointFile
+from outcore.memory.files.checkpoint_folder import read_manifest
 from outcore.runtime.module_guard import engine_of
 from outcore.saving.beside import begun
 from outcore.saving.library_files import LibraryFiles

@@ -38,6 +38,7 @@ class World:
         self._groups: list[Any] = []
         self._control = self._new_group("gloo")
         self._reduce = _Links(self._new_group, device.group_backend)
+        self._save = self._new_group("gloo")
         self._gather = _Links(self._new_group, device.group_backend)
 
     def _new_group(self, backend: str) -> Any:
@@ -100,6 +101,12 @@ class World:
         _gather_single(found, mine, group=self._reduce.host)
         distributed.all_to_all_single(received, bucket, group=self._reduce.of(bucket))
         return [part.numpy().tobytes() for part in found.split(len(bits))]
+
+    def all_have_saved(self, value: T) -> list[T]:
+        """``all_of``, on the lane that saves."""
+        found: list[Any] = [None] * self.size
+        distributed.all_gather_object(found, value, group=self._save)
+        return found
 
     def gather(self, whole: torch.Tensor) -> None:
         """Fill in the runs of the other ranks. Args: whole: 1D uint8; this rank's run is there."""

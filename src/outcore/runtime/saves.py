@@ -42,6 +42,13 @@ Spans = Sequence[tuple[int, int]]
 """The bytes [start, stop) of a home, in the order in which they stand in a file; they grow."""
 
 
+Meet = Callable[["Save"], None]
+
+
+def _alone(_: Save) -> None:
+    """No other rank saves."""
+
+
 class Source(NamedTuple):
     """The bytes [start, stop) of a home."""
 
@@ -214,16 +221,23 @@ class Saves:
 
         self._order.homes([(unit, home) for unit, home, _, _ in sources], spans, work)
 
-    def last(self, save: Save, name: str, commit: Callable[[], None], tidy_up: Callable[[], object]) -> None:
-        """Behind everything that was submitted."""
-        end = partial(self._end, save, commit, tidy_up)
+    def last(
+        self, save: Save, name: str, commit: Callable[[], None], tidy_up: Callable[[], object], meet: Meet = _alone
+    ) -> None:
+        """Behind everything that was submitted. Args: meet: With other ranks; raises if one failed."""
+        end = partial(self._end, save, commit, tidy_up, meet)
         save.ends_with(self._device.submit(Lane.SAVE, name, end), self._device)
 
-    def _end(self, save: Save, commit: Callable[[], None], tidy_up: Callable[[], object]) -> None:
-        if save.error is not None:
-            return
+    def _end(self, save: Save, commit: Callable[[], None], tidy_up: Callable[[], object], meet: Meet) -> None:
         try:
-            save.refuse_missing()
+            if save.error is None:
+                save.refuse_missing()
+        except Exception as error:
+            save.fail(error)
+        try:
+            meet(save)
+            if save.error is not None:
+                return
             save.commit(commit)
         except Exception as error:
             save.fail(error)

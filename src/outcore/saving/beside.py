@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from outcore.core.quantities import format_bytes
-from outcore.memory.files.checkpoint_folder import CheckpointFile, UnfinishedCheckpoint
+from outcore.memory.files.checkpoint_file import CheckpointFile, PartOfCheckpoint
+from outcore.memory.files.checkpoint_folder import UnfinishedCheckpoint
 from outcore.memory.limits import disk_free_bytes
 from outcore.runtime.engine import Engine
 from outcore.runtime.saves import Save
+from outcore.saving.shared import SharedCheckpoint
 from outcore.spec.checkpoint import Block, Manifest
 
 
@@ -23,8 +26,10 @@ def begun(
     target: Path,
     describe: Callable[[Mapping[str, tuple[Block, ...]]], Manifest],
     tidy_up: Callable[[], object],
-) -> Iterator[tuple[UnfinishedCheckpoint, Save]]:
+) -> Iterator[tuple[PartOfCheckpoint, Save]]:
     """What the block writes and submits becomes a checkpoint, behind the block; if it raises, nothing of it stays.
+
+    With several ranks a collective: each writes files of its own into the folder of rank 0.
 
     Args:
         engine: Which makes one save at a time: the one before is waited for.
@@ -36,14 +41,20 @@ def begun(
         DiskError: It cannot be written. Older checkpoints are untouched. Or: the one before could not be written, and
             nobody was told; this one is on its way then.
     """
-    saves = engine.opened.saves
+    saves, world = engine.opened.saves, engine.access.world
     failed = saves.make_room()
-    unfinished = UnfinishedCheckpoint(target)
+    shared = None if world is None else SharedCheckpoint(world, target)
+    unfinished = UnfinishedCheckpoint(target) if shared is None else shared.unfinished
     save = Save(unfinished.target, unfinished.abandon, unfinished.error)
     try:
         saves.begin(save)
-        yield unfinished, save
-        saves.last(save, f"commit {target.name}", lambda: unfinished.commit(describe), tidy_up)
+        with shared.agreed(save) if shared is not None else nullcontext():
+            yield unfinished, save
+        name = f"commit {target.name}"
+        if isinstance(unfinished, UnfinishedCheckpoint) and shared is None:
+            saves.last(save, name, partial(unfinished.commit, describe), tidy_up)
+        elif shared is not None:
+            saves.last(save, name, partial(shared.commit, describe), partial(shared.first, tidy_up), shared.meet)
     except BaseException as error:
         save.fail(error)
         save.wait()
@@ -52,7 +63,7 @@ def begun(
         failed.wait()
 
 
-def refuse_full(unfinished: UnfinishedCheckpoint, need: int) -> None:
+def refuse_full(unfinished: PartOfCheckpoint, need: int) -> None:
     """Raises: OSError: So many bytes are not free."""
     free = disk_free_bytes(unfinished.path)
     if need > free:

@@ -23,9 +23,10 @@ from torch import nn
 
 from outcore.core.errors import ConfigError, OutcoreError, UnsupportedError
 from outcore.core.quantities import PAGE_BYTES, align_up
-from outcore.memory.files.checkpoint_folder import CheckpointFile, UnfinishedCheckpoint
+from outcore.memory.files.checkpoint_file import CheckpointFile, PartOfCheckpoint
 from outcore.memory.files.weights_file import WeightsDirectory, write_safetensors
 from outcore.memory.files.weights_layout import safetensors_header
+from outcore.ranks.agreement import agree
 from outcore.runtime.engine import Engine
 from outcore.runtime.module_guard import engine_of
 from outcore.runtime.optimizer import StreamedOptimizer
@@ -62,6 +63,8 @@ def save_checkpoint(
     together by checksums. It is there as a whole or not at all, whatever ends the process. Gradients are not saved:
     call it between ``optimizer.step()`` and the next backward. Frozen parameters are not either; a sample of each is.
 
+    With several ranks a collective: each writes its part, into one folder that all see.
+
     Args:
         model: Prepared.
         optimizer: Prepared with it.
@@ -87,21 +90,10 @@ def save_checkpoint(
     the device are written before this returns, and its states pass through two slots of 16 MiB: there the next step
     waits for most of the save.
     """
-    save = _begin_save(_alone(model, "save_checkpoint"), optimizer, Path(directory), step, extra or {}, keep)
+    save = _begin_save(engine_of(model, "save_checkpoint"), optimizer, Path(directory), step, extra or {}, keep)
     if wait:
         save.wait()
     return save
-
-
-def _alone(model: nn.Module, who: str) -> Engine:
-    """The engine of a model that one rank trains; of several, each has a part of the states."""
-    engine = engine_of(model, who)
-    if engine.num_ranks > 1:
-        raise UnsupportedError(
-            f"{who}: expected one rank, but {engine.num_ranks} train this model, which cannot do it yet; call "
-            "optimizer.state_dict() on all ranks, and save that and outcore.save_pretrained(model, ...) on rank 0"
-        )
-    return engine
 
 
 def _begin_save(
@@ -109,7 +101,8 @@ def _begin_save(
 ) -> Save:
     _refuse_other_optimizer(engine, optimizer, "save_checkpoint")
     _refuse_unfit(engine, step, extra, keep)
-    small = {"extra": dict(extra), "random": random_states(engine.device)}
+    world, random = engine.access.world, random_states(engine.device)
+    small = {"extra": dict(extra), "random": random} | ({} if world is None else {"ranks": world.all_of(random)})
     encode(small["extra"], {})  # before anything is written
     groups = [
         {"params": names, **{k: plain_setting(k, v) for k, v in group.items() if k != "params"}}
@@ -133,7 +126,8 @@ def _begin_save(
             prune(directory, keep, newest=step)
 
     with begun(engine, target, described, tidy_up) as (unfinished, save):
-        _write_small(unfinished.path, engine, small)
+        if world is None or world.rank == 0:
+            _write_small(unfinished.path, engine, small)
         _submit(engine, unfinished, save)
     return save
 
@@ -156,6 +150,8 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Take over what ``save_checkpoint`` saved, under whatever plan: weights, states, settings, random generators.
 
+    With several ranks a collective; as many as there are, whatever their number was.
+
     Args:
         model: Prepared; built as in the run that saved.
         optimizer: Prepared with it, over the same param groups.
@@ -173,7 +169,7 @@ def load_checkpoint(
     Memory: host, 16 MiB while it is verified, then 4 MiB, all buffers, and each tensor whose dimensions lie in memory
     in another order here.
     """
-    engine = _alone(model, "load_checkpoint")
+    engine = engine_of(model, "load_checkpoint")
     _refuse_other_optimizer(engine, optimizer, "load_checkpoint")
     if not isinstance(engine.weights.refusal, _HalfLoadedError):
         engine.refuse_if_closed()
@@ -205,6 +201,8 @@ class Resumed:
             ConfigError: It is of another model, optimizer or precision. Nothing was changed.
         """
         engine, path, manifest = optimizer.engine, self._path, self._manifest
+        if engine.access.world is not None:
+            agree(engine.access.world, {f"step of the newest checkpoint in '{path.parent}'": str(manifest.step)})
         _refuse_others(optimizer, path, manifest)
         small = _read_state(path)
         with _whole_or_refused(engine, path):
@@ -216,7 +214,7 @@ class Resumed:
             _load_buffers(engine, path, manifest)
             for group, settings in zip(optimizer.param_groups, manifest.groups, strict=True):
                 group.update({k: like_setting(group.get(k), v) for k, v in settings.items() if k != "params"})
-            restore_random_states(small["random"], engine.device)
+            _restore_random_states(small, engine)
         self._let_go()
         return {**small["extra"], "step": manifest.step}
 
@@ -224,11 +222,24 @@ class Resumed:
 def _read_state(path: Path) -> dict[str, Any]:
     try:
         small = read_small(path, _STATE)
-        return {"extra": dict(small["extra"]), "random": small["random"]}
+        return {"extra": dict(small["extra"]), "ranks": small.get("ranks", [small["random"]])}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"checkpoint '{path}': expected its small state as it was saved, but got {error!r}"
         ) from error
+
+
+def _restore_random_states(small: Mapping[str, Any], engine: Engine) -> None:
+    """Those of this rank, if as many ranks saved them."""
+    world, saved = engine.access.world, small["ranks"]
+    if len(saved) != engine.num_ranks:
+        warnings.warn(
+            f"load_checkpoint: {len(saved)} ranks saved the states of their random generators, and {engine.num_ranks} "
+            "go on: generators stay as they are",
+            stacklevel=4,
+        )
+        return
+    restore_random_states(saved[0 if world is None else world.rank], engine.device)
 
 
 class _HalfLoadedError(OutcoreError):
@@ -342,7 +353,7 @@ def _write_library(folder: Path, model: nn.Module) -> None:
         adapters["default"].save_pretrained(folder)
 
 
-def _submit(engine: Engine, unfinished: UnfinishedCheckpoint, save: Save) -> None:
+def _submit(engine: Engine, unfinished: PartOfCheckpoint, save: Save) -> None:
     """Let every unit be written, each behind its update."""
     files: list[tuple[Unit, list[Section], CheckpointFile, bytes]] = []
     for unit in engine.weights.units_to_update():  # whose turn comes first in the next step
@@ -351,7 +362,7 @@ def _submit(engine: Engine, unfinished: UnfinishedCheckpoint, save: Save) -> Non
             specs = [spec for section in found for spec in tensors_in(section)]
             header = safetensors_header(specs, {"format": "pt"}, align=PAGE_BYTES)
             nbytes = len(header) + sum(align_up(s.stop - s.start, PAGE_BYTES) for s in found)
-            files.append((unit, found, unfinished.create(file_name(unit), nbytes), header))
+            files.append((unit, found, unfinished.create(file_name(unit, unit.spec.rank), nbytes), header))
     refuse_full(unfinished, sum(file.nbytes for _, _, file, _ in files))
     for unit, found, file, header in files:
         append_bytes(file, header)
@@ -366,8 +377,8 @@ def _submit(engine: Engine, unfinished: UnfinishedCheckpoint, save: Save) -> Non
 def _refuse_others(optimizer: StreamedOptimizer, path: Path, manifest: Manifest) -> None:
     """Nothing was changed yet."""
     engine = optimizer.engine
-    entries = [entry for unit in engine.units for section in sections(unit) for entry in section.entries]
-    wanted = {name: (part.dtype, param.shape) for name, param, part, _ in entries}
+    saved = (pair for unit in engine.units for pair in records(unit))
+    wanted = {name: (record.dtype, record.shape) for name, record in saved}
     buffers = _buffers(engine)
     wanted |= {f"model.{n}": (str(b.dtype).removeprefix("torch."), tuple(b.shape)) for n, b in buffers.items()}
     there = {name: (record.dtype, record.shape) for name, record in manifest.tensors.items()}

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from outcore.memory.files.checkpoint_folder import CheckpointFile, UnfinishedCheckpoint, write_durably
+from outcore.memory.files.checkpoint_file import CheckpointFile, PartOfCheckpoint
+from outcore.memory.files.checkpoint_folder import write_durably
 from outcore.memory.files.weights_layout import TensorSpec, tensor_files
 from outcore.runtime.engine import Engine
 from outcore.runtime.optimizer import StreamedOptimizer
@@ -64,7 +65,7 @@ class _Item(NamedTuple):
 class LibraryFiles:
     """Of one checkpoint that is being written."""
 
-    def __init__(self, engine: Engine, unfinished: UnfinishedCheckpoint, save: Save) -> None:
+    def __init__(self, engine: Engine, unfinished: PartOfCheckpoint, save: Save) -> None:
         """Nothing of it is there. What the user changed in parameters is taken over."""
         self._engine, self._unfinished, self._save = engine, unfinished, save
         self._nbytes = 0

@@ -8,6 +8,7 @@ of tensors may have no holes.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from outcore.runtime.unit.unit import Unit
 from outcore.runtime.unit.views import torch_dtype
 from outcore.runtime.values.access import Access, own_states
 from outcore.spec.checkpoint import BLOCK_BYTES, Manifest, PartRecord, TensorRecord
-from outcore.spec.model import ParamSpec, Part
+from outcore.spec.model import ParamSpec, Part, UnitSpec
 
 
 class Section(NamedTuple):
@@ -39,13 +40,17 @@ def sections(unit: Unit) -> list[Section]:
     spec, ledger = unit.spec, unit.ledger
     if not unit.num_trainable:
         return []
-    trained = list(enumerate(spec.params[: unit.num_trainable]))
-    weights = [(f"model.{p.name}", p, spec.weight_parts[i], spec.weight_parts[i].offset) for i, p in trained]
-    sections = [Section(ledger.weights, 0, spec.trainable_bytes, weights)]
+    trained = [(i, p) for i, p in enumerate(spec.params[: unit.num_trainable]) if _is_here(unit, i)]
+    own = spec.own_parts
+    weights = [(f"model.{p.name}", _here(spec, p, own[i]), own[i], own[i].offset) for i, p in trained]
+    if not weights:
+        return []
+    start = spec.rank * spec.run_bytes
+    sections = [Section(ledger.weights, start, start + spec.run_bytes, weights)]
     states = [
-        (f"optimizer.{p.name}.{state.name}", state.described(p, i), state.parts[i], state.start + state.parts[i].offset)
+        (f"optimizer.{p.name}.{state.name}", _here(spec, state.described(p, i), part), part, state.start + part.offset)
         for state in ledger.state_specs.values()
-        for i, p in trained
+        for (i, p), part in ((pair, state.parts[pair[0]]) for pair in trained)
         if state in own_states(unit, i)
     ]
     if states:
@@ -53,6 +58,16 @@ def sections(unit: Unit) -> list[Section]:
         stop = max(offset + part.nbytes for _, _, part, offset in states)
         sections.append(Section(ledger.states, start, stop, states))
     return sections
+
+
+def _is_here(unit: Unit, index: int) -> bool:
+    """Whether this rank saves elements of a parameter."""
+    return unit.spec.num_ranks == 1 or unit.spec.own_parts[index].numel > 0
+
+
+def _here(spec: UnitSpec, param: ParamSpec, part: Part) -> ParamSpec:
+    """Of several ranks each saves a flat part."""
+    return param if spec.num_ranks == 1 else replace(param, shape=(part.numel,), strides=None)
 
 
 def tensors_in(section: Section) -> Iterator[TensorSpec]:
@@ -73,18 +88,29 @@ def _stored_shape(param: ParamSpec) -> tuple[int, ...]:
     return param.shape if param.strides is None else tuple(param.shape[i] for i in param.order)
 
 
-def file_name(unit: Unit) -> str:
-    """Of its only shard."""
-    return f"unit-{unit.ledger.index:05d}.safetensors"
+def file_name(unit: Unit, rank: int) -> str:
+    """Of what a rank saves of it."""
+    shard = f"-{rank:03d}" if unit.spec.num_ranks > 1 else ""
+    return f"unit-{unit.ledger.index:05d}{shard}.safetensors"
 
 
 def records(unit: Unit) -> Iterator[tuple[str, TensorRecord]]:
-    """What the manifest says of its tensors."""
-    for section in sections(unit):
-        for name, param, part, _ in section.entries:
-            order = None if param.strides is None else param.order
-            parts = (PartRecord(file_name(unit), 0, part.numel),)
-            yield name, TensorRecord(part.dtype, param.shape, parts, order)
+    """What the manifest says of its tensors, whichever rank saves them."""
+    spec = unit.spec
+    for i, param in enumerate(spec.params[: unit.num_trainable]):
+        yield f"model.{param.name}", _record(unit, i, param, spec.own_parts[i])
+        for state in own_states(unit, i):
+            form = state.described(param, i)
+            yield f"optimizer.{param.name}.{state.name}", _record(unit, i, form, state.parts[i])
+
+
+def _record(unit: Unit, index: int, form: ParamSpec, part: Part) -> TensorRecord:
+    spec, order = unit.spec, None if form.strides is None else form.order
+    if spec.num_ranks == 1:
+        return TensorRecord(part.dtype, form.shape, (PartRecord(file_name(unit, 0), 0, part.numel),), order)
+    owned = [(rank, *spec.owned(rank)[index]) for rank in range(spec.num_ranks)]
+    parts = [PartRecord(file_name(unit, rank), first, first + numel) for rank, first, numel in owned if numel]
+    return TensorRecord(part.dtype, form.shape, tuple(parts), order)
 
 
 def load_param(access: Access, unit: Unit, index: int, path: Path, manifest: Manifest) -> None:

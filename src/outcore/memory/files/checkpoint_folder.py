@@ -11,177 +11,46 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import mmap
 import os
 import re
 import secrets
 import shutil
-import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import final
 
 import torch
 
-from outcore.core.errors import ConfigError, OutcoreError
-from outcore.core.quantities import PAGE_BYTES, format_bytes
+from outcore.core.errors import ConfigError
+from outcore.core.quantities import format_bytes
 from outcore.memory.disk_file import disk_error
+from outcore.memory.files.checkpoint_file import (
+    STALL_TIMEOUT_S,
+    BlockPool,
+    CheckpointFile,
+    Files,
+    PartOfCheckpoint,
+    Piece,
+    durable,
+    takes_direct_io,
+)
 from outcore.memory.files.locked_folder import make_locked, taken_alone, taken_when_free, unlock
 from outcore.memory.files.staged_files import sync
-from outcore.memory.piece_pool import ClosedError, PiecePool, StalledError
 from outcore.spec.checkpoint import BLOCK_BYTES, MANIFEST_NAME, Block, Manifest
 
-_NUM_THREADS = 4
-_STALL_TIMEOUT_S = 600.0
 _ASIDE = re.compile(r"\.(.+)\.[0-9a-f]{8}\.(partial|old)")
 _RENAME_EXCHANGE = 2  # linux/fs.h
 _AT_FDCWD = -100
 
-_EMPTY = Block(0, 0)
 _NAMES_SYNCED: set[tuple[int, int]] = set()
 """Folders whose own names are durable: device and inode."""
 
-Fill = Callable[[int, int, torch.Tensor], None]
-"""Put the bytes [start, stop) of a source into host memory (1D uint8). On several threads at once."""
-
-
-class _Piece(NamedTuple):
-    """Bytes of a file that lie in one block."""
-
-    start: int
-    stop: int
-    fill: Fill
-    sums: list[Block]
-    place: int
-    """Of the block, in ``sums``."""
-
 
 @final
-class CheckpointFile:
-    """A file that is written front to back, in blocks whose checksums are kept. With direct I/O where possible.
-
-    Between two writes it is closed: models have more units than a process may have files open.
-    """
-
-    def __init__(self, path: Path, nbytes: int, pool: BlockPool) -> None:
-        """Args: nbytes: Its final size."""
-        self.path, self.nbytes = path, nbytes
-        self._pool = pool
-        self._sums: list[Block] = []
-        self._written = 0
-        self._rest = b""
-        """Of a page that has begun: it is written with what follows, or with the end of the file."""
-
-    @property
-    def blocks(self) -> tuple[Block, ...]:
-        """Of what was written."""
-        return tuple(self._sums)
-
-    def write(self, nbytes: int, fill: Fill) -> None:
-        """Append. Fast if all that comes before is a multiple of 4 KiB, too.
-
-        Raises:
-            OSError: The system's.
-        """
-        begin, end = self._written, self._written + nbytes
-        self._written = end
-        self._sums += [_EMPTY] * (-(-end // BLOCK_BYTES) - len(self._sums))
-        starts = [begin, *range(begin // BLOCK_BYTES * BLOCK_BYTES + BLOCK_BYTES, end, BLOCK_BYTES)] if nbytes else []
-        pieces = [
-            _Piece(a, b, lambda start, stop, to: fill(start - begin, stop - begin, to), self._sums, a // BLOCK_BYTES)
-            for a, b in zip(starts, [*starts[1:], end], strict=True)
-        ]
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_DIRECT if self._pool.is_direct else 0)
-        fd, is_idle = os.open(self.path, flags, 0o666), True
-        try:
-            self._pool.run(partial(self._write, fd, self._rest), pieces)
-        except (TimeoutError, ClosedError):
-            is_idle = False  # a thread may still write: its descriptor must not come to mean another file
-            raise
-        finally:
-            if is_idle:
-                os.close(fd)
-        if end == self.nbytes and self._rest:  # less than a page, which direct I/O does not take
-            fd = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
-            try:
-                _write_at(fd, memoryview(self._rest), end - len(self._rest), 1)
-            finally:
-                os.close(fd)
-
-    def _write(self, fd: int, rest: bytes, piece: _Piece, memory: torch.Tensor) -> None:
-        head, nbytes, view = piece.start % PAGE_BYTES, piece.stop - piece.start, memory.numpy().data
-        view[:head] = rest[:head]
-        piece.fill(piece.start, piece.stop, memory[head : head + nbytes])
-        before, new = piece.sums[piece.place], view[head : head + nbytes]
-        piece.sums[piece.place] = Block(before.nbytes + nbytes, zlib.crc32(new, before.crc32))
-        whole = (head + nbytes) // PAGE_BYTES * PAGE_BYTES
-        _write_at(fd, view[:whole], piece.start - head, PAGE_BYTES if self._pool.is_direct else 1)
-        if piece.stop == self._written:
-            self._rest = bytes(view[whole : head + nbytes])
-
-
-def _takes_direct_io(folder: Path) -> bool:
-    """Whether a page can be written there past the page cache: some filesystems only accept the flag."""
-    path = folder / ".direct"
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_DIRECT, 0o600)
-        try:
-            return os.pwrite(fd, mmap.mmap(-1, PAGE_BYTES), 0) == PAGE_BYTES
-        finally:
-            os.close(fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
-        return False
-    finally:
-        path.unlink(missing_ok=True)
-
-
-def _write_at(fd: int, view: memoryview, offset: int, unit: int) -> None:
-    """Args: unit: Less is never written at a time."""
-    done = 0
-    while done < len(view):
-        moved = os.pwrite(fd, view[done:], offset + done)
-        moved -= moved % unit
-        if moved <= 0:
-            raise OSError(errno.EIO, f"the drive takes no bytes at {offset + done}")
-        done += moved
-
-
-@final
-class BlockPool:
-    """A few threads with a block of host memory each: 16 MiB in all, until ``close``."""
-
-    def __init__(self, *, is_direct: bool = True) -> None:
-        """Args: is_direct: Whether files are written past the page cache."""
-        self.is_direct = is_direct
-        self._pool: PiecePool[Callable[[], None]] = PiecePool(_NUM_THREADS, name="outcore-checkpoint")
-        self._local = threading.local()
-
-    def run(self, work: Callable[[_Piece, torch.Tensor], None], pieces: Iterable[_Piece]) -> None:
-        """Do ``work`` on every piece; return when all are done, or one has failed."""
-        tasks = [partial(self._do, work, piece) for piece in pieces]
-        try:
-            self._pool.run(lambda task: task(), tasks, stall_timeout_s=_STALL_TIMEOUT_S)
-        except StalledError as stall:
-            raise OSError(errno.ETIMEDOUT, f"no progress for {_STALL_TIMEOUT_S:g} s") from stall
-
-    def _do(self, work: Callable[[_Piece, torch.Tensor], None], piece: _Piece) -> None:
-        memory = getattr(self._local, "memory", None)
-        if memory is None:  # a mapping begins at a page
-            memory = self._local.memory = torch.frombuffer(mmap.mmap(-1, BLOCK_BYTES), dtype=torch.uint8)
-        work(piece, memory)
-
-    def close(self) -> None:
-        """End the threads."""
-        self._pool.close(timeout_s=1.0)
-
-
-@final
-class UnfinishedCheckpoint:
+class UnfinishedCheckpoint(PartOfCheckpoint):
     """A checkpoint that is being written. ``commit`` makes it one; ``abandon`` leaves nothing."""
 
     def __init__(self, target: Path) -> None:
@@ -199,7 +68,8 @@ class UnfinishedCheckpoint:
             target.parent.mkdir(parents=True, exist_ok=True)
             clear_away(target.parent)
             self.path, self._lock = make_locked(lambda: _aside(target, "partial"))
-            self._pool = BlockPool(is_direct=_takes_direct_io(self.path))
+            self.is_direct = takes_direct_io(self.path)
+            self._pool = BlockPool(is_direct=self.is_direct)
         except OSError as error:
             if self._lock >= 0:
                 shutil.rmtree(self.path, ignore_errors=True)
@@ -207,27 +77,19 @@ class UnfinishedCheckpoint:
             raise self.error(error) from error
         self._files: list[CheckpointFile] = []
 
-    def error(self, error: OSError) -> OutcoreError:
-        """For the user."""
-        return disk_error(f"checkpoint '{self.target}': expected a folder that can be written", error)
-
-    def create(self, name: str, nbytes: int) -> CheckpointFile:
-        """A file that will have that size."""
-        self._files.append(CheckpointFile(self.path / name, nbytes, self._pool))
-        return self._files[-1]
-
-    def commit(self, describe: Callable[[Mapping[str, tuple[Block, ...]]], Manifest]) -> None:
+    def commit(self, describe: Callable[[Files], Manifest], shared: Sequence[Files] = ()) -> None:
         """Make everything durable, and the checkpoint one.
 
         Args:
             describe: Given all files in the folder with their checksums, also those that others put there.
+            shared: Files of other processes, as their ``PartOfCheckpoint`` has made them durable.
 
         Raises:
             OSError: The system's; an older checkpoint of the name is untouched.
         """
-        for file in self._files:
-            sync(file.path)
-        known = {str(file.path.relative_to(self.path)): file.blocks for file in self._files}
+        known = durable(self._files, self.path)
+        for files in shared:
+            known.update(files)
         self._files.clear()
         for path in _files_in(self.path):
             name = str(path.relative_to(self.path))
@@ -348,7 +210,7 @@ def find_damage(path: Path, manifest: Manifest) -> str | None:
     found: list[tuple[str, int, Block]] = []
     pool = BlockPool()
 
-    def look(name: str, fd: int, piece: _Piece, memory: torch.Tensor) -> None:
+    def look(name: str, fd: int, piece: Piece, memory: torch.Tensor) -> None:
         block, view = piece.sums[piece.place], memory.numpy().data
         done = 0
         while done < block.nbytes:
@@ -375,10 +237,10 @@ def find_damage(path: Path, manifest: Manifest) -> str | None:
     return f"of '{name}' {format_bytes(block.nbytes)} at byte {start:,} are not those that were saved"
 
 
-def _as_pieces(blocks: Sequence[Block]) -> Iterator[_Piece]:
+def _as_pieces(blocks: Sequence[Block]) -> Iterator[Piece]:
     start, listed = 0, list(blocks)
     for i, block in enumerate(blocks):
-        yield _Piece(start, start + block.nbytes, _nothing, listed, i)
+        yield Piece(start, start + block.nbytes, _nothing, listed, i)
         start += block.nbytes
 
 
@@ -432,7 +294,7 @@ def _put_in_place(path: Path, target: Path) -> None:
     except OSError:
         if not os.path.lexists(target):
             raise
-        with taken_when_free(target, _STALL_TIMEOUT_S):  # who reads the old one must not find parts of the new one
+        with taken_when_free(target, STALL_TIMEOUT_S):  # who reads the old one must not find parts of the new one
             if not _exchange(path, target):
                 old = _aside(target, "old")
                 target.rename(old)

@@ -23,7 +23,7 @@ from outcore.runtime.unit.unit import Beneath, Unit
 from outcore.runtime.unit.views import flat, own_slice, shaped, torch_dtype
 from outcore.runtime.weights import Weights
 from outcore.spec.layout import StateSpec
-from outcore.spec.model import ParamSpec, Part
+from outcore.spec.model import DTYPE_BYTES, ParamSpec, Part
 
 _SAMPLE_BYTES = 4096
 
@@ -85,7 +85,7 @@ class Access:
         for piece in pieces:
             self._write(unit.ledger.weights, part.offset + start, piece)
             if master is not None:
-                self._write(unit.ledger.states, master.start + master.parts[index].offset + start, piece)
+                self._write_own(unit, master, index, start, piece)
             start += piece.numel()
         if unit.ledger.is_resident:
             unit.presence.watch.note_change(index)
@@ -94,11 +94,18 @@ class Access:
     def replace_state(self, unit: Unit, name: str, index: int, pieces: Iterable[torch.Tensor]) -> None:
         """Replace one optimizer state; see ``replace_weight``."""
         unit.states_version += 1
-        state = unit.ledger.state_specs[name]
-        start = state.start + state.parts[index].offset
+        state, start = unit.ledger.state_specs[name], 0
         for piece in pieces:
-            self._write(unit.ledger.states, start, piece)
+            self._write_own(unit, state, index, start, piece)
             start += piece.numel()
+
+    def _write_own(self, unit: Unit, state: StateSpec, index: int, start: int, piece: torch.Tensor) -> None:
+        """Of bytes of a state, from ``start`` on, those that are here."""
+        part, first = state.parts[index], 0
+        if self.world is not None:
+            first = unit.spec.own_ranges[index][0] * DTYPE_BYTES[part.dtype]
+        mine = piece[max(first - start, 0) : max(first + part.nbytes - start, 0)]
+        self._write(unit.ledger.states, state.start + part.offset + max(start - first, 0), mine)
 
     @torch.no_grad()
     def write_weight(self, unit: Unit, index: int, value: torch.Tensor) -> None:

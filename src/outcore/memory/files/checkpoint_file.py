@@ -1,0 +1,208 @@
+"""Files of a checkpoint: written front to back in blocks, with a checksum of each."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, final
+
+import torch
+
+from outcore.core.errors import OutcoreError
+from outcore.core.quantities import PAGE_BYTES
+from outcore.memory.disk_file import disk_error
+from outcore.memory.files.staged_files import sync
+from outcore.memory.piece_pool import ClosedError, PiecePool, StalledError
+from outcore.spec.checkpoint import BLOCK_BYTES, Block
+
+_NUM_THREADS = 4
+STALL_TIMEOUT_S = 600.0
+_EMPTY = Block(0, 0)
+
+Fill = Callable[[int, int, torch.Tensor], None]
+"""Put the bytes [start, stop) of a source into host memory (1D uint8). On several threads at once."""
+
+
+class Piece(NamedTuple):
+    """Bytes of a file that lie in one block."""
+
+    start: int
+    stop: int
+    fill: Fill
+    sums: list[Block]
+    place: int
+    """Of the block, in ``sums``."""
+
+
+Files = Mapping[str, tuple[Block, ...]]
+"""Name -> checksums of its blocks."""
+
+
+@final
+class CheckpointFile:
+    """A file that is written front to back, in blocks whose checksums are kept. With direct I/O where possible.
+
+    Between two writes it is closed: models have more units than a process may have files open.
+    """
+
+    def __init__(self, path: Path, nbytes: int, pool: BlockPool) -> None:
+        """Args: nbytes: Its final size."""
+        self.path, self.nbytes = path, nbytes
+        self._pool = pool
+        self._sums: list[Block] = []
+        self._written = 0
+        self._rest = b""
+        """Of a page that has begun: it is written with what follows, or with the end of the file."""
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """Of what was written."""
+        return tuple(self._sums)
+
+    def write(self, nbytes: int, fill: Fill) -> None:
+        """Append. Fast if all that comes before is a multiple of 4 KiB, too.
+
+        Raises:
+            OSError: The system's.
+        """
+        begin, end = self._written, self._written + nbytes
+        self._written = end
+        self._sums += [_EMPTY] * (-(-end // BLOCK_BYTES) - len(self._sums))
+        starts = [begin, *range(begin // BLOCK_BYTES * BLOCK_BYTES + BLOCK_BYTES, end, BLOCK_BYTES)] if nbytes else []
+        pieces = [
+            Piece(a, b, lambda start, stop, to: fill(start - begin, stop - begin, to), self._sums, a // BLOCK_BYTES)
+            for a, b in zip(starts, [*starts[1:], end], strict=True)
+        ]
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_DIRECT if self._pool.is_direct else 0)
+        fd, is_idle = os.open(self.path, flags, 0o666), True
+        try:
+            self._pool.run(partial(self._write, fd, self._rest), pieces)
+        except (TimeoutError, ClosedError):
+            is_idle = False  # a thread may still write: its descriptor must not come to mean another file
+            raise
+        finally:
+            if is_idle:
+                os.close(fd)
+        if end == self.nbytes and self._rest:  # less than a page, which direct I/O does not take
+            fd = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                _write_at(fd, memoryview(self._rest), end - len(self._rest), 1)
+            finally:
+                os.close(fd)
+
+    def _write(self, fd: int, rest: bytes, piece: Piece, memory: torch.Tensor) -> None:
+        head, nbytes, view = piece.start % PAGE_BYTES, piece.stop - piece.start, memory.numpy().data
+        view[:head] = rest[:head]
+        piece.fill(piece.start, piece.stop, memory[head : head + nbytes])
+        before, new = piece.sums[piece.place], view[head : head + nbytes]
+        piece.sums[piece.place] = Block(before.nbytes + nbytes, zlib.crc32(new, before.crc32))
+        whole = (head + nbytes) // PAGE_BYTES * PAGE_BYTES
+        _write_at(fd, view[:whole], piece.start - head, PAGE_BYTES if self._pool.is_direct else 1)
+        if piece.stop == self._written:
+            self._rest = bytes(view[whole : head + nbytes])
+
+
+def takes_direct_io(folder: Path) -> bool:
+    """Whether a page can be written there past the page cache: some filesystems only accept the flag."""
+    path = folder / ".direct"
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_DIRECT, 0o600)
+        try:
+            return os.pwrite(fd, mmap.mmap(-1, PAGE_BYTES), 0) == PAGE_BYTES
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        return False
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _write_at(fd: int, view: memoryview, offset: int, unit: int) -> None:
+    """Args: unit: Less is never written at a time."""
+    done = 0
+    while done < len(view):
+        moved = os.pwrite(fd, view[done:], offset + done)
+        moved -= moved % unit
+        if moved <= 0:
+            raise OSError(errno.EIO, f"the drive takes no bytes at {offset + done}")
+        done += moved
+
+
+@final
+class BlockPool:
+    """A few threads with a block of host memory each: 16 MiB in all, until ``close``."""
+
+    def __init__(self, *, is_direct: bool = True) -> None:
+        """Args: is_direct: Whether files are written past the page cache."""
+        self.is_direct = is_direct
+        self._pool: PiecePool[Callable[[], None]] = PiecePool(_NUM_THREADS, name="outcore-checkpoint")
+        self._local = threading.local()
+
+    def run(self, work: Callable[[Piece, torch.Tensor], None], pieces: Iterable[Piece]) -> None:
+        """Do ``work`` on every piece; return when all are done, or one has failed."""
+        tasks = [partial(self._do, work, piece) for piece in pieces]
+        try:
+            self._pool.run(lambda task: task(), tasks, stall_timeout_s=STALL_TIMEOUT_S)
+        except StalledError as stall:
+            raise OSError(errno.ETIMEDOUT, f"no progress for {STALL_TIMEOUT_S:g} s") from stall
+
+    def _do(self, work: Callable[[Piece, torch.Tensor], None], piece: Piece) -> None:
+        memory = getattr(self._local, "memory", None)
+        if memory is None:  # a mapping begins at a page
+            memory = self._local.memory = torch.frombuffer(mmap.mmap(-1, BLOCK_BYTES), dtype=torch.uint8)
+        work(piece, memory)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.close(timeout_s=1.0)
+
+
+class PartOfCheckpoint:
+    """Files of this process in a checkpoint that another one has begun, and commits."""
+
+    def __init__(self, path: Path, target: Path, *, is_direct: bool) -> None:
+        """Args: path: The hidden folder. target: What it will be. is_direct: It takes direct I/O.
+
+        Raises:
+            DiskError: It is not there.
+        """
+        self.path, self.target = path, target
+        if not path.is_dir():
+            missing = FileNotFoundError(errno.ENOENT, f"'{path}' of rank 0 is not there; name one that all ranks see")
+            raise self.error(missing) from None
+        self._pool = BlockPool(is_direct=is_direct)
+        self._files: list[CheckpointFile] = []
+
+    def error(self, error: OSError) -> OutcoreError:
+        """For the user."""
+        return disk_error(f"checkpoint '{self.target}': expected a folder that can be written", error)
+
+    def create(self, name: str, nbytes: int) -> CheckpointFile:
+        """A file that will have that size."""
+        self._files.append(CheckpointFile(self.path / name, nbytes, self._pool))
+        return self._files[-1]
+
+    def finish(self) -> Files:
+        """Make the files durable. Raises: OSError."""
+        files = durable(self._files, self.path)
+        self._pool.close()
+        return files
+
+    def abandon(self) -> None:
+        """Write no more; whoever has begun it removes it. Idempotent."""
+        self._pool.close()
+
+
+def durable(files: Sequence[CheckpointFile], folder: Path) -> dict[str, tuple[Block, ...]]:
+    """Sync files; their checksums, by their names in a folder. Raises: OSError."""
+    for file in files:
+        sync(file.path)
+    return {str(file.path.relative_to(folder)): file.blocks for file in files}

@@ -1,0 +1,106 @@
+"""A checkpoint that several ranks write: each its own files, in a folder that rank 0 begins and commits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from outcore.core.errors import OutcoreError
+from outcore.memory.files.checkpoint_file import Files, PartOfCheckpoint
+from outcore.memory.files.checkpoint_folder import UnfinishedCheckpoint
+from outcore.ranks.world import World
+from outcore.runtime.saves import Save
+from outcore.spec.checkpoint import Manifest
+
+
+class SharedCheckpoint:
+    """Of one rank. What fails on one rank fails on all."""
+
+    def __init__(self, world: World, target: Path) -> None:
+        """Rank 0 makes the folder. A collective.
+
+        Raises:
+            DiskError: It cannot be made, or is not there on this rank.
+            OutcoreError: Another rank raised.
+        """
+        self._world = world
+        self._files: list[Files] = []
+        """Of the other ranks."""
+        whole: UnfinishedCheckpoint | None = None
+        with self.agreed():
+            if world.rank == 0:
+                whole = UnfinishedCheckpoint(target)
+        path, is_direct = world.from_first(("", False) if whole is None else (str(whole.path), whole.is_direct))
+        self._whole = whole
+        try:
+            with self.agreed():
+                part = None if whole is not None else PartOfCheckpoint(Path(path), target, is_direct=is_direct)
+        except BaseException:
+            if whole is not None:
+                whole.abandon()
+            raise
+        self._part = part
+
+    @property
+    def unfinished(self) -> PartOfCheckpoint:
+        """Where this rank puts its files."""
+        found = self._whole or self._part
+        if found is None:
+            raise AssertionError("a rank without a part of a checkpoint")
+        return found
+
+    @contextmanager
+    def agreed(self, save: Save | None = None) -> Iterator[None]:
+        """All ranks leave the block, or all raise. A collective, from the caller's thread.
+
+        Args: save: Ended on its lane, it lets the block fail for no reason of its own.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught if save is None or not isinstance(save.error, Exception) else save.error
+        said = self._world.all_of(None if error is None else str(error))
+        if error is not None:
+            raise error
+        _refuse_failed(said)
+
+    def meet(self, save: Save) -> None:
+        """All ranks have written, or all fail. A collective, on the lane that saves."""
+        files: Files = {}
+        error = save.error
+        try:
+            if error is None and self._part is not None:
+                files = self._part.finish()
+        except OSError as caught:
+            save.fail(caught)
+            error = save.error
+        said = self._world.all_have_saved((None if error is None else str(error), files))
+        self._files = [files for _, files in said]
+        if error is None:
+            _refuse_failed([text for text, _ in said])
+
+    def commit(self, describe: Callable[[Files], Manifest]) -> None:
+        """Rank 0 commits; the others hear of it. A collective, on the lane that saves."""
+        error: Exception | None = None
+        try:
+            if self._whole is not None:
+                self._whole.commit(describe, self._files)
+        except Exception as caught:
+            error = caught
+        said = self._world.all_have_saved(None if error is None else str(error))
+        if error is not None:
+            raise error
+        _refuse_failed(said)
+
+    def first(self, tidy_up: Callable[[], object]) -> None:
+        """Rank 0 tidies up."""
+        if self._whole is not None:
+            tidy_up()
+
+
+def _refuse_failed(said: list[str | None]) -> None:
+    failed = next(((rank, text) for rank, text in enumerate(said) if text is not None), None)
+    if failed is not None:
+        raise OutcoreError(f"save_checkpoint: expected all ranks to save, but rank {failed[0]} said: {failed[1]}")

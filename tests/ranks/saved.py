@@ -1,0 +1,100 @@
+"""Checkpoints of several ranks: ``save FOLDER``, ``load FOLDER``, ``fail FOLDER`` as a program on all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plans import forced
+
+import outcore
+from outcore.api import prepare_for_test
+from outcore.memory.files.checkpoint_file import CheckpointFile
+from outcore.planning.homes.pools import LEAST
+
+from .cases import DEVICE, Block, Case, adamw, build, digest, states_digest, train
+
+CASES = [Case("tied", "bfloat16", homes="disk"), Case("frozen", homes="device"), Case("lora", "bfloat16")]
+RANK, NUM_RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def begun(case: Case, folder: Path, **options: Any) -> Any:
+    model = build(case.kind, case.dtype)
+    optimizer = adamw(model)
+    _, plan = forced(model, optimizer, case.homes, units=[Block], num_ranks=NUM_RANKS, comfort=LEAST)
+    budget = outcore.Budget(disk=str(folder))
+    return prepare_for_test(model, optimizer, plan=plan, units=[Block], budget=budget, device=DEVICE, **options)
+
+
+def seen(model: Any, optimizer: Any) -> list[str]:
+    return [digest(model), states_digest(optimizer)]
+
+
+def save(folder: Path) -> list[Any]:
+    found = []
+    for number, case in enumerate(CASES):
+        with begun(case, folder) as (model, optimizer):
+            train(model, optimizer, case, num_ranks=NUM_RANKS, rank=RANK, own_norm=False)
+            before = seen(model, optimizer)
+            torch.manual_seed(1000 + RANK)
+            saving = outcore.save_checkpoint(model, optimizer, folder / str(number), step=3, extra={"said": 1})
+            train(model, optimizer, case, num_ranks=NUM_RANKS, rank=RANK, own_norm=False)
+            saving.wait()
+            found.append([before, seen(model, optimizer)])
+            assert before != found[-1][1]
+    return found
+
+
+def load(folder: Path) -> list[Any]:
+    found = []
+    for number, case in enumerate(CASES):
+        with begun(case, folder, checkpoint=folder / str(number)) as (model, optimizer):
+            assert optimizer.resumed == {"said": 1, "step": 3}
+            if NUM_RANKS == 3:
+                assert torch.initial_seed() == 1000 + RANK
+            found.append([seen(model, optimizer)])
+            if NUM_RANKS != 5:  # six micro-batches
+                train(model, optimizer, case, num_ranks=NUM_RANKS, rank=RANK, own_norm=False)
+                found[-1].append(seen(model, optimizer))
+    return found
+
+
+def fail(folder: Path) -> list[Any]:
+    """The drive of one rank is full, at once or later; all hear of it, and go on."""
+    write, case = CheckpointFile.write, CASES[1]
+    with begun(case, folder) as (model, optimizer):
+        train(model, optimizer, case, num_ranks=NUM_RANKS, rank=RANK, own_norm=False)
+        for on_lane in (False, True):  # headers are written by the program itself
+
+            def full(self: CheckpointFile, nbytes: int, fill: Any, on_lane: bool = on_lane) -> None:
+                if RANK == 1 and (threading.current_thread() is not threading.main_thread()) == on_lane:
+                    raise OSError(28, "No space left on device")
+                write(self, nbytes, fill)
+
+            CheckpointFile.write = full  # type: ignore[method-assign]
+            with pytest.raises(outcore.OutcoreError, match="No space left on device"):
+                outcore.save_checkpoint(model, optimizer, folder / "full", step=1, wait=True)
+            assert RANK or list((folder / "full").iterdir()) == []
+        CheckpointFile.write = write  # type: ignore[method-assign]
+        with pytest.raises(outcore.OutcoreError, match="/proc/none"):
+            outcore.save_checkpoint(model, optimizer, "/proc/none", step=1, wait=True)
+        outcore.save_checkpoint(model, optimizer, folder / "full", step=2, wait=True)
+        train(model, optimizer, case, num_ranks=NUM_RANKS, rank=RANK, own_norm=False)
+        with pytest.raises(outcore.ConfigError, match="there is none"):
+            outcore.load_checkpoint(model, optimizer, folder / "none")
+        assert outcore.load_checkpoint(model, optimizer, folder / "full")["step"] == 2
+    return []
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    what, folder = sys.argv[1:]
+    print(json.dumps(globals()[what](Path(folder))), flush=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
