@@ -15,6 +15,15 @@ TESTS = Path(__file__).parents[1]
 
 def launch(code: str, num_ranks: int, arguments: Sequence[str] = (), *, timeout_s: float = 60.0) -> list[str]:
     """Run code in so many processes; what each has printed. One that fails is shown."""
+    ended = launch_and_wait(code, num_ranks, arguments, timeout_s=timeout_s)
+    assert [status for status, _, _ in ended] == [0] * num_ranks, "\n".join(err[-3000:] for _, _, err in ended)
+    return [out for _, out, _ in ended]
+
+
+def launch_and_wait(
+    code: str, num_ranks: int, arguments: Sequence[str] = (), *, timeout_s: float
+) -> list[tuple[int, str, str]]:
+    """Of each: status, what it has printed, and what it has complained of."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -31,5 +40,4 @@ def launch(code: str, num_ranks: int, arguments: Sequence[str] = (), *, timeout_
         for rank in range(num_ranks)
     ]
     said = [rank.communicate(timeout=250) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * num_ranks, "\n".join(err[-3000:] for _, err in said)
-    return [out for out, _ in said]
+    return [(rank.returncode, *one) for rank, one in zip(ranks, said, strict=True)]

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from .cases import DEVICE, Case, plain
-from .conftest import launch
+from .conftest import launch, launch_and_wait
+from .faults import TIMEOUT_S
 
 pytestmark = [
     pytest.mark.skipif(DEVICE != "cpu", reason="over gloo, between processes on the CPU"),
@@ -77,3 +78,23 @@ def test_saved_by_three_and_loaded_by_others(tmp_path):
 
 def test_a_save_that_fails_on_one_rank_fails_on_all(tmp_path):
     launch(SAVED, 2, ["fail", str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("what", "seen"),
+    [
+        ("dies", "rank 1 in backward"),
+        ("stalls", "rank 1 in backward"),
+        ("skips", "rank 1 in optimizer.step"),
+        ("asks", "rank 1 in a gradient's norm"),
+    ],
+)
+def test_a_rank_that_fails_ends_all(what, seen):
+    ended = launch_and_wait("from ranks.faults import main; main()", 3, [what], timeout_s=TIMEOUT_S)
+    assert [status for status, _, _ in ended] == [3, -9 if what == "dies" else 3, 3], ended
+    for rank in (0, 2):
+        seconds, _, error = ended[rank][1].partition(" ")
+        assert float(seconds) < TIMEOUT_S + 5
+        start = f"rank {rank}: expected all ranks to exchange gradients of unit 'blocks.2' on lane reduce, but one has"
+        assert error.startswith(start)
+        assert seen in error

@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from outcore.core.errors import ConfigError, OutcoreError
 from outcore.core.ranks import TIMEOUT, launched
 from outcore.device.device import Device
 from outcore.device.opening import backends
+from outcore.spec.lanes import Lane
 
 T = TypeVar("T")
 
@@ -35,7 +37,10 @@ class World:
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
         self.local_size = _local_size(self.size)
         self._timeout = datetime.timedelta(seconds=timeout_s())
+        self.failure: OutcoreError | None = None
+        """Ranks have lost one another."""
         self._groups: list[Any] = []
+        self._store = distributed.distributed_c10d._get_default_store()
         self._control = self._new_group("gloo")
         self._reduce = _Links(self._new_group, device.group_backend)
         self._save = self._new_group("gloo")
@@ -56,14 +61,14 @@ class World:
     def all_of(self, value: T) -> list[T]:
         """What every rank says, in rank order. Blocks until all have said it."""
         found: list[Any] = [None] * self.size
-        with _explained("agree with the other ranks", self.rank):
+        with _Explained(self, "say what they have"):
             distributed.all_gather_object(found, value, group=self._control)
         return found
 
     def from_first(self, value: T) -> T:
         """What rank 0 says."""
         said: list[Any] = [value if self.rank == 0 else None]
-        with _explained("hear of rank 0", self.rank):
+        with _Explained(self, "hear rank 0"):
             distributed.broadcast_object_list(said, src=0, group=self._control)
         return said[0]
 
@@ -71,47 +76,76 @@ class World:
         """Rank 0's tensor, in host memory, in the order in which it lies in memory there."""
         here = tensor.detach().to("cpu", copy=True)
         if here.numel():
-            with _explained("receive a tensor of rank 0", self.rank):
+            with _Explained(self, "receive a tensor of rank 0"):
                 distributed.broadcast(_bytes_of(here), src=0, group=self._control)
         return here
 
-    def gather_parts(self, mine: torch.Tensor, numels: list[int]) -> torch.Tensor:
-        """Parts of all ranks, in rank order, as one tensor (1D) in host memory. Args: numels: Of each part."""
+    def gather_parts(self, mine: torch.Tensor, numels: list[int], what: str) -> torch.Tensor:
+        """Parts of all ranks, in rank order, as one tensor (1D) in host memory.
+
+        Args:
+            mine: Of this rank.
+            numels: Of each part.
+            what: All ranks do, for errors: ``give their part of ...``.
+        """
         most = max(numels)
         room = torch.zeros(most, dtype=mine.dtype, device="cpu")
         room[: mine.numel()] = mine
         found = torch.empty(most * self.size, dtype=mine.dtype, device="cpu")
         if most:
-            with _explained("gather from all ranks", self.rank):
+            with _Explained(self, what):
                 _gather_single(_bytes_of(found), _bytes_of(room), group=self._control)
         return torch.cat([part[:numel] for part, numel in zip(found.split(most or 1), numels, strict=False)])
 
     # On lanes.
 
-    def exchange(self, bits: bytes, bucket: torch.Tensor, received: torch.Tensor) -> list[bytes]:
+    def exchange(self, bits: bytes, bucket: torch.Tensor, received: torch.Tensor, unit: str) -> list[bytes]:
         """Send each rank its run of a bucket; receive one from each. Returns the bits of all ranks.
 
         Args:
             bits: As many on all ranks.
             bucket: 1D uint8, a run for every rank.
             received: As large.
+            unit: For errors.
         """
         mine = torch.frombuffer(bytearray(bits), dtype=torch.uint8)
         found = torch.empty(len(bits) * self.size, dtype=torch.uint8, device="cpu")
-        _gather_single(found, mine, group=self._reduce.host)
-        distributed.all_to_all_single(received, bucket, group=self._reduce.of(bucket))
+        with _Explained(self, f"exchange gradients of unit '{unit}' on lane {Lane.REDUCE.value}"):
+            _gather_single(found, mine, group=self._reduce.host)
+            distributed.all_to_all_single(received, bucket, group=self._reduce.of(bucket))
         return [part.numpy().tobytes() for part in found.split(len(bits))]
 
     def all_have_saved(self, value: T) -> list[T]:
         """``all_of``, on the lane that saves."""
         found: list[Any] = [None] * self.size
-        distributed.all_gather_object(found, value, group=self._save)
+        with _Explained(self, f"end their part of a checkpoint on lane {Lane.SAVE.value}"):
+            distributed.all_gather_object(found, value, group=self._save)
         return found
 
-    def gather(self, whole: torch.Tensor) -> None:
-        """Fill in the runs of the other ranks. Args: whole: 1D uint8; this rank's run is there."""
+    def gather(self, unit: str, whole: torch.Tensor) -> None:
+        """Fill in the runs of the other ranks. Args: unit: For errors. whole: 1D uint8; this rank's run is there."""
         run = whole.numel() // self.size
-        _gather_single(whole, whole[self.rank * run : (self.rank + 1) * run], group=self._gather.of(whole))
+        with _Explained(self, f"gather weights of unit '{unit}' on lane {Lane.GATHER.value}"):
+            _gather_single(whole, whole[self.rank * run : (self.rank + 1) * run], group=self._gather.of(whole))
+
+    # For errors.
+
+    def note(self, where: str) -> None:
+        """What this rank begins. Others that wait for it in vain say it."""
+        with suppress(RuntimeError):
+            self._store.set(f"outcore/{self.rank}", where)
+
+    def last_seen(self) -> str:
+        """What the other ranks began last."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        return ", ".join(f"rank {rank} {self._noted(rank)}" for rank in others)
+
+    def _noted(self, rank: int) -> str:
+        try:
+            key = f"outcore/{rank}"
+            return f"in {self._store.get(key).decode()}" if self._store.check([key]) else "in prepare"
+        except RuntimeError:  # the store has ended with the rank that had it
+            return "unknown"
 
 
 class _Links:
@@ -177,19 +211,21 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-class _explained:  # noqa: N801  (a context, used as a function)
+class _Explained:
     """Errors of torch's groups, in words of ours."""
 
-    def __init__(self, what: str, rank: int) -> None:
-        self._what, self._rank = what, rank
+    def __init__(self, world: World, what: str) -> None:
+        self._world, self._what = world, what
 
     def __enter__(self) -> None:
-        pass
+        if self._world.failure is not None:  # nobody waits a second time
+            raise self._world.failure
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, OutcoreError):
-            raise OutcoreError(
-                f"rank {self._rank}: expected to {self._what}, but one has ended, or did not come within "
-                f"{timeout_s():g} s ({TIMEOUT}): {error}; look at what the others say: all must call the same in the "
-                "same order"
-            ) from error
+            self._world.failure = OutcoreError(
+                f"rank {self._world.rank}: expected all ranks to {self._what}, but one has ended, or did not come "
+                f"within {timeout_s():g} s ({TIMEOUT}). Last seen: {self._world.last_seen()}. Look at what these "
+                f"ranks say, end all, and go on from what was saved. ({type(error).__name__}: {error})"
+            )
+            raise self._world.failure from error

@@ -37,13 +37,15 @@ class RankNorms:
     @torch.no_grad()
     def _take_all(self) -> None:
         self._known.clear()
+        self._world.note("a gradient's norm")
         held = [(unit, list(unit.held_handles().values())) for unit in self._units]
         sums = [part for unit, handles in held for part in self._sums(unit, handles)]
         mine = torch.cat([torch.zeros(0, dtype=torch.float64, device="cpu"), *sums])
         handles = [(unit, handle) for unit, some in held for handle in some]
         ranks = range(self._world.size)
         nodes = [[[] if h.is_zero else _nodes(unit, h, rank) for unit, h in handles] for rank in ranks]
-        values = iter(self._world.gather_parts(mine, [sum(map(len, of_rank)) for of_rank in nodes]).tolist())
+        counts = [sum(map(len, of_rank)) for of_rank in nodes]
+        values = iter(self._world.gather_parts(mine, counts, "ask for a gradient's norm").tolist())
         found: list[dict[Node, float]] = [{} for _ in handles]
         for of_rank in nodes:
             for known, of_handle in zip(found, of_rank, strict=True):

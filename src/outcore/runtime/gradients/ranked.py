@@ -151,6 +151,8 @@ class RankedGradients(Gradients):
 
     def _send_next(self) -> None:
         gradients = self._turns[self._next]
+        if not self._next:
+            self._world.note(f"backward {self._num_passes}")
         unit, current = gradients.unit, gradients.open or Pass(0)
         held = {i: handle for i, handle in gradients.held_handles().items() if not handle.is_zero}
         changed = next((i for i, handle in held.items() if not handle.averaging), None)
@@ -210,7 +212,7 @@ class RankWork(PassWork):
         source, target = bucket.memory.bytes, received.memory.bytes
 
         def deed() -> None:
-            said = world.exchange(bits, source, target)
+            said = world.exchange(bits, source, target, unit.label)
             other = next((rank for rank, one in enumerate(said) if one[: len(turn)] != turn), None)
             if other is not None:
                 raise OutcoreError(
@@ -274,7 +276,8 @@ class RankedHomes(GradientHomes):
             return own
         spec = gradients.unit.spec
         numels = [spec.owned(rank)[handle.index][1] for rank in range(spec.num_ranks)]
-        return self._world.gather_parts(own, numels).to(own.device)
+        what = f"read the gradient of '{spec.params[handle.index].name}'"
+        return self._world.gather_parts(own, numels, what).to(own.device)
 
     @property
     def torch_device(self) -> torch.device:

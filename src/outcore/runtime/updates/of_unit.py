@@ -77,7 +77,7 @@ class UnitUpdate:
         workers: UpdateWorkers | None,
         *,
         is_early: bool,
-        gather: Callable[[torch.Tensor], None] | None = None,
+        gather: Callable[[str, torch.Tensor], None] | None = None,
     ) -> None:
         """What is to be done.
 
@@ -159,7 +159,7 @@ class UnitUpdate:
         """The runs of all ranks."""
         if self._gather is None:
             raise AssertionError("weights are gathered by one rank alone")
-        return partial(self._gather, weights.memory.bytes)
+        return partial(self._gather, self.unit.label, weights.memory.bytes)
 
     def _room(self, scratch: Span) -> torch.Tensor:
         memory: torch.Tensor = scratch.memory.bytes

@@ -54,7 +54,7 @@ class Access:
         form = unit.ledger.state_specs[name].described(spec.params[index], index)
         if self.world is not None:
             numels = [spec.owned(rank)[index][1] for rank in range(spec.num_ranks)]
-            values = self.world.gather_parts(values, numels)
+            values = self.world.gather_parts(values, numels, f"read {name} of '{spec.params[index].name}'")
         return shaped(form, values)
 
     def _own_state(self, unit: Unit, name: str, index: int) -> torch.Tensor:

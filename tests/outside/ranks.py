@@ -1,0 +1,56 @@
+"""Random models, plans and delays on several ranks, each against the plain loop: ``python tests/outside/ranks.py``."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+sys.path.insert(0, str(TESTS))
+os.environ.setdefault("OUTCORE_HARDWARE", "none")
+
+from ranks.cases import Case, plain, random_cases  # noqa: E402
+from ranks.conftest import launch  # noqa: E402
+
+BATCH = 20
+RUN = "from ranks.cases import main; main(sys.argv[1:])"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3])
+    options = parser.parse_args()
+    began_s, cases = time.monotonic(), list(random_cases(options.seed, options.cases))
+    wrong = 0
+    for start in range(0, len(cases), BATCH):
+        batch = cases[start : start + BATCH]
+        wanted = [plain(case) for case in batch]
+        told: dict[int, list[dict[str, object]]] = {}
+        for num_ranks in options.ranks:
+            with tempfile.TemporaryDirectory(dir=Path.home()) as folder:
+                said = launch(RUN, num_ranks, [json.dumps(batch), folder])
+            ranks = [[json.loads(line) for line in of_rank.splitlines()] for of_rank in said]
+            assert all(one == ranks[0] for one in ranks), "ranks differ from one another"
+            told[num_ranks] = ranks[0]
+        for i, case in enumerate(batch):
+            found = [told[num_ranks][i] for num_ranks in options.ranks]
+            if any(one != found[0] for one in found) or found[0]["weights"] != wanted[i]:
+                wrong += 1
+                print(f"wrong: {case.name}: {wanted[i]} {found}", flush=True)
+        print(f"{start + len(batch)} of {len(cases)}, {wrong} wrong, {time.monotonic() - began_s:.0f} s", flush=True)
+    for field in Case._fields:
+        counts = collections.Counter(getattr(case, field) for case in cases)
+        print(field, dict(counts) if len(counts) < 10 else f"{len(counts)} values")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
