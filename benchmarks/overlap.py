@@ -67,7 +67,7 @@ class Setting:
     disk: float = 0.0
     states: Tier = "host"
     saved: float = 0.0
-    """How long ``d2h`` takes for what a forward saves, if it leaves, and the disk for the same."""
+    """How long ``d2h`` takes for what a forward saves, and the disk for the same, if it leaves."""
     activations: Tier = "device"
     policy: Policy = "recompute"
     """``select`` saves one product and computes all else again."""
@@ -75,7 +75,7 @@ class Setting:
 
 SETTINGS = {
     "compute": Setting(),
-    "kept": Setting(policy="keep"),
+    "kept": Setting(saved=0.5, policy="keep"),
     "h2d": Setting(h2d=4.0),
     "d2h": Setting(d2h=4.0),
     "update": Setting(update=5.0),
@@ -160,8 +160,11 @@ class Case:
         self._saved, self._selected = (0, saved) if setting.policy == "select" else (saved, 0)
         unit_s = args.milliseconds / 1e3
         spec = partition(self._model(), units=[Block], state_names=STATES).spec
-        self.plan = plan_for(spec, setting, args, saved_bytes=4 * saved, is_early=window != "forward")
+        leaves = setting.activations != "device"
+        self.plan = plan_for(spec, setting, args, saved_bytes=4 * saved * leaves, is_early=window != "forward")
         self.throttle, rates = paces(spec, self.plan, setting, unit_s, device=args.device)
+        self.thread_s: list[float] = []
+        """Of the processor, in the thread that drives: what a busy machine does not change."""
         step = (spec, self.plan, rates, usual_visits(spec), Circumstances(clips=self._clips))
         self.bound = bound_of(*step)
         self.simulated_s = simulate(*step).step_s
@@ -173,7 +176,9 @@ class Case:
                 self._step(model, optimizer)
             with optimizer.recording(num_steps=steps + 1) as recorder:
                 for _ in range(steps + 1):
+                    began_s = time.thread_time()
                     self._step(model, optimizer)
+                    self.thread_s.append(time.thread_time() - began_s)
             optimizer.engine.device.synchronize()
             timeline = recorder.timeline()
         ends = [span.end_s for span in timeline.spans if (span.lane, span.name) == (COMPUTE, "step")]
@@ -264,6 +269,7 @@ def paces(
 def measure(case: Case, args: argparse.Namespace) -> tuple[dict[str, object], Timeline]:
     """One line of the result."""
     seconds, timeline = case.run(args.steps, serial=False)
+    thread_s = spread(case.thread_s)
     serial_s, _ = case.run(args.serial_steps, serial=True)
     bound_s, measured = case.bound.seconds, spread(seconds)
     busy_s, exposed_s = timeline.busy_s(), timeline.exposed_s()
@@ -272,6 +278,7 @@ def measure(case: Case, args: argparse.Namespace) -> tuple[dict[str, object], Ti
         "bound_s": round(bound_s, 4),
         "simulated_s": round(case.simulated_s, 4),
         "measured_s": measured,
+        "thread_s": thread_s,
         "over_bound": round(measured["median"] / bound_s, 3),
         "over_simulated": round(measured["median"] / case.simulated_s, 3),
         "serial_s": spread(serial_s),
