@@ -6,8 +6,9 @@ copy and lets go of the memory on the device. So no more than two calls' activat
 that runs. In backward they come back into slots, those of earlier calls in advance as far as there are slots. What has
 not been let go of yet is used where it is, and given up behind its backward.
 
-A home holds what one call saved. A unit has one, or as many as pieces in which it runs a batch. If it is called more
-often before its backward, it does otherwise with those calls.
+A unit has a home for what one call saves at most, or as many homes as pieces in which it runs a batch. If it is called
+more often before its backward, calls share a home as far as there is room: each has a part of it, which is a home too.
+What does not fit does otherwise.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol
+from typing import Any, Generic, NamedTuple, Protocol
 
-from outcore.order.ledger import H, Home, Ledger, Span, Taken
+from outcore.order.ledger import H, Home, Ledger, Span, Taken, newest
 from outcore.order.port import Deed, Port, Work
 from outcore.order.slots import Pools
 from outcore.spec.lanes import Lane
@@ -73,6 +74,14 @@ class SavedCall(Generic[H]):
         return None if self.place is None else self.place.slot.span(self.saved.nbytes)
 
 
+class _Part(NamedTuple, Generic[H]):
+    """The bytes [start, stop) of a unit's home."""
+
+    start: int
+    stop: int
+    home: Home[H]
+
+
 class ActivationOrder(Generic[H]):
     """What is submitted for activations that leave. See [Note: activations away]."""
 
@@ -81,16 +90,45 @@ class ActivationOrder(Generic[H]):
         self._port, self._pools = port, pools
         self._calls: dict[Home[H], SavedCall[H]] = {}
         """Who has a home, in the order in which backward comes to them last."""
+        self._parts: dict[Home[H], list[_Part[H]]] = {}
+        """Of each home, those that were used last; none overlap."""
         self._last: SavedCall[H] | None = None
         self._leaving: SavedCall[H] | None = None
 
-    def is_free(self, unit: Ledger[H]) -> bool:
-        """Whether a home of the unit can take what another call saves."""
-        return any(map(self._can_take, unit.activations))
+    def room(self, unit: Ledger[H]) -> int:
+        """The most bytes that homes of the unit can take of what another call saves."""
+        return max((stop - start for home in unit.activations for start, stop in self._gaps(home)), default=0)
 
-    def _can_take(self, home: Home[H]) -> bool:
-        call = self._calls.get(home)
-        return call is None or not call.saved.is_wanted()
+    def _gaps(self, home: Home[H]) -> Iterator[tuple[int, int]]:
+        """Where nothing lies that a backward may come to."""
+        end = 0
+        for part in sorted(self._parts.get(home, []), key=lambda part: part.start):
+            call = self._calls.get(part.home)
+            if call is not None and call.saved.is_wanted():
+                yield end, part.start
+                end = part.stop
+        yield end, home.nbytes
+
+    def _part(self, unit: Ledger[H], nbytes: int) -> Home[H]:
+        """The first part of a home that can take so many bytes. What was there before is given up."""
+        gaps = ((home, *gap) for home in unit.activations for gap in self._gaps(home))
+        home, start = next((home, start) for home, start, stop in gaps if stop - start >= nbytes)
+        parts, stop = self._parts.setdefault(home, []), start + nbytes
+        over = [part for part in parts if part.start < stop and start < part.stop]
+        for part in over:
+            before = self._calls.pop(part.home, None)
+            if before is not None:
+                self._give(before, before.came)
+                self._give_staged(before)
+        if len(over) == 1 and (over[0].start, over[0].stop) == (start, stop):
+            return over[0].home
+        mine = home
+        if nbytes < home.nbytes:
+            mine = Home(home.name, home.kind, home.tier, nbytes, home.span(start, stop).memory)
+        used = [handle for part in over for handle in (part.home.ready, *part.home.readers) if handle is not None]
+        mine.ready, mine.readers = None, newest(used)
+        parts[:] = [part for part in parts if part not in over] + [_Part(start, stop, mine)]
+        return mine
 
     def begin_forward(self) -> None:
         """A call begins whose backward may come. What was saved before makes way."""
@@ -109,13 +147,9 @@ class ActivationOrder(Generic[H]):
         name = f"activations of {unit.name} as made"
         source: Home[H] = Home(name, "activations", "device", saved.nbytes, saved.memory)
         source.written_by(self._port.mark("activations made", unit, wrote=[source.span()]))
-        home = next(filter(self._can_take, unit.activations))
+        home = self._part(unit, saved.nbytes)
         call = SavedCall(unit, saved, home, source)
-        before = self._calls.pop(home, None)  # the newest comes last
-        if before is not None:
-            self._give(before, before.came)
-            self._give_staged(before)
-        self._calls[home] = self._last = call
+        self._calls[home] = self._last = call  # the newest comes last
         return call
 
     def turn(self, unit: Ledger[H]) -> None:
@@ -166,6 +200,7 @@ class ActivationOrder(Generic[H]):
     def let_go(self) -> None:
         """Forget everything, so that memory can be given back."""
         self._calls.clear()
+        self._parts.clear()
         self._last = self._leaving = None
 
     def _before(self, call: SavedCall[H]) -> Iterator[SavedCall[H]]:

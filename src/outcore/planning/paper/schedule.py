@@ -197,7 +197,7 @@ class _Steps:
         for piece in range(self._num_pieces):
             if piece:
                 self._activations.begin_forward()
-            is_free = self._activations.is_free(unit)
+            is_free = self._activations.room(unit) >= unit.plan.saved_bytes
             made.append(self._activations.end_forward(unit, _Saved(unit.plan.saved_bytes)) if is_free else None)
         if len(made) > 1:
             self._activations.turn(unit)

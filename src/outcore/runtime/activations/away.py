@@ -36,9 +36,9 @@ TOO_LARGE = (
 )
 """The same words for all units, so that Python says it once."""
 TAKEN = (
-    "a unit is called again before the backward of an earlier call, for whose activations alone the plan has room on "
-    "host or disk; the later call is recomputed in backward from arguments that stay on the device, which changes no "
-    "result"
+    "a unit is called again before the backward of an earlier call, and what both save is more than the plan has room "
+    "for on host or disk; the later call is recomputed in backward, which changes no result; give outcore.prepare() "
+    "a batch as large as both together as sample="
 )
 _calls = itertools.count()
 
@@ -87,9 +87,11 @@ class _View:
 class _Packing:
     """Hooks under which storages are gathered that leave, and found again when they are back."""
 
-    def __init__(self, unit: Unit, device: torch.device, staying: Iterable[torch.Tensor], where: str) -> None:
-        """Args: device: That they leave. staying: Tensors whose memory the caller keeps. where: For errors."""
-        self._unit, self._device, self._where = unit, device, where
+    def __init__(
+        self, unit: Unit, device: torch.device, room: int, staying: Iterable[torch.Tensor], where: str
+    ) -> None:
+        """Args: device: That they leave. room: For their bytes. staying: Tensors whose memory the caller keeps."""
+        self._unit, self._device, self._room, self._where = unit, device, room, where
         self._staying = {0, *map(storage_of, staying)}
         self.storages: dict[int, _Storage] = {}
         """By address, until they are home."""
@@ -151,7 +153,7 @@ class _Packing:
 
     def _take(self, place: int, tensor: torch.Tensor) -> _Storage | None:
         whole = tensor.untyped_storage()
-        if self.nbytes + whole.nbytes() > self._unit.plan.saved_bytes:
+        if self.nbytes + whole.nbytes() > self._room:
             self.drop()
             return None
         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(whole)
@@ -224,7 +226,9 @@ class Away:
     ) -> None:
         """Args: device: That it leaves. staying: Tensors whose memory the caller keeps. where: For errors."""
         self._unit, self._order, self._device, self._where = unit, order, device, where
-        self._packing = _Packing(unit, device.torch_device, staying, where)
+        room = order.room(unit.ledger)
+        self._is_alone = room == unit.plan.saved_bytes
+        self._packing = _Packing(unit, device.torch_device, room, staying, where)
         self._owner: Callable[[], object] = _nobody
         self._returned: list[tuple[torch.Tensor, int]] = []
         self._is_changed = False
@@ -236,6 +240,11 @@ class Away:
     def fits(self) -> bool:
         """Whether the unit's home can hold it, as far as forward has come."""
         return self._packing.fits
+
+    def say_too_large(self) -> bool:
+        """Warn that it does not fit. Returns whether it would not if the unit's home were empty either."""
+        warnings.warn(TOO_LARGE if self._is_alone else TAKEN, stacklevel=3)
+        return self._is_alone
 
     def begin_again(self) -> None:
         """As if nothing had been saved yet."""
@@ -335,7 +344,7 @@ class Sender:
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> Away | None:
         """None if the unit's home is taken. Args: tensors: Arguments of the call."""
-        if not self._order.is_free(self._unit.ledger):
+        if not self._order.room(self._unit.ledger):
             warnings.warn(TAKEN, stacklevel=1)
             return None
         staying = [*self._buffers, *(t for t in tensors if not t.requires_grad or self._between.has(t))]

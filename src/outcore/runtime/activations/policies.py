@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from outcore.core.errors import UnsupportedError
 from outcore.device.device import Device
 from outcore.device.lanes import Handle
 from outcore.order.activations import ActivationOrder, SavedCall
-from outcore.runtime.activations.away import TOO_LARGE, Away, Sender
+from outcore.runtime.activations.away import Away, Sender
 from outcore.runtime.activations.recomputed import Again
 from outcore.runtime.activations.room import Between, Lease, Room
 from outcore.runtime.activations.saved import by_place, escaped, storage_of, without_values
@@ -217,9 +216,9 @@ class _SentAway(SavingBase):
 
     may_drop = True
 
-    def __init__(self, away: Away, say_too_large: Callable[[], None]) -> None:
-        """Args: say_too_large: Called if they do not."""
-        self._away, self._say_too_large = away, say_too_large
+    def __init__(self, away: Away, learn: Callable[[], None]) -> None:
+        """Args: learn: Called if they never do."""
+        self._away, self._learn = away, learn
         self._call: SavedCall[Handle] | None = None
 
     @property
@@ -235,8 +234,8 @@ class _SentAway(SavingBase):
 
     def end(self, inner: Sequence[torch.Tensor], made: Sequence[torch.Tensor], owner: object) -> Graph | None:
         if not self._away.fits:
-            self._say_too_large()
-            warnings.warn(TOO_LARGE, stacklevel=2)
+            if self._away.say_too_large():
+                self._learn()
             return None
         self._call = self._away.end_forward(owner)
         without_values(inner)

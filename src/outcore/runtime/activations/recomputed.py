@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 
 from outcore.device.lanes import Handle
 from outcore.order.activations import SavedCall
-from outcore.runtime.activations.away import TOO_LARGE, Away
+from outcore.runtime.activations.away import Away
 from outcore.runtime.activations.saved import Kept, drop_saved
 from outcore.runtime.activations.saving import SavingBase
 from outcore.runtime.activations.selection import Selection
@@ -51,7 +50,7 @@ class Again(SavingBase):
             return
         self._packed = [(away.put(tensor), tensor.is_leaf) for tensor in tensors]
         if not away.fits:
-            warnings.warn(TOO_LARGE, stacklevel=2)
+            away.say_too_large()
             self._selection = None
             away.begin_again()
             self._packed = [(away.put(tensor), tensor.is_leaf) for tensor in tensors]
