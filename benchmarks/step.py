@@ -25,6 +25,7 @@ import copy
 import json
 import os
 import resource
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -352,7 +353,8 @@ def main() -> None:
         skipped["deepspeed_zero3_offload"] = rival
     for _ in range(args.turns):
         for contestant in contestants:
-            contestant.turn(args.steps)
+            said = f"{contestant.name}: {contestant.turn(args.steps):.2f} s per step, {contestant.busy[-1]}"
+            print(said, file=sys.stderr, flush=True)
     results = {c.name: report(c, [b for b in contestants if b.name in ("plain", "checkpointing")]) for c in contestants}
     shape = {
         "parameters": sum(p.numel() for p in model.parameters()),
