@@ -99,7 +99,7 @@ def prepare(  # noqa: PLR0913 (one call is the whole configuration)
         sample: The largest micro-batch that will come, as keyword arguments of the model's forward: from its shapes,
             activations and workspace are planned, and the fastest plan is found.
         budget: The most to take on each tier; default: what is free, without disk.
-        precision: ``fp32``, ``bf16`` (bf16 weights, fp32 masters) or ``pure_bf16``. None: as the model is.
+        precision: ``fp32``, ``fp64``, ``pure_bf16``; ``bf16`` and ``fp16`` have fp32 masters. None: as the model is.
         accumulation_steps: None: any number. A number is a promise: more backward passes per step raise.
         clipping: False is a promise to ask for no gradient norm.
         weights: A Hugging Face checkpoint directory, whose values replace those of the model, tensor by tensor.

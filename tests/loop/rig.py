@@ -69,7 +69,7 @@ def batch(seed: int = 0, rows: int = 3) -> torch.Tensor:
     return torch.randint(0, VOCAB, (rows, LENGTH), generator=numbers, device="cpu").to(DEVICE)
 
 
-def make(build: Callable[[], nn.Module] = Tower, dtype: torch.dtype = torch.float32) -> nn.Module:
+def make(build: Callable[[], nn.Module] = Tower, dtype: torch.dtype | None = torch.float32) -> nn.Module:
     torch.manual_seed(11)
     return build().to(DEVICE, dtype).train()
 
@@ -135,16 +135,17 @@ def same(
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
     seed: int = 5,
     rounding: float = 0.0,
+    dtype: torch.dtype | None = torch.float32,
     **options: Any,
 ) -> None:
     """Drive a plain model and a streamed one; what ``drive`` returns, weights, buffers and states must be equal."""
-    model = make(build)
+    model = make(build, dtype)
     plain = optimizer(model)
     for group in plain.param_groups:
         group["fused"] = True
     torch.manual_seed(seed)
     want = seen(drive(model, plain), model, plain)
-    twin = make(build)
+    twin = make(build, dtype)
     with prepared(twin, optimizer(twin), kind, folder, **options) as (twin, streamed):
         torch.manual_seed(seed)
         got = seen(drive(twin, streamed), twin, streamed)

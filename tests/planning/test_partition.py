@@ -239,6 +239,14 @@ class TestPrecision:
         assert precision == "bf16"
         assert set(dtypes.values()) == {("bfloat16", "float32")}
 
+    def test_fp16_and_fp64(self):
+        assert set(self.dtypes(Stack(1).half())[1].values()) == {("float16", "float32")}
+        assert self.dtypes(Stack(1).half())[0] == "fp16"
+        assert set(self.dtypes(Stack(1), "fp16")[1].values()) == {("float16", "float32")}
+        assert self.dtypes(Stack(1).double()) == self.dtypes(Stack(1), "fp64")
+        assert set(self.dtypes(Stack(1), "fp64")[1].values()) == {("float64", "float64")}
+        assert set(self.dtypes(Stack(1).double(), "bf16")[1].values()) == {("bfloat16", "float32")}
+
     def test_adapters_in_fp32_on_a_frozen_bf16_base_stay_so(self):
         model = Stack(1).bfloat16().requires_grad_(False)
         model.blocks[0].adapter = nn.Linear(5, 5)
@@ -275,8 +283,8 @@ class TestPrecision:
         assert choose_precision(Stack(1).requires_grad_(False)) == "fp32"
 
     def test_unknown(self):
-        with pytest.raises(ConfigError, match="expected one of fp32, bf16, pure_bf16 or None, but got 'fp16'"):
-            partition(Stack(1), precision="fp16")
+        with pytest.raises(ConfigError, match="expected one of fp32, .* or None, but got 'fp8'"):
+            partition(Stack(1), precision="fp8")
 
 
 class TestChosenUnits:
@@ -336,8 +344,6 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("dtype", "advice"),
         [
-            (torch.float16, "convert it first, for example with model.to"),
-            (torch.float64, "convert it first, for example with model.to"),
             (torch.complex64, "a conversion would drop its imaginary part: .* real parameter .torch.view_as_real"),
             (torch.float8_e4m3fn, "it is quantized, .* load the model in full precision, or make it a buffer"),
             (torch.int8, "it is quantized, .* load the model in full precision, or make it a buffer"),
@@ -347,7 +353,7 @@ class TestRefusals:
     )
     def test_dtypes(self, dtype, advice):
         param = nn.Parameter(torch.zeros(3, dtype=dtype), requires_grad=False)
-        with pytest.raises(ConfigError, match=f"float32 or bfloat16, but 'blocks.0.odd' is {dtype}; {advice}"):
+        with pytest.raises(ConfigError, match=f"or float64, but 'blocks.0.odd' is {dtype}; {advice}"):
             partition(with_parameter(param))
 
     def test_a_prepared_model(self):

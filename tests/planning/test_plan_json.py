@@ -76,7 +76,7 @@ def test_missing_keys(key):
         ("units/0/home", "host", "plan: units: unknown key 'home'"),
         ("pools/0/slots", 1, "plan: pools: unknown key 'slots'"),
         ("version", 2, "expected version 1, but got 2"),
-        ("precision", "fp16", "precision: expected one of fp32, bf16, pure_bf16, but got 'fp16'"),
+        ("precision", "fp8", "precision: expected one of fp32, bf16, pure_bf16, fp16, fp64, but got 'fp8'"),
         ("precision", ["bf16"], "precision: expected one of"),
         ("units", {}, "expected a list under 'units', but got dict"),
         ("units", None, "expected a list under 'units', but got NoneType"),

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast, get_args
 
 import torch
 
@@ -20,6 +20,7 @@ from outcore.choice import Options, Planner, Timed
 from outcore.cli.train.model.adapters import with_adapters
 from outcore.cli.train.model.quantization import Quantization, quantization_of
 from outcore.cli.train.model.source import ModelSource, build_model, find_model
+from outcore.cli.train.settings.own import RunPrecision
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import format_bytes, parse_bytes
 from outcore.device.device import ACCELERATOR_SHARE
@@ -43,7 +44,7 @@ from outcore.planning.units.footprint import as_run
 from outcore.planning.units.partition import Partition, partition
 from outcore.spec.budget import Limits
 from outcore.spec.hardware import Hardware
-from outcore.spec.model import PRECISIONS, ModelSpec, Precision
+from outcore.spec.model import ModelSpec, Precision
 from outcore.spec.plan import TIERS, Plan, Tier
 from outcore.spec.timeline import COMPUTE
 
@@ -293,9 +294,9 @@ def _makes_logits() -> bool:
 
 
 def _precision(name: str) -> Precision:
-    if name not in PRECISIONS:
-        raise ConfigError(f"--precision: expected one of {', '.join(PRECISIONS)}, but got '{name}'")
-    return name
+    if name not in get_args(RunPrecision):
+        raise ConfigError(f"--precision: expected one of {', '.join(get_args(RunPrecision))}, but got '{name}'")
+    return cast("Precision", name)
 
 
 def _limits(question: Question, hardware: Hardware) -> Limits:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from outcore.core.errors import ConfigError, UnsupportedError
@@ -17,7 +18,7 @@ _ARGUMENTS = {
     "fsdp": "drop it; outcore trains in one process on one device",
     "parallelism_config": "drop it; outcore trains in one process on one device",
     "auto_find_batch_size": "choose per_device_train_batch_size yourself; a plan is made once, for one batch size",
-    "fp16": "use bf16=True; a gradient scaler has no way to skip a streamed step here",
+    "fp16": "use bf16=True; a gradient scaler has no way to skip a streamed step here, only in a loop of your own",
     "fp16_full_eval": "drop it; evaluation runs in the precision of training",
     "bf16_full_eval": "drop it; evaluation runs in the precision of training",
     "torch_compile": "drop it; compile=True beside budget=, in the command --compile, compiles the blocks",
@@ -114,7 +115,7 @@ def refuse_model(model: nn.Module) -> None:
     """Refuse a model whose weights are not all its own, in memory or on the meta device.
 
     Raises:
-        UnsupportedError: Quantized by another library, or spread over devices by a device map.
+        UnsupportedError: Quantized by another library, to be trained in fp16, or spread over devices by a device map.
     """
     what = type(model).__name__
     method = getattr(model, "quantization_method", None)
@@ -123,6 +124,13 @@ def refuse_model(model: nn.Module) -> None:
         raise UnsupportedError(
             f"expected weights in fp32, bf16, or quantised by bitsandbytes, but this {what} is quantized ({name}); "
             "load it without quantization_config, or with BitsAndBytesConfig and train adapters"
+        )
+    half = next((n for n, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16), None)
+    if half is not None:
+        raise UnsupportedError(
+            f"expected weights to train in fp32 or bf16, but '{half}' is in fp16, which needs a scaler for gradients; "
+            "load the model with dtype=torch.bfloat16 or torch.float32, or use outcore.prepare and GradScaler in your "
+            "own loop"
         )
     places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     if len(places) > 1 or places & {"disk", "meta"}:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from outcore.core.quantities import PAGE_BYTES, PARAM_ALIGN_BYTES, align_up
 from outcore.spec.model import (
     ALIAS_BYTES,
+    WITH_MASTERS,
     ModelSpec,
     ParamSpec,
     Part,
@@ -31,7 +32,7 @@ def has_master(unit: UnitPlan, precision: Precision) -> bool:
     It needs none where the update can work on the weights themselves: same dtype, and both on the device or both on
     the host.
     """
-    return precision == "bf16" or unit.states != unit.weights or unit.states == "disk"
+    return precision in WITH_MASTERS or unit.states != unit.weights or unit.states == "disk"
 
 
 @dataclass(frozen=True, slots=True)

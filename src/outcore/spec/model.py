@@ -38,11 +38,13 @@ from typing import Literal, NamedTuple
 
 from outcore.core.quantities import PAGE_BYTES, PARAM_ALIGN_BYTES, align_up
 
-Precision = Literal["fp32", "bf16", "pure_bf16"]
-PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "pure_bf16")
-TRAINED_DTYPES = ("float32", "bfloat16")
+Precision = Literal["fp32", "bf16", "pure_bf16", "fp16", "fp64"]
+PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "pure_bf16", "fp16", "fp64")
+TRAINED_DTYPES = ("float32", "bfloat16", "float16", "float64")
 """Of parameters, but for quantised ones."""
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "int8": 1}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "uint8": 1, "int8": 1}
+WITH_MASTERS: tuple[Precision, ...] = ("bf16", "fp16")
+"""Weights that are updated in fp32."""
 ALIAS_BYTES = 2**27
 """No state's size is a multiple of it, see [Note: aliases]."""
 

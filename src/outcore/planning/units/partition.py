@@ -27,7 +27,15 @@ from outcore.spec.model import (
     row_major,
 )
 
-_COMPUTE_DTYPE = {"fp32": "float32", "bf16": "bfloat16", "pure_bf16": "bfloat16"}
+_COMPUTE_DTYPE = {
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "pure_bf16": "bfloat16",
+    "fp16": "float16",
+    "fp64": "float64",
+}
+_CHOSEN: tuple[Precision, ...] = ("bf16", "fp16", "fp64")
+"""What is trained in a model with parameters of such a dtype, the first that there are."""
 
 
 Keeps = Callable[[torch.Tensor, str], tuple[tuple[StateForm, ...], int, bool]]
@@ -84,7 +92,7 @@ def partition(
     wanted = precision or chosen
     # fp32 adapters or norms on a bf16 model are meant so: nothing is converted where the asked dtype is already in use.
     is_so = _COMPUTE_DTYPE[wanted] == _COMPUTE_DTYPE[chosen] or (
-        wanted != "fp32" and any(p.dtype == torch.bfloat16 for p in model.parameters() if not is_quantized(p))
+        wanted != "fp32" and any(_is_in(p, wanted) for p in model.parameters() if not is_quantized(p))
     )
     dtype = None if is_so else _COMPUTE_DTYPE[wanted]
     specs, params = [], []
@@ -106,13 +114,17 @@ def partition(
 
 
 def choose_precision(model: nn.Module) -> Precision:
-    """Read the precision off a model: fp32 if all that is trained is float32, else bf16.
+    """Read the precision off a model: fp32 if all that is trained is float32, else bf16, fp16 or fp64.
 
     If nothing is trained, all parameters count.
     """
     everything = [p for p in model.parameters() if not is_quantized(p)]
     params = [p for p in everything if p.requires_grad] or everything
-    return "bf16" if any(p.dtype == torch.bfloat16 for p in params) else "fp32"
+    return next((name for name in _CHOSEN if any(_is_in(p, name) for p in params)), "fp32")
+
+
+def _is_in(param: nn.Parameter, precision: Precision) -> bool:
+    return str(param.dtype).removeprefix("torch.") == _COMPUTE_DTYPE[precision]
 
 
 def _describe(
@@ -125,7 +137,7 @@ def _describe(
 ) -> ParamSpec:
     own = str(param.dtype).removeprefix("torch.")
     compute = own if dtype is None or stands_for is not None else dtype
-    update = compute if precision == "pure_bf16" else "float32"
+    update = compute if precision == "pure_bf16" or compute == "float64" else "float32"
     kept = (None, 0, False) if keeps is None or not param.requires_grad else keeps(param, update)
     return ParamSpec(
         name=name,
