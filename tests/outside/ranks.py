@@ -15,9 +15,6 @@ TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS))
 os.environ.setdefault("OUTCORE_HARDWARE", "none")
 
-from ranks.cases import Case, plain, random_cases  # noqa: E402
-from ranks.conftest import launch  # noqa: E402
-
 BATCH = 20
 RUN = "from ranks.cases import main; main(sys.argv[1:])"
 
@@ -27,8 +24,15 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3])
+    parser.add_argument("--fixed", action="store_true", help="the cases of the suite instead")
+    parser.add_argument("--loop", default="6 3", help="micro-batches of all ranks in a step, and steps")
     options = parser.parse_args()
-    began_s, cases = time.monotonic(), list(random_cases(options.seed, options.cases))
+    os.environ["OUTCORE_TEST_LOOP"] = options.loop
+    from ranks.cases import CASES, Case, plain, random_cases
+    from ranks.conftest import launch
+
+    began_s = time.monotonic()
+    cases = CASES if options.fixed else list(random_cases(options.seed, options.cases))
     wrong = 0
     for start in range(0, len(cases), BATCH):
         batch = cases[start : start + BATCH]

@@ -25,7 +25,9 @@ from outcore.device.faults import Faults
 from outcore.optim.norms import block_sums, node_sums, norm_of, num_blocks, whole_nodes
 from outcore.planning.homes.pools import Comfort
 
-TOTAL, STEPS, VOCAB = 6, 3, 29
+VOCAB = 29
+TOTAL, STEPS = map(int, os.environ.get("OUTCORE_TEST_LOOP", "6 3").split())
+"""Micro-batches of all ranks in a step, and steps."""
 DEVICE = os.environ.get("OUTCORE_TEST_DEVICE", "cpu")
 
 
@@ -96,6 +98,20 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         return " ".join(f"{k}={v}" for k, v in self._asdict().items() if v != Case._field_defaults[k]) or "plain"
+
+
+CASES = [
+    Case(),
+    Case(dtype="bfloat16"),
+    Case("tied", homes="disk", clip=0.3),
+    Case("frozen", clip=0.3, depth=1),
+    Case("absent", homes="device", clip=0.3),
+    Case("routes", "bfloat16", clip=1e9),
+    Case("lora", "bfloat16", clip=0.3),
+    Case("tied", clip=0.3, share=1.0),
+    Case("backwards", clip=0.3),
+    Case("absent", "bfloat16", delays=7, keep=True, clip=0.3, homes="mixed"),
+]
 
 
 def micro_batches(step: int) -> list[torch.Tensor]:
@@ -200,7 +216,7 @@ def run(case: Case, folder: str, num_ranks: int, rank: int) -> dict[str, Any]:
         units=[Block],
         budget=outcore.Budget(disk=folder),
         device=DEVICE,
-        faults=Faults(delays=delays, seed=case.delays + rank),
+        faults=Faults(delays=delays, seed=case.delays + rank, poison=bool(case.delays)),
     )
     norms = train(model, optimizer, case, num_ranks=num_ranks, rank=rank, own_norm=num_ranks == 1)
     found = {"weights": digest(model), "states": states_digest(optimizer), "norms": norms}

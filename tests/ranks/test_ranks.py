@@ -6,25 +6,13 @@ import json
 
 import pytest
 
-from .cases import DEVICE, Case, plain
+from .cases import CASES, DEVICE, plain
 from .conftest import launch, launch_and_wait
 from .faults import TIMEOUT_S
 
 pytestmark = [
     pytest.mark.skipif(DEVICE != "cpu", reason="over gloo, between processes on the CPU"),
     pytest.mark.xdist_group("ranks"),
-]
-CASES = [
-    Case(),
-    Case(dtype="bfloat16"),
-    Case("tied", homes="disk", clip=0.3),
-    Case("frozen", clip=0.3, depth=1),
-    Case("absent", homes="device", clip=0.3),
-    Case("routes", "bfloat16", clip=1e9),
-    Case("lora", "bfloat16", clip=0.3),
-    Case("tied", clip=0.3, share=1.0),
-    Case("backwards", clip=0.3),
-    Case("absent", "bfloat16", delays=7, keep=True, clip=0.3, homes="mixed"),
 ]
 RUN = "from ranks.cases import main; main(sys.argv[1:])"
 
