@@ -102,6 +102,11 @@ def _refuse_what_one_rank_can(options: Options) -> None:
 def _refuse_whole(model: ModelSpec) -> None:
     """Each rank updates a part of a parameter."""
     for param in (param for unit in model.units for param in unit.trainable):
+        if "float64" in (param.dtype, param.update_dtype):
+            raise UnsupportedError(
+                f"prepare: expected fp32, bf16 or fp16 with several ranks, but '{param.name}' is trained in float64, "
+                "which cuts between ranks would round otherwise; convert it, or take one rank"
+            )
         if param.is_coded:
             raise UnsupportedError(
                 f"optimizer: expected state_format 'fp32' with several ranks, but that of '{param.name}' is another "

@@ -110,6 +110,7 @@ CASES = [
     Case("lora", "bfloat16", clip=0.3),
     Case("tied", clip=0.3, share=1.0),
     Case("backwards", clip=0.3),
+    Case("absent", "float16", clip=0.3),
     Case("absent", "bfloat16", delays=7, keep=True, clip=0.3, homes="mixed"),
 ]
 

@@ -43,6 +43,9 @@ def test_refusals() -> None:
     refuses("clipping= of rank 1 differs from rank 0's", clipping=not RANK)
     with pytest.raises(outcore.ConfigError, match="unit '0' of rank 1 differs from rank 0's"):
         outcore.prepare(*build(40 + RANK), device="cpu")
+    model = build()[0].double()
+    with pytest.raises(outcore.UnsupportedError, match="is trained in float64"):
+        outcore.prepare(model, torch.optim.AdamW(model.parameters()), device="cpu")
     with pytest.raises(outcore.OutcoreError) as refusal:
         outcore.prepare(*build(), device="cpu", budget=outcore.Budget(device="4KB", host="4KB"))
     assert isinstance(refusal.value, outcore.ConfigError if RANK else outcore.PlanInfeasibleError)
