@@ -1,7 +1,8 @@
 """The blocked CPU update against the memory's own speed, torch unblocked, and DeepSpeed's CPU Adam.
 
 Prints one JSON object. The recipe is bf16 training: a bf16 gradient in, fp32 master weights and two moments updated,
-bf16 weights out. AdamW.
+bf16 weights out. AdamW, and beside it every other rule and format of states, with the time that it takes over AdamW's
+(``times_adamw``; what planner and probe take for one that was not measured).
 
 How bytes are counted, per parameter: 14 are read (master, exp_avg, exp_avg_sq: 4 each; gradient: 2) and 14 written (the
 three, and the weights: 2), together 28. The weights are written without being read, so the cache fetches their lines
@@ -17,17 +18,22 @@ milliseconds after their last loop, and would take the cores from whoever is mea
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
+import math
 import time
 from collections.abc import Callable
 
 import torch
 from measuring import context, spread
 
+from outcore.optim import Lion
 from outcore.optim.blocks import Piece
-from outcore.optim.rules import AdamHyper
+from outcore.optim.formats import codes_of
+from outcore.optim.rules import AdamHyper, rule_for
 from outcore.runtime.updates.workers import SCRATCH_BYTES, UpdateWorkers
+from outcore.spec.model import ParamSpec
 
 COUNTED_BYTES, ALLOCATED_BYTES = 28, 30
 PAUSE_S = 0.03
@@ -35,6 +41,21 @@ HYPER = AdamHyper(
     lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, amsgrad=False, maximize=False, decoupled=True
 )
 STEP = 10
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "sgd": functools.partial(torch.optim.SGD, momentum=0.9),
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+    "adadelta": torch.optim.Adadelta,
+    "adamax": torch.optim.Adamax,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "lion": Lion,
+    "adafactor": torch.optim.Adafactor,
+    "muon": torch.optim.Muon,
+}
+WHOLE, COLUMNS = ("adafactor", "muon"), 1024
+RULES = (*[name for name in OPTIMIZERS if name != "adamw"], "adamw:bf16", "adamw:8bit", "lion:8bit")
 
 
 class Buffers:
@@ -95,6 +116,37 @@ def deepspeed(b: Buffers) -> Callable[[], None]:
     return run
 
 
+def by_name(b: Buffers, workers: UpdateWorkers, name: str) -> Callable[[], None]:
+    """An optimizer, and how its moments are stored: ``rmsprop``, ``adamw:8bit``."""
+    kind, _, state_format = name.partition(":")
+    param = torch.nn.Parameter(b.master)
+    shape = (len(b.master) // COLUMNS, COLUMNS) if kind in WHOLE else b.master.shape
+    if kind in WHOLE:  # a matrix as of a large model
+        param = torch.nn.Parameter(b.master.view(shape))
+    optimizer = OPTIMIZERS[kind]([param])
+    optimizer.param_groups[0]["state_format"] = state_format or "fp32"
+    rule, groups = rule_for(optimizer), optimizer.param_groups
+    kept = rule.kept(groups)(param, "float32")
+    spec = {"name": "w", "shape": tuple(shape), "dtype": "bfloat16", "update_dtype": "float32", "requires_grad": True}
+    forms = [(form, shape if form.shape is None else form.shape) for form in kept.states]
+    states = {
+        form.name: torch.full((math.prod(own),), form.initial, dtype=getattr(torch, form.dtype)) for form, own in forms
+    }
+    likes = {form.name: torch.empty(own, device="meta") for form, own in forms if form.shape is not None}
+    piece = Piece(
+        target=b.master,
+        grad=b.grad,
+        states=states,
+        weights=b.weights,
+        step=STEP,
+        hyper=rule.hyper(groups[0]),
+        numbers={form.name: 0.5 for form, own in forms if own == () and not kept.is_whole},
+        likes={"": torch.empty(shape, device="meta"), **likes},
+        codes=codes_of(ParamSpec(**spec, states=kept.states)),
+    )
+    return lambda: workers.run([piece])
+
+
 def measure(contestants: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
     """Seconds per run; everyone once untimed, then in turns."""
     for run in contestants.values():
@@ -113,14 +165,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--numel", type=int, default=64 * 2**20, help="parameters (default: 64 Mi)")
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--rules", nargs="*", default=RULES, choices=RULES, help="beside AdamW (default: all)")
     args = parser.parse_args()
     buffers, skipped = Buffers(args.numel), {}
-    with UpdateWorkers() as workers:
+    with UpdateWorkers(has_whole=True) as workers:
         contestants = {
             "blocked": blocked(buffers, workers),
             "stream": stream(buffers),
             "blocked_clipped": blocked(buffers, workers, (torch.tensor(0.5),)),
             "unblocked": unblocked(buffers),
+            **{name: by_name(buffers, workers, name) for name in args.rules},
         }
         try:
             contestants["deepspeed"] = deepspeed(buffers)
@@ -146,6 +200,10 @@ def main() -> None:
             name: spread([other / own for other, own in zip(s, seconds["blocked"], strict=True)])
             for name, s in seconds.items()
             if name != "blocked"
+        },
+        "times_adamw": {
+            name: spread([s / own for s, own in zip(seconds[name], seconds["blocked"], strict=True)])
+            for name in args.rules
         },
         "skipped": skipped,
     }

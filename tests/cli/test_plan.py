@@ -51,6 +51,16 @@ def test_text_says_what_is_predicted_where_it_lives_and_what_lost(command: Run, 
     assert "budget 2.00 MiB" in done.out
 
 
+@pytest.mark.parametrize(("name", "least", "most"), [("lion_32bit", 8, 8.3), ("adamw_8bit", 6, 9)])
+def test_what_an_optimizer_takes(command: Run, config_json: Path, name: str, least: float, most: float):
+    """Beside a master of 4 bytes; of 8 bits embeddings and small parameters keep 32."""
+    done = command("plan", "--model", config_json, "--hardware", "rtx-4090", *SMALL, "--optim", name)
+    assert done.status == 0, done.err
+    said = next(line.split() for line in done.out.splitlines() if line.startswith("optimizer"))
+    assert said[1] == f"{name}:"
+    assert least <= float(said[2]) <= most
+
+
 def test_json_has_the_plan_that_out_has_too(command: Run, config_json: Path, tmp_path: Path):
     machine, plan = tmp_path / "hardware.json", tmp_path / "plan.json"
     known_hardware("a100-40gb+pcie3").save(machine)
@@ -245,6 +255,7 @@ def test_bytes_written_and_what_they_mean_to_a_drive(command: Run, config_json: 
         (("--hardware", "h100+no-disk", "--disk-size", "1TB"), "expected a machine with a disk"),
         (("--hardware", "h100", "--precision", "fp8"), "--precision: expected one of fp32, bf16, pure_bf16"),
         (("--hardware", "h100", "--device-memory", "10KiB"), "no placement fits"),
+        (("--hardware", "h100", "--optim", "galore_adamw"), "--optim: expected one of adamw_torch_fused, adamw_torch,"),
     ],
 )
 def test_bad_input_is_one_message(command: Run, config_json: Path, options: tuple[str, ...], message: str):

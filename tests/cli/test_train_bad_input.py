@@ -126,7 +126,7 @@ MODELS: list[Case] = [
     option("model", "{weights:complex}", "lm_head.weight': expected a dtype .*'C64'; complex weights"),
     option("model", "{config:num_hidden_layers=1000000000}", "at most 10,000 layers or experts"),
     ("no chat template", {"--model": "{untemplated}", "--data": "{chat}"}, "--set chat_template_path=FILE.jinja"),
-    option("set", "optim=adamw_bnb_8bit", "--set optim: expected 'adamw_torch_fused', 'adamw_torch'"),
+    option("set", "optim=adamw_torch_4bit", "--set optim: expected 'adamw_torch_fused', 'adamw_torch'"),
     option("device", "cuda", "--device: expected a GPU for 'cuda', but .*this torch .[0-9.]+"),
     option("model", "{weights:other}", "expected .*lm_head.weight.* shape"),
 ]

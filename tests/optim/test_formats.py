@@ -177,3 +177,15 @@ def test_formats_that_do_not_fit(make, dtype, chosen, message):
     optimizer = make([{"params": [param], "state_format": chosen}])
     with pytest.raises(ConfigError, match=message):
         rule_for(optimizer).kept(optimizer.param_groups)(param, dtype)
+
+
+def test_what_is_slower_is_said_to_be():
+    """For the planner."""
+    cost = {}
+    for name, chosen in (("adamw", "fp32"), ("adamw", "bf16"), ("adamw", "8bit"), ("lion", "fp32")):
+        make = MAKES[name]
+        param = torch.nn.Parameter(torch.zeros(5000))
+        groups = make([param]).param_groups
+        groups[0]["state_format"] = chosen
+        cost[len(cost)] = rule_for(make([param])).kept(groups)(param, "float32").cost
+    assert cost[0] == 1.0 < cost[3] < cost[1] < cost[2]

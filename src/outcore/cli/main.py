@@ -116,6 +116,9 @@ def plan(  # noqa: PLR0913 (one option each)
         bool, typer.Option("--load-in-4bit", help="Under --lora: the base in 4 bits (nf4), with bitsandbytes.")
     ] = False,
     load_in_8bit: Annotated[bool, typer.Option("--load-in-8bit", help="The same in 8 bits.")] = False,
+    optim: Annotated[str, typer.Option(help="Its name in Transformers: adamw_torch, adamw_8bit, lion_32bit.")] = (
+        "adamw_torch"
+    ),
     clipping: Annotated[bool, typer.Option(help="Without it, updates may run inside backward.")] = True,
     device_memory: Annotated[str | None, typer.Option(help="Such as 20GiB; by default 0.9 of what it has.")] = None,
     host_memory: Annotated[str | None, typer.Option(help="Such as 48GiB; by default 0.8 of what there is.")] = None,
@@ -143,6 +146,7 @@ def plan(  # noqa: PLR0913 (one option each)
         seq_len=seq_len,
         grad_accum=grad_accum,
         precision=precision,
+        optim=optim,
         clipping=clipping,
         device_memory=device_memory,
         host_memory=host_memory,

@@ -26,7 +26,9 @@ from outcore.core.quantities import format_bytes, parse_bytes
 from outcore.device.device import ACCELERATOR_SHARE
 from outcore.device.opening import usual_device
 from outcore.forecast import NO_TIMES, Loop, hardware_for, token_batch
+from outcore.integrations.optimizers import optimizer_named
 from outcore.integrations.versions import scores_in_tiles
+from outcore.optim.rules import rule_for
 from outcore.planning.homes.occupancy import Load, occupancy, peak_of
 from outcore.planning.homes.placement import Least, least
 from outcore.planning.homes.pools import LEAST, pools_for
@@ -44,13 +46,13 @@ from outcore.planning.units.footprint import as_run
 from outcore.planning.units.partition import Partition, partition
 from outcore.spec.budget import Limits
 from outcore.spec.hardware import Hardware
+from outcore.spec.layout import states_bytes
 from outcore.spec.model import ModelSpec, Precision
 from outcore.spec.plan import TIERS, Plan, Tier
 from outcore.spec.timeline import COMPUTE
 
 _DEVICE_SHARE, _HOST_SHARE, _DISK_SHARE = 0.9, 0.8, 0.9
 """Of a machine's memory, where no option says otherwise: the rest is for the driver and for other programs."""
-_STATES = ("exp_avg", "exp_avg_sq")  # of AdamW
 _DAY_S = 86400.0
 
 
@@ -69,6 +71,8 @@ class Question:
     device_memory: str | None
     host_memory: str | None
     disk_size: str | None
+    optim: str = "adamw_torch"
+    """As training arguments name it."""
     lora: int | None = None
     """Rank of adapters; None: all weights are trained."""
     load_in_4bit: bool = False
@@ -205,7 +209,8 @@ def answer_for(question: Question, source: ModelSource, hardware: Hardware) -> A
     model = build_model(dataclasses.replace(source, quantization=question.quantization), precision)
     if question.lora is not None:
         model = with_adapters(model, {"r": question.lora, "target_modules": "all-linear", "task_type": "CAUSAL_LM"})
-    cut = partition(model, state_names=_STATES, precision=precision)
+    optimizer = optimizer_named(question.optim, model)
+    cut = partition(model, keeps=rule_for(optimizer).kept(optimizer.param_groups), precision=precision)
     return _Asking(question, cut, hardware, limits).answer()
 
 
@@ -333,6 +338,9 @@ def _facts(answer: Answer) -> Iterator[tuple[str, str]]:
     found, asked = answer.found, answer.question
     numel = sum(param.parameters for unit in answer.spec.units for param in unit.params)
     yield "model", f"{asked.model}: {numel / 1e9:.2f}e9 parameters in {len(answer.spec.units) - 1} units"
+    trained = sum(unit.trainable_numel for unit in answer.spec.units)
+    nbytes = sum(states_bytes(s, u, answer.spec) for s, u in zip(answer.spec.units, found.plan.units, strict=True))
+    yield "optimizer", f"{asked.optim}: {nbytes / trained:.2f} bytes of states per parameter, masters included"
     yield "machine", answer.hardware.name
     batch = f"{asked.grad_accum} x " if asked.grad_accum > 1 else ""
     yield "step", f"{found.simulation.step_s:.4g} s (predicted) for {batch}{asked.batch_size} x {asked.seq_len} tokens"

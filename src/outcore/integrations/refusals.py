@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.integrations.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -25,9 +26,6 @@ _ARGUMENTS = {
     "activation_offloading": "drop it; outcore recomputes activations itself",
     "sync_ref_model": "drop it; it reads and writes weights behind outcore's back",
 }
-
-OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd", "adagrad")
-"""Names of ``TrainingArguments.optim`` with a streamed update."""
 
 
 def refuse_arguments(args: TrainingArguments) -> None:
@@ -58,7 +56,7 @@ def refuse_optimizer(args: TrainingArguments) -> None:
     if name not in OPTIMIZERS:
         raise UnsupportedError(
             f"training arguments: expected optim to be one of {', '.join(OPTIMIZERS)}, but got {name!r}; choose one of "
-            "these: their states may rest on host or disk, in full precision"
+            "these, or give the Trainer an optimizer of your own (docs/updates.md)"
         )
 
 

@@ -38,6 +38,7 @@ from outcore.integrations.checkpoints import (
     save_schedule,
     saved_schedule,
 )
+from outcore.integrations.optimizers import optimizer_or_other
 from outcore.integrations.refusals import (
     refuse_accelerator,
     refuse_arguments,
@@ -79,6 +80,7 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
     """
 
     optimizer: Any  # a StreamedOptimizer from the first use on
+    get_optimizer_cls_and_kwargs = staticmethod(optimizer_or_other)
     state: TrainerState
 
     def __init__(  # noqa: PLR0913 (as prepare)

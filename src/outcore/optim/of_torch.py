@@ -31,6 +31,7 @@ class TorchRule:
     call: _Call
     is_whole: bool = False
     temporaries: float = 6.0
+    cost: float = 1.0
     has_step: bool = True
     """It keeps a ``step``."""
     may_be_foreach: bool = False
@@ -168,17 +169,27 @@ def _of_adafactor(shape: tuple[int, ...], _: Settings) -> Iterable[str]:
 
 
 _RULES = (
-    TorchRule(name="AdamW", named=_of_adam, call=_adam),
-    TorchRule(name="Adam", named=_of_adam, call=_adam),
-    TorchRule(name="SGD", named=_of_sgd, call=_sgd, has_step=False),
-    TorchRule(name="Adagrad", named=_named("sum"), call=_adagrad),
-    TorchRule(name="RMSprop", named=_of_rmsprop, call=_rmsprop, may_be_foreach=True),
-    TorchRule(name="Adadelta", named=_named("square_avg", "acc_delta"), call=_adadelta, may_be_foreach=True),
-    TorchRule(name="Adamax", named=_named("exp_avg", "exp_inf"), call=_adamax, may_be_foreach=True),
-    TorchRule(name="NAdam", named=_named("mu_product", "exp_avg", "exp_avg_sq"), call=_nadam, may_be_foreach=True),
-    TorchRule(name="RAdam", named=_named("exp_avg", "exp_avg_sq"), call=_radam, may_be_foreach=True),
-    TorchRule(name="Adafactor", named=_of_adafactor, call=_adafactor, is_whole=True, temporaries=4.0),
-    TorchRule(name="Muon", named=_named("momentum_buffer"), call=_muon, is_whole=True, temporaries=6.0, has_step=False),
+    TorchRule(name="AdamW", named=_of_adam, cost=2.5, call=_adam),
+    TorchRule(name="Adam", named=_of_adam, cost=2.5, call=_adam),
+    TorchRule(name="SGD", named=_of_sgd, cost=1.5, call=_sgd, has_step=False),
+    TorchRule(name="Adagrad", named=_named("sum"), cost=2.0, call=_adagrad),
+    TorchRule(name="RMSprop", named=_of_rmsprop, cost=2.2, call=_rmsprop, may_be_foreach=True),
+    TorchRule(name="Adadelta", named=_named("square_avg", "acc_delta"), cost=3.6, call=_adadelta, may_be_foreach=True),
+    TorchRule(name="Adamax", named=_named("exp_avg", "exp_inf"), cost=2.3, call=_adamax, may_be_foreach=True),
+    TorchRule(
+        name="NAdam", named=_named("mu_product", "exp_avg", "exp_avg_sq"), cost=3.4, call=_nadam, may_be_foreach=True
+    ),
+    TorchRule(name="RAdam", named=_named("exp_avg", "exp_avg_sq"), cost=3.6, call=_radam, may_be_foreach=True),
+    TorchRule(name="Adafactor", named=_of_adafactor, cost=10.0, call=_adafactor, is_whole=True, temporaries=4.0),
+    TorchRule(
+        name="Muon",
+        named=_named("momentum_buffer"),
+        cost=80.0,
+        call=_muon,
+        is_whole=True,
+        temporaries=6.0,
+        has_step=False,
+    ),
 )
 RULES: Mapping[str, TorchRule] = {rule.name: rule for rule in _RULES if hasattr(torch.optim, rule.name)}
 """By class in ``torch.optim``, AdamW before Adam, which it derives from."""

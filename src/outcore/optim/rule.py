@@ -41,7 +41,7 @@ class Rule(torch.optim.Optimizer):
 
     A subclass has ``states`` and ``update``. ``step`` follows from them, so it is an ordinary optimizer, too. Where
     ``update`` needs whole parameters, the class says ``is_whole = True``; where it makes more than six tensors of a
-    weight's size at a time, ``temporaries`` says how many.
+    weight's size at a time, ``temporaries`` says how many. ``cost`` says about how slow it is, in times of AdamW.
     """
 
     is_whole: ClassVar[bool] = False
@@ -50,6 +50,8 @@ class Rule(torch.optim.Optimizer):
     temporaries: ClassVar[float] = 6.0
     """The most memory that tensors made by ``update`` take at a time, in times of the weight that it is given. Plans
     count it."""
+    cost: ClassVar[float] = 3.0
+    """About how long ``update`` takes on the CPU, in times of AdamW's fused kernel. Plans reckon with it."""
 
     def states(self, shape: tuple[int, ...], settings: Mapping[str, Any]) -> Mapping[str, State]:
         """The states of a parameter, by name, in the order in which ``state_dict`` has them.
@@ -131,6 +133,7 @@ class Lion(Rule):
     """
 
     temporaries = 3.0
+    cost = 1.5
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from outcore.core.errors import ConfigError
-from outcore.optim.formats import CODING_BYTES, StateFormat, coded, format_of
+from outcore.optim.formats import CODING_BYTES, CODING_COST, StateFormat, coded, format_of
 from outcore.optim.of_torch import RULES, TorchRule
 from outcore.optim.rule import Rule, State, settings_of
 from outcore.spec.layout import SCRATCH_BYTES
@@ -151,6 +151,8 @@ class Kept(NamedTuple):
     states: tuple[StateForm, ...]
     temporary_bytes: int
     is_whole: bool
+    cost: float
+    """Of the update on the host, in times of AdamW's."""
 
 
 @final
@@ -204,12 +206,15 @@ class UpdateRule:
                 StateForm(n, _name_of(s.dtype) if s.dtype else dtype, s.shape, s.initial) for n, s in states.items()
             )
             hyper, chosen = kind.hyper(group), format_of(group)
+            cost = hyper.rule.cost if isinstance(hyper, RuleHyper) else 1.0
             made, is_whole = _temporaries(hyper, param.numel() * DTYPE_BYTES[dtype])
             if chosen != "fp32":
                 _refuse_format(kind.name, chosen, dtype, is_whole=is_whole)
-                forms = tuple(each for form in forms for each in _coded(form, param.numel(), dtype, chosen))
+                stored = tuple(each for form in forms for each in _coded(form, param.numel(), dtype, chosen))
                 made += CODING_BYTES
-            return Kept(forms, made, is_whole)
+                cost += CODING_COST[chosen] * len(set(forms) - set(stored))
+                forms = stored
+            return Kept(forms, made, is_whole, cost)
 
         return kept
 

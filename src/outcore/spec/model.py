@@ -126,6 +126,8 @@ class ParamSpec:
     """An update must not cut it."""
     stands_for: int | None = None
     """Of a quantised weight, its elements in full precision; of what belongs to it, 0. None: its own."""
+    update_cost: float = 1.0
+    """Time of its update on the host, in times of AdamW's with moments in fp32."""
 
     def __post_init__(self) -> None:
         if self.strides is not None and not is_dense(self.shape, self.strides):
@@ -193,6 +195,12 @@ class UnitSpec:
     def trainable_numel(self) -> int:
         """Elements that are trained here."""
         return sum(numel for _, numel in self.own_ranges)
+
+    @cached_property
+    def update_cost_numel(self) -> float:
+        """Elements for which AdamW would take as long as the update of the unit."""
+        owned = zip(self.own_ranges, self.trainable, strict=True)
+        return sum(numel * param.update_cost for (_, numel), param in owned)
 
     @cached_property
     def weight_parts(self) -> tuple[Part, ...]:

@@ -11,7 +11,7 @@ from typing import Any, Self, final
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback
+from transformers import PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
 from outcore.api import close, free_budget, plan_for, plan_in_time, prepare
@@ -24,6 +24,7 @@ from outcore.cli.train.output.report import Expected
 from outcore.cli.train.settings.run_settings import Settings
 from outcore.core.errors import ConfigError, DiskError
 from outcore.forecast import NO_TIMES, Loop, token_batch
+from outcore.integrations.optimizers import optimizer_for
 from outcore.integrations.refusals import refuse_pieces
 from outcore.integrations.versions import scores_in_tiles
 from outcore.memory.disk import DiskStore
@@ -236,7 +237,7 @@ def _plan_model(settings: Settings, args: Any, source: ModelSource, budget: Budg
     model = build_model(source, settings.precision)
     if settings.lora is not None:
         model = with_adapters(model, settings.lora)
-    kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    kind, options = optimizer_for(args, model)
     optimizer = kind([p for p in model.parameters() if p.requires_grad], **options)
     _refuse_replan(settings, args)
     given = None if settings.plan is None else Plan.load(settings.plan)

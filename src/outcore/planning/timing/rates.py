@@ -83,7 +83,7 @@ class Rates:
 
     def update_s(self, link: Link, spec: UnitSpec) -> float:
         """Seconds to update a unit, alone."""
-        numel = spec.trainable_numel
+        numel = spec.update_cost_numel if link == "update" else spec.trainable_numel
         return numel / self.parameters_per_s.get(link, math.inf) + (self.latency_s.get(link, 0.0) if numel else 0.0)
 
 

@@ -38,8 +38,8 @@ _CHOSEN: tuple[Precision, ...] = ("bf16", "fp16", "fp64")
 """What is trained in a model with parameters of such a dtype, the first that there are."""
 
 
-Keeps = Callable[[torch.Tensor, str], tuple[tuple[StateForm, ...], int, bool]]
-"""Parameter, dtype of its update -> ``ParamSpec.states``, ``temporary_bytes``, ``is_whole``."""
+Keeps = Callable[[torch.Tensor, str], tuple[tuple[StateForm, ...], int, bool, float]]
+"""Parameter, dtype of its update -> ``ParamSpec.states``, ``temporary_bytes``, ``is_whole``, ``update_cost``."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -138,7 +138,7 @@ def _describe(
     own = str(param.dtype).removeprefix("torch.")
     compute = own if dtype is None or stands_for is not None else dtype
     update = compute if precision == "pure_bf16" or compute == "float64" else "float32"
-    kept = (None, 0, False) if keeps is None or not param.requires_grad else keeps(param, update)
+    kept = (None, 0, False, 1.0) if keeps is None or not param.requires_grad else keeps(param, update)
     return ParamSpec(
         name=name,
         shape=tuple(param.shape),
@@ -150,6 +150,7 @@ def _describe(
         states=kept[0],
         temporary_bytes=kept[1],
         is_whole=kept[2],
+        update_cost=kept[3],
     )
 
 

@@ -140,9 +140,10 @@ def _refuse_evaluation_without_data(settings: Mapping[str, Setting]) -> None:
 
 def _optimizer(args: Any) -> Any:
     import torch
-    from transformers import Trainer
 
-    kind, options = Trainer.get_optimizer_cls_and_kwargs(args)
+    from outcore.integrations.optimizers import optimizer_for
+
+    kind, options = optimizer_for(args)
     return kind([torch.zeros(1, device="cpu")], **options)
 
 

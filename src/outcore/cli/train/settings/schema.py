@@ -102,7 +102,7 @@ def _words(method: Method) -> dict[str, Sequence[str]]:
     """Words of settings whose class says text only."""
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-    from outcore.integrations.refusals import OPTIMIZERS
+    from outcore.integrations.optimizers import OPTIMIZERS
 
     return {
         "include_num_input_tokens_seen": ("all", "non_padding", "no"),

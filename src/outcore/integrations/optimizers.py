@@ -1,0 +1,155 @@
+"""The optimizers that training arguments name, as what can be taken apart.
+
+Names of bitsandbytes are its storage (8 bits by blocks, embeddings in fp32) under torch's update; what they page is
+placed by the plan here.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+
+from outcore.core.errors import ConfigError
+from outcore.optim import Lion, Rule, State
+from outcore.optim.formats import StateFormat
+
+
+class AdafactorOfTransformers(Rule):
+    """``transformers.Adafactor`` with ``scale_parameter=False, relative_step=False``, as the Trainer makes it."""
+
+    is_whole = True
+    temporaries = 5.0
+    cost = 10.0
+
+    def __init__(self, params: Any, lr: float | Tensor = 1e-3, weight_decay: float = 0.0) -> None:
+        """Args: params: As for any optimizer. lr: Not relative. weight_decay: Decoupled."""
+        settings = {"eps": (1e-30, 1e-3), "clip_threshold": 1.0, "decay_rate": -0.8}
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **settings})
+
+    def states(self, shape: tuple[int, ...], settings: Mapping[str, Any]) -> Mapping[str, State]:
+        """Of a matrix, means of rows and columns."""
+        if len(shape) < 2:
+            return {"exp_avg_sq": State(dtype=torch.float32)}
+        row, col = shape[:-1], (*shape[:-2], shape[-1])
+        return {name: State(shape=s, dtype=torch.float32) for name, s in _rows_and_columns(row, col)}
+
+    def update(
+        self, weight: Tensor, grad: Tensor, states: Mapping[str, Tensor], step: int, settings: Mapping[str, Any]
+    ) -> None:
+        """One step."""
+        grad, value, lr = grad.float(), weight.float(), settings["lr"]
+        beta = 1.0 - math.pow(step, settings["decay_rate"])
+        update = grad**2 + settings["eps"][0]
+        if "exp_avg_sq" in states:
+            states["exp_avg_sq"].mul_(beta).add_(update, alpha=1.0 - beta)
+            update = states["exp_avg_sq"].rsqrt().mul_(grad)
+        else:
+            row, col = states["exp_avg_sq_row"], states["exp_avg_sq_col"]
+            row.mul_(beta).add_(update.mean(dim=-1), alpha=1.0 - beta)
+            col.mul_(beta).add_(update.mean(dim=-2), alpha=1.0 - beta)
+            scale = (row / row.mean(dim=-1, keepdim=True)).rsqrt_().unsqueeze(-1)
+            update = torch.mul(scale, col.unsqueeze(-2).rsqrt()).mul_(grad)
+        rms = update.norm(2) / (update.numel() ** 0.5)
+        update.div_((rms / settings["clip_threshold"]).clamp_(min=1.0)).mul_(lr)
+        if settings["weight_decay"] != 0:
+            value.add_(value, alpha=-settings["weight_decay"] * lr)
+        value.add_(-update)
+        if value is not weight:
+            weight.copy_(value)
+
+
+def _rows_and_columns(row: tuple[int, ...], col: tuple[int, ...]) -> Iterable[tuple[str, tuple[int, ...]]]:
+    return ("exp_avg_sq_row", row), ("exp_avg_sq_col", col)
+
+
+class _Named(NamedTuple):
+    kind: type[torch.optim.Optimizer]
+    state_format: StateFormat = "fp32"
+    options: Mapping[str, Any] = {}
+
+
+_8BIT = _Named(torch.optim.AdamW, "8bit")
+_NAMED = {
+    "adamw_torch_fused": _Named(torch.optim.AdamW, options={"fused": True}),
+    "adamw_torch": _Named(torch.optim.AdamW),
+    "adamw_8bit": _8BIT,
+    "adamw_bnb_8bit": _8BIT,
+    "adamw_torch_8bit": _8BIT,
+    "paged_adamw_32bit": _Named(torch.optim.AdamW),
+    "paged_adamw_8bit": _8BIT,
+    "lion_32bit": _Named(Lion),
+    "lion_8bit": _Named(Lion, "8bit"),
+    "paged_lion_32bit": _Named(Lion),
+    "paged_lion_8bit": _Named(Lion, "8bit"),
+    "adafactor": _Named(AdafactorOfTransformers),
+    "sgd": _Named(torch.optim.SGD),
+    "adagrad": _Named(torch.optim.Adagrad),
+    "rmsprop": _Named(torch.optim.RMSprop),
+}
+OPTIMIZERS = tuple(_NAMED)
+"""Names of ``TrainingArguments.optim`` with a streamed update."""
+
+
+def optimizer_for(args: Any, model: nn.Module | None = None) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Class and keyword arguments of the optimizer that training arguments name; as ``Trainer`` has them, or equal.
+
+    Args:
+        args: With one of ``OPTIMIZERS`` as ``optim``.
+        model: Its embeddings keep states in fp32, as with bitsandbytes.
+    """
+    named = _NAMED[getattr(args.optim, "value", args.optim)]
+    options = {"lr": args.learning_rate, **named.options}
+    if named.kind in (torch.optim.AdamW, Lion):
+        options["betas"] = args.adam_beta1, args.adam_beta2
+    if named.kind is torch.optim.AdamW:
+        options["eps"] = args.adam_epsilon
+    if named.state_format == "fp32":
+        return named.kind, options
+    modules = () if model is None else (m for m in model.modules() if isinstance(m, nn.Embedding))
+    apart = frozenset(id(param) for module in modules for param in module.parameters())
+    kind = _stored(named.kind)  # type: ignore[arg-type]
+    return kind, {**options, "state_format": named.state_format, "apart": apart}
+
+
+def optimizer_named(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """With the settings that training arguments have by themselves.
+
+    Raises:
+        ConfigError: Another name.
+    """
+    if name not in OPTIMIZERS:
+        raise ConfigError(f"--optim: expected one of {', '.join(OPTIMIZERS)}, but got '{name}'")
+    kind, options = optimizer_for(TrainingArguments(optim=name, use_cpu=True, report_to="none"), model)
+    return kind([param for param in model.parameters() if param.requires_grad], **options)
+
+
+def optimizer_or_other(args: Any, model: nn.Module | None = None) -> tuple[Any, Any]:
+    """The same for any name, as the Trainer asks for it."""
+    is_ours = getattr(args.optim, "value", args.optim) in OPTIMIZERS
+    return optimizer_for(args, model) if is_ours else Trainer.get_optimizer_cls_and_kwargs(args, model)
+
+
+@functools.cache
+def _stored(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """The optimizer, with a format of states in its groups."""
+
+    class Stored(kind):  # type: ignore[misc, valid-type]
+        def __init__(self, params: Any, *, state_format: StateFormat, apart: frozenset[int], **options: Any) -> None:
+            given = list(params)
+            groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+            super().__init__([part for group in groups for part in _parts(group, state_format, apart)], **options)
+
+    Stored.__name__ = Stored.__qualname__ = kind.__name__
+    return Stored
+
+
+def _parts(group: Mapping[str, Any], state_format: StateFormat, apart: frozenset[int]) -> list[dict[str, Any]]:
+    params = list(group["params"])
+    parts = {state_format: [p for p in params if id(p) not in apart], "fp32": [p for p in params if id(p) in apart]}
+    return [{**group, "params": own, "state_format": chosen} for chosen, own in parts.items() if own or not params]
