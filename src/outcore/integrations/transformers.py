@@ -136,9 +136,8 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
             refuse_pieces(training, micro_batches_in_unit)
             if not self._outcore_brings_optimizer(args, kwargs):
                 refuse_optimizer(training)
-            if isinstance(kwargs.get("model", args[0] if args else None), str) and hasattr(
-                training, "model_init_kwargs"
-            ):
+            is_name = isinstance(kwargs.get("model", args[0] if args else None), str)
+            if is_name and hasattr(training, "model_init_kwargs"):
                 # TRL's default would load the whole model onto the accelerator.
                 training.model_init_kwargs = {"device_map": None, **(training.model_init_kwargs or {})}
         _take_over(super().__init__, args, kwargs)
