@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from plans import forced
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import outcore
+from outcore.api import plan_for as made_plan
 from outcore.api import prepare_for_test
 from outcore.choice import Planner
 from outcore.core.errors import DiskError
@@ -27,6 +29,7 @@ from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
 from outcore.planning.homes.pools import Comfort
 from outcore.planning.homes.sending import Sending
+from outcore.planning.paper.schedule import schedule, usual_visits
 from outcore.planning.units import dear
 from outcore.runtime.activations import away
 from outcore.runtime.activations.away import Away, _Packing
@@ -529,6 +532,36 @@ class Frozen(Tower):
 def test_frozen_units_send_only_what_backward_needs(tier: str, tmp_path: Path, counted: Counted) -> None:
     same(train, tier, tmp_path, Frozen)
     assert counted.num_left == 2 * 2, "blocks 2 and 3; there is no backward through the first two"
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks what Transformers has renamed
+@each_tier
+@pytest.mark.parametrize("is_adapted", [True, False], ids=["adapters", "frozen blocks"])
+def test_what_is_frozen_writes_no_more_than_the_plan_says(
+    is_adapted: bool, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # plans go by what is small in earnest
+    model = make(llama)
+    if is_adapted:
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")).to(DEVICE)
+    else:
+        model.model.layers[:2].requires_grad_(False)
+    ids = torch.arange(2 * 48, device=DEVICE).reshape(2, 48) % VOCAB
+    sample, budget = {"input_ids": ids, "labels": ids}, outcore.Budget(disk=tmp_path)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    options = {"sample": sample, "budget": budget, "device": DEVICE, "hardware": "none", "activations": tier}
+    spec, plan = made_plan(model, optimizer, **options)
+    planned = schedule(spec, plan, usual_visits(spec)).moved_bytes()
+    with outcore.prepare(model, optimizer, plan=plan, budget=budget, device=DEVICE) as (model, optimizer):
+        for _ in range(3):
+            before = optimizer.traffic()
+            model(**sample).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            moved = {lane: nbytes - before[lane] for lane, nbytes in optimizer.traffic().items()}
+            for lane in ("d2h", "disk_write", "write_back"):
+                assert moved[lane] <= planned.get(lane, 0), lane
+            assert moved["d2h" if tier == "host" else "disk_write"] > 0
 
 
 def raises(number: int) -> Callable[..., int]:
