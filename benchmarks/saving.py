@@ -3,10 +3,10 @@
 Prints one JSON object. Blocks sleep in forward and backward, as an accelerator would leave the host alone. Three runs
 take turns: without checkpoints, with checkpoints beside training, and with ``wait=True``. ``worst`` is the slowest step
 in which a checkpoint was under way, over the median step of the run without; ``lost`` is what the checkpoints added to
-the whole run. ``straight`` writes as many bytes from memory, with as many threads and the same sums: what the drive
-gives.
+the whole run. ``held`` is how long the call itself took. ``straight`` writes as many bytes with as many threads and the
+same sums, from memory, or where states are on disk from another file: what the drive gives.
 
-    python benchmarks/saving.py --folder DIR
+    python benchmarks/saving.py --folder DIR [--clip] [--early] [--share 0.5]
 """
 
 from __future__ import annotations
@@ -46,20 +46,29 @@ def prepared(args: argparse.Namespace, tier: str) -> Iterator[Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     cut = partition(model, units=units, state_names=("exp_avg", "exp_avg_sq"))
     homes = [("device", "device"), *[("host", tier)] * args.blocks]
+    updates = ["host", *["device" if i < args.share * args.blocks else "host" for i in range(args.blocks)]]
     plans = [
-        UnitPlan(name=unit.name, weights=weights, gradients=weights, states=states, policy="keep")
-        for unit, (weights, states) in zip(cut.spec.units, homes, strict=True)
+        UnitPlan(
+            name=unit.name,
+            weights=weights,
+            gradients=weights,
+            states=states,
+            policy="keep",
+            update=update,
+            early=args.early and update == "host" and bool(unit.name),
+        )
+        for unit, (weights, states), update in zip(cut.spec.units, homes, updates, strict=True)
     ]
     pools = pools_for(cut.spec, plans, Comfort(prefetch_depth=2, num_buckets=2, max_slots_host=3))
-    plan = Plan(precision="fp32", units=tuple(plans), pools=pools, prefetch_depth=2)
-    budget = outcore.Budget(disk=str(args.folder))
-    with outcore.prepare(model, optimizer, plan=plan, units=units, device="cpu", budget=budget) as result:
+    plan = Plan(precision="fp32", units=tuple(plans), pools=pools, prefetch_depth=2, accumulation_steps=1)
+    options = {"budget": outcore.Budget(disk=str(args.folder)), "device": "cpu", "accumulation_steps": 1}
+    with outcore.prepare(model, optimizer, plan=plan, units=units, clipping=args.clip, **options) as result:
         yield result
 
 
 def run(args: argparse.Namespace, tier: str, mode: str) -> dict[str, Any]:
     """Seconds of steps, and of checkpoints."""
-    steps, beside, saves, nbytes = [], [], [], 0
+    steps, beside, saves, held, nbytes = [], [], [], [], 0
     folder = Path(tempfile.mkdtemp(dir=args.folder))
     batch = torch.ones(ROWS, 1)
     with prepared(args, tier) as (model, optimizer):
@@ -68,11 +77,14 @@ def run(args: argparse.Namespace, tier: str, mode: str) -> dict[str, Any]:
             was_saving = save is not None and not save.done
             step_s = time.perf_counter()
             model(batch).backward()
+            if args.clip:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
             optimizer.step()
             optimizer.zero_grad()
             if mode != "without" and step % args.every == 1:
                 began_s, was_saving = time.perf_counter(), True
                 save = outcore.save_checkpoint(model, optimizer, folder, step=step, keep=1, wait=mode == "at_once")
+                held.append(time.perf_counter() - began_s)
             if save is not None and save.done and was_saving:
                 saves.append(time.perf_counter() - began_s)
             if step:
@@ -86,20 +98,32 @@ def run(args: argparse.Namespace, tier: str, mode: str) -> dict[str, Any]:
         if save is not None:
             nbytes = sum(path.stat().st_size for path in save.wait().iterdir() if path.is_file())
     shutil.rmtree(folder)
-    return {"steps": steps, "beside": beside, "saves": saves, "total_s": total_s, "bytes": nbytes}
+    return {"steps": steps, "beside": beside, "saves": saves, "held": held, "total_s": total_s, "bytes": nbytes}
 
 
-def straight(args: argparse.Namespace, nbytes: int) -> float:
-    """Seconds that writing so many bytes takes, and making them durable."""
-    data = torch.zeros(2**22, dtype=torch.uint8)
+def straight(args: argparse.Namespace, nbytes: int, *, is_copy: bool) -> float:
+    """Seconds that writing so many bytes takes, and making them durable. Args: is_copy: They come from the drive."""
+    data, nbytes = torch.zeros(2**22, dtype=torch.uint8), nbytes // 4096 * 4096
+    source = os.open(args.folder / "source", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+
+    def read(start: int, stop: int, to: torch.Tensor) -> None:
+        if is_copy:
+            os.preadv(source, [to.numpy().data], start)
+        else:
+            to.copy_(data[: stop - start])
+
     pool, path = BlockPool(), args.folder / "straight"
+    if is_copy:
+        CheckpointFile(args.folder / "source", nbytes, pool).write(nbytes, lambda a, b, to: to.copy_(data[: b - a]))
     start_s = time.perf_counter()
-    CheckpointFile(path, nbytes, pool).write(nbytes // 4096 * 4096, lambda a, b, to: to.copy_(data[: b - a]))
+    CheckpointFile(path, nbytes, pool).write(nbytes, read)
     with path.open("rb") as file:
         os.fsync(file.fileno())
     seconds = time.perf_counter() - start_s
     pool.close()
+    os.close(source)
     path.unlink()
+    (args.folder / "source").unlink()
     return seconds
 
 
@@ -110,10 +134,11 @@ def measure(args: argparse.Namespace, tier: str) -> dict[str, Any]:
     for _ in range(args.turns):
         for mode, found in runs.items():
             found.append(run(args, tier, mode))
-        drive_s.append(straight(args, runs["beside"][-1]["bytes"]))
+        drive_s.append(straight(args, runs["beside"][-1]["bytes"], is_copy=tier == "disk"))
     median_s = statistics.median(s for found in runs["without"] for s in found["steps"])
     plain_s = statistics.median(found["total_s"] for found in runs["without"])
     result: dict[str, Any] = {"step_s": spread([s for found in runs["without"] for s in found["steps"]])}
+    result["without_worst"] = spread([max(found["steps"]) / median_s for found in runs["without"]])
     result["bytes"] = runs["beside"][-1]["bytes"]
     result["straight_bytes_per_s"] = spread([result["bytes"] / s for s in drive_s])
     for mode in ("beside", "at_once"):
@@ -122,6 +147,9 @@ def measure(args: argparse.Namespace, tier: str) -> dict[str, Any]:
         lost_s = statistics.median(found["total_s"] for found in runs[mode]) - plain_s
         count = statistics.median(len(found["saves"]) for found in runs[mode])
         result[mode] = {"worst": spread(slow), "save_s": spread(saves), "lost_s_per_save": lost_s / max(count, 1)}
+        result[mode]["held_s"] = spread([s for found in runs[mode] for s in found["held"]])
+    rates = [s / drive for found, drive in zip(runs["at_once"], drive_s, strict=True) for s in found["saves"]]
+    result["rate_over_straight"] = spread([1 / rate for rate in rates])
     return result
 
 
@@ -136,10 +164,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--clip", action="store_true", help="gradients, by their norm")
+    parser.add_argument("--early", action="store_true", help="updates inside backward")
+    parser.add_argument("--share", type=float, default=0.0, help="of the blocks, updated on the device")
     args = parser.parse_args()
     torch.set_num_threads(1)  # the blocks sleep
     results = {tier: measure(args, tier) for tier in args.tiers}
     shape = {"blocks": args.blocks, "parameters": args.blocks * args.numel, "forward_s": args.milliseconds / 1e3}
+    shape |= {"clip": args.clip, "early": args.early, "share": args.share}
     print(json.dumps({"benchmark": "saving", **shape, "every": args.every, "results": results, **context()}))
 
 

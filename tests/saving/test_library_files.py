@@ -30,7 +30,7 @@ def saved_beside(model: Any, optimizer: Any, folder: Path) -> Any:
     engine = engine_of(model, "a test")
     with begun(engine, folder / "c", lambda files: Manifest(step=3, files=files), list) as (unfinished, save):
         files = LibraryFiles(engine, unfinished, save)
-        files.weights()
+        files.weights(unfinished.path)
         files.states(optimizer, step=3)
     return save
 

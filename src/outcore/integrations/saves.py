@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from outcore.integrations.checkpoints import rotate
 from outcore.runtime.saves import Save
 from outcore.saving.beside import begun
 from outcore.saving.library_files import LibraryFiles
-from outcore.spec.checkpoint import Manifest
+from outcore.spec.checkpoint import Block, Manifest
 
 
 @dataclass(eq=False)
@@ -52,6 +52,8 @@ class TrainerSaves:
         """Where the Trainer writes its small files now."""
         self.files: LibraryFiles | None = None
         """Where its weights and states go meanwhile."""
+        self.before_commit: Callable[[], None] = lambda: None
+        """On the save lane."""
         self._trainer, self._on_durable = trainer, on_durable
         self._under_way: _UnderWay | None = None
 
@@ -76,8 +78,12 @@ class TrainerSaves:
         def tidy_up() -> None:
             rotate(folder, trainer.args.save_total_limit, kept)
 
+        def describe(files: Mapping[str, tuple[Block, ...]]) -> Manifest:
+            self.before_commit()
+            return Manifest(step=step, files=files)
+
         try:
-            with begun(engine, target, lambda files: Manifest(step=step, files=files), tidy_up) as (unfinished, save):
+            with begun(engine, target, describe, tidy_up) as (unfinished, save):
                 self.aside, self.files = unfinished.path, LibraryFiles(engine, unfinished, save)
                 inner = unfinished.path / target.name
                 write()

@@ -55,7 +55,6 @@ from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.runtime.saves import Save
 from outcore.runtime.unit.one_process import refuse_several_processes
 from outcore.saving.conversions import is_adapter_model
-from outcore.saving.export import save_configuration, saves_adapters
 from outcore.saving.small_state import random_states, read_small, restore_random_states, write_small
 from outcore.saving.training_state import check_adapters, has_states, load_states, load_weights, save_states
 from outcore.spec.budget import Budget
@@ -327,11 +326,10 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
             return
         directory = output_dir if output_dir is not None else self.args.output_dir
         files = self._outcore_saves.files
-        if files is None or saves_adapters(self.model):
+        if files is None:
             save_pretrained(self.model, directory)
         else:
-            files.weights()
-            save_configuration(self.model, directory)
+            files.weights(Path(directory))
         tokenizer = self.processing_class
         tokenizer = tokenizer if tokenizer is not None else getattr(self.data_collator, "tokenizer", None)
         if tokenizer is not None:

@@ -189,21 +189,33 @@ class Saves:
         for save in self._running if os.getpid() == self._pid else ():
             save.fail(OutcoreError("expected a model whose checkpoint can be written, but it was closed"))
 
-    def home(self, unit: Ledger[Handle], home: Home[Handle], spans: Spans, save: Save, file: Writer) -> None:
-        """Let some bytes of a home be appended to a file.
+    def home(
+        self,
+        unit: Ledger[Handle],
+        home: Home[Handle],
+        spans: Spans,
+        save: Save,
+        file: Writer,
+        *,
+        header: bytes = b"",
+    ) -> None:
+        """Let a header, and behind it some bytes of a home, be appended to a file.
 
         Weights that live on the device are written before this returns: whoever has them may change them in place.
         """
         if home.kind == "weights" and home.tier == "device":
+            append_bytes(file, header)
             self._at_once(home, spans, file)
             return
+        first = min(start for start, _ in spans)
 
         def copy(start: int, stop: int, slot: Slot[Handle] | None) -> Callable[[], None]:
             memory = home.span(start, stop).memory if slot is None else slot.span(stop - start).memory
             save.num_pieces += 1
-            return partial(self._write, save, file, memory, _inside(spans, start, stop))
+            head = header if start == first else b""
+            return partial(self._write, save, file, head, memory, _inside(spans, start, stop))
 
-        self._order.home(unit, home, (spans[0][0], max(stop for _, stop in spans)), copy)
+        self._order.home(unit, home, (first, max(stop for _, stop in spans)), copy)
 
     def made(self, sources: Sequence[Source], save: Save, make: Callable[[Sequence[torch.Tensor]], None]) -> None:
         """Let something be made of bytes of homes, none of them on the device: 1D uint8 each, fresh."""
@@ -247,12 +259,13 @@ class Saves:
         except Exception as error:
             save.complaint = error
 
-    def _write(self, save: Save, file: Writer, memory: Buffer | Extent, spans: Spans) -> None:
+    def _write(self, save: Save, file: Writer, header: bytes, memory: Buffer | Extent, spans: Spans) -> None:
         """What fails fails the save, and not the training."""
         if save.error is not None:
             return
         try:
             began_s = time.monotonic()
+            append_bytes(file, header)
             file.write(_length(spans), partial(self._fill, memory, spans))
             save.num_written += 1
             save.busy_s += time.monotonic() - began_s
@@ -288,6 +301,16 @@ class Saves:
         if memory is not None and nbytes:
             self._read(memory, 0, result)
         return result
+
+
+def append_bytes(file: Writer, data: bytes | memoryview) -> None:
+    """Append what is in memory. Raises: OSError."""
+
+    def fill(start: int, stop: int, to: torch.Tensor) -> None:
+        to.numpy().data[:] = data[start:stop]
+
+    if len(data):
+        file.write(len(data), fill)
 
 
 def _inside(spans: Spans, start: int, stop: int) -> list[tuple[int, int]]:

@@ -8,10 +8,8 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from outcore.core.quantities import format_bytes
-from outcore.memory.files.checkpoint_file import CheckpointFile, PartOfCheckpoint
+from outcore.memory.files.checkpoint_file import PartOfCheckpoint
 from outcore.memory.files.checkpoint_folder import UnfinishedCheckpoint
 from outcore.memory.limits import disk_free_bytes
 from outcore.runtime.engine import Engine
@@ -68,12 +66,3 @@ def refuse_full(unfinished: PartOfCheckpoint, need: int) -> None:
     free = disk_free_bytes(unfinished.path)
     if need > free:
         raise OSError(errno.ENOSPC, f"it takes {format_bytes(need)}, and {format_bytes(free)} are free")
-
-
-def append_bytes(file: CheckpointFile, data: bytes | memoryview) -> None:
-    """Append what is in memory. Raises: OSError."""
-
-    def fill(start: int, stop: int, to: torch.Tensor) -> None:
-        to.numpy().data[:] = data[start:stop]
-
-    file.write(len(data), fill)

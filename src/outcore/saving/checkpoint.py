@@ -33,7 +33,7 @@ from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.runtime.saves import Save
 from outcore.runtime.unit.unit import Beneath, Unit
 from outcore.runtime.values.edits import take_edits
-from outcore.saving.beside import append_bytes, begun, refuse_full
+from outcore.saving.beside import begun, refuse_full
 from outcore.saving.conversions import is_adapter_model, is_pretrained_model
 from outcore.saving.found import found, found_in, prune
 from outcore.saving.small_state import encode, random_states, read_small, restore_random_states, write_small
@@ -330,7 +330,7 @@ def _write_small(folder: Path, engine: Engine, small: Any) -> None:
     buffers = {f"model.{name}": tensor.detach().cpu() for name, tensor in _buffers(engine).items()}
     if buffers:
         specs = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in buffers.items()]
-        write_safetensors(folder, specs, buffers.items(), stem=_BUFFERS, max_shard_bytes=2**62)
+        write_safetensors(folder, specs, buffers.items(), stem=_BUFFERS, max_shard_bytes=2**62, is_synced=False)
     write_small(folder, _STATE, small)
     try:
         _write_library(folder / LIBRARY, engine.model)
@@ -365,10 +365,10 @@ def _submit(engine: Engine, unfinished: PartOfCheckpoint, save: Save) -> None:
             files.append((unit, found, unfinished.create(file_name(unit, unit.spec.rank), nbytes), header))
     refuse_full(unfinished, sum(file.nbytes for _, _, file, _ in files))
     for unit, found, file, header in files:
-        append_bytes(file, header)
         for home, start, stop, _ in found:
             spans = [(start, start + align_up(stop - start, PAGE_BYTES))]
-            engine.opened.saves.home(unit.ledger, home, spans, save, file)
+            engine.opened.saves.home(unit.ledger, home, spans, save, file, header=header)
+            header = b""
 
 
 # Reading.

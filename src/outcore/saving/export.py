@@ -69,17 +69,16 @@ def save_model(engine: Engine, directory: str | Path) -> None:
     model = engine.model
     if Path(directory).is_file():
         raise ConfigError(f"save_pretrained: expected a directory, but '{directory}' is a file")
-    if saves_adapters(model):
-        _save_adapters(engine, directory)
-        return
-    state = saved_state(model)
-    groups = saving_groups(model, state)
-    specs = []
-    for group in groups:
-        made = group.convert(lambda name: without_bytes(state[name]))
-        specs += [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in made.items()]
-    write_safetensors(directory, specs, _converted(engine, groups, state))
-    save_configuration(model, directory)
+    if not saves_adapters(model):
+        state = saved_state(model)
+        groups = saving_groups(model, state)
+        specs = []
+        for group in groups:
+            made = group.convert(lambda name: without_bytes(state[name]))
+            specs += [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in made.items()]
+        write_safetensors(directory, specs, _converted(engine, groups, state))
+    with staged_files(directory, edited=["README.md"] if saves_adapters(model) else []) as staged:  # the model card
+        save_beside_weights(engine, staged)
 
 
 def saves_adapters(model: nn.Module) -> bool:
@@ -87,13 +86,17 @@ def saves_adapters(model: nn.Module) -> bool:
     return is_adapter_model(model) or bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
-def save_configuration(model: nn.Module, directory: str | Path) -> None:
-    """What the library saves beside the weights; of other modules nothing. Raises: DiskError."""
-    if is_pretrained_model(model):
-        with staged_files(directory) as staged:
-            _library_save(model, staged, {})
-            for path in staged.glob("model*.safetensors*"):
-                path.unlink()
+def save_beside_weights(engine: Engine, folder: Path) -> None:
+    """Into a new folder, what the library saves beside the weights, or of adapters everything. Nothing is synced."""
+    model = engine.model
+    if saves_adapters(model):
+        names = adapter_names(model)
+        values = {p.name: read_tensor(engine, p.tensor) for p in places(model) if p.name in names}
+        _library_save(model, folder, values)
+    elif is_pretrained_model(model):
+        _library_save(model, folder, {})
+        for path in folder.glob("model*.safetensors*"):
+            path.unlink()
 
 
 def _converted(
@@ -134,13 +137,6 @@ def _refuse_own_format(place: Place) -> None:
             f"save_pretrained: expected modules that save their tensors as torch does, but {kind.__name__} of "
             f"'{place.name}' has a {own[0]} of its own; save model.state_dict() with torch.save instead"
         )
-
-
-def _save_adapters(engine: Engine, directory: str | Path) -> None:
-    names = adapter_names(engine.model)
-    values = {p.name: read_tensor(engine, p.tensor) for p in places(engine.model) if p.name in names}
-    with staged_files(directory, edited=["README.md"]) as staged:  # the model card
-        _library_save(engine.model, staged, values)
 
 
 def adapter_names(model: nn.Module) -> set[str]:

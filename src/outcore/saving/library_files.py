@@ -11,23 +11,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from outcore.memory.files.checkpoint_file import CheckpointFile, PartOfCheckpoint
-from outcore.memory.files.checkpoint_folder import write_durably
+from outcore.memory.files.checkpoint_folder import write_new
 from outcore.memory.files.weights_layout import TensorSpec, tensor_files
 from outcore.runtime.engine import Engine
 from outcore.runtime.optimizer import StreamedOptimizer
-from outcore.runtime.saves import Save, Source
+from outcore.runtime.saves import Save, Source, append_bytes
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.unit.views import shaped, torch_dtype
 from outcore.runtime.values.access import own_states
 from outcore.runtime.values.edits import take_edits
-from outcore.saving.beside import append_bytes, refuse_full
+from outcore.saving.beside import refuse_full
 from outcore.saving.conversions import Group, saving_groups
-from outcore.saving.export import read_tensor, saved_state, without_bytes
+from outcore.saving.export import read_tensor, save_beside_weights, saved_state, saves_adapters, without_bytes
 from outcore.saving.training_state import STATES, described_states, trained_params
 from outcore.spec.model import ParamSpec, Part
 
@@ -72,15 +73,23 @@ class LibraryFiles:
         for unit in engine.units:
             take_edits(unit, engine.access)
 
-    def weights(self) -> None:
-        """Have the files of ``save_pretrained`` written; not those of adapters.
+    def weights(self, small: Path) -> None:
+        """Have the files of ``save_pretrained`` written. Adapters are small: they are read and written at once.
+
+        Args:
+            small: A new folder, for what the library writes by itself.
 
         Raises:
             OSError: The system's.
             ConfigError, UnsupportedError: As ``save_pretrained``.
         """
-        state = saved_state(self._engine.model)
-        groups = saving_groups(self._engine.model, state)
+        model = self._engine.model
+        small.mkdir(exist_ok=True)
+        save_beside_weights(self._engine, small)
+        if saves_adapters(model):
+            return
+        state = saved_state(model)
+        groups = saving_groups(model, state)
         self._submit("model", [self._weights(group, state) for group in groups], {})
 
     def states(self, optimizer: StreamedOptimizer, *, step: int) -> None:
@@ -131,7 +140,7 @@ class LibraryFiles:
             append_bytes(file, laid.header)
             files |= dict.fromkeys(laid.tensors, file)
         if index is not None:
-            write_durably(self._unfinished.path / index[0], index[1])
+            write_new(self._unfinished.path / index[0], index[1])
         for _, run in groupby(items, key=lambda item: _way(item, files)):
             self._write(list(run), files)
 

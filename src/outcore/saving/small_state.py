@@ -19,7 +19,7 @@ import torch
 
 from outcore.core.errors import ConfigError
 from outcore.device.device import Device
-from outcore.memory.files.checkpoint_folder import small_file, write_durably
+from outcore.memory.files.checkpoint_folder import small_file, write_new
 from outcore.memory.files.weights_file import WeightsDirectory, write_safetensors
 from outcore.memory.files.weights_layout import STORED_DTYPES
 
@@ -90,7 +90,7 @@ def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
 
 
 def write_small(folder: Path, stem: str, value: Any) -> None:
-    """Write a value into new files of a folder: ``stem.json``, and its tensors beside it.
+    """Write a value into new files of a checkpoint's folder: ``stem.json``, and its tensors beside it.
 
     Raises:
         ConfigError: Something in it is neither; nothing was written.
@@ -100,8 +100,8 @@ def write_small(folder: Path, stem: str, value: Any) -> None:
     text = json.dumps(encode(value, tensors, stem))
     if tensors:
         specs = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
-        write_safetensors(folder, specs, tensors.items(), stem=stem, max_shard_bytes=2**62)
-    write_durably(folder / f"{stem}.json", text.encode() + b"\n")
+        write_safetensors(folder, specs, tensors.items(), stem=stem, max_shard_bytes=2**62, is_synced=False)
+    write_new(folder / f"{stem}.json", text.encode() + b"\n")
 
 
 def read_small(folder: Path, stem: str) -> Any:

@@ -61,9 +61,7 @@ class StoppableRuns(RecordedRuns):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Lines of steps that are not trained again become durable first."""
-        metrics = Path(self.args.output_dir, METRICS)
-        if metrics.exists():
-            sync(metrics)
+        self._outcore_saves.before_commit = partial(_sync_metrics, Path(self.args.output_dir, METRICS))
         if self.preemption is not None:
             self._outcore_saves.settle()
             self.preemption.saves.begin_save(self.state.global_step)
@@ -112,6 +110,11 @@ class StoppableRuns(RecordedRuns):
             inner = getattr(loader, "base_dataloader", loader)  # Accelerate's stands before it
             inner.worker_init_fn = partial(_outlive, math.ceil(self.preemption.grace_s), inner.worker_init_fn)
         return loader
+
+
+def _sync_metrics(path: Path) -> None:
+    if path.exists():
+        sync(path)
 
 
 def _outlive(seconds: int, begin: Callable[[int], None] | None, worker: int) -> None:

@@ -180,6 +180,7 @@ def write_safetensors(
     stem: str = "model",
     max_shard_bytes: int = MAX_SHARD_BYTES,
     metadata: Mapping[str, str] | None = None,
+    is_synced: bool = True,
 ) -> list[Path]:
     """Write tensors so that ``from_pretrained`` reads them, one tensor resident at a time.
 
@@ -194,6 +195,7 @@ def write_safetensors(
         stem: What the files' names begin with.
         max_shard_bytes: A file grows beyond it only for a single larger tensor.
         metadata: Strings for the files' headers, beside ``format: pt``.
+        is_synced: False: somebody else makes new files in a new folder durable.
 
     Returns:
         The files written, the index last if there is one.
@@ -211,7 +213,7 @@ def write_safetensors(
         folder.mkdir(parents=True, exist_ok=True)
         for name, shard in zip(names, shards, strict=True):
             partial.append(folder / f".{name}.{os.getpid()}.partial")
-            _write_shard(partial[-1], shard, stream, texts)
+            _write_shard(partial[-1], shard, stream, texts, is_synced=is_synced)
         extra = next(stream, None)
         if extra is not None:
             raise AssertionError(f"'{extra[0]}' comes after the last of the specs")
@@ -222,7 +224,7 @@ def write_safetensors(
                 _write_all(file, memoryview(index_text(names, shards)))
                 os.fsync(file.fileno())
             names = [*names, index]
-        return _put_in_place(folder, partial, names, stem)
+        return _put_in_place(folder, partial, names, stem, is_synced=is_synced)
     except OSError as error:
         raise disk_error(f"weights '{folder}': expected to write {len(names)} files", error) from error
     finally:
@@ -336,7 +338,12 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _write_shard(
-    path: Path, specs: Sequence[TensorSpec], stream: Iterator[tuple[str, torch.Tensor]], metadata: Mapping[str, str]
+    path: Path,
+    specs: Sequence[TensorSpec],
+    stream: Iterator[tuple[str, torch.Tensor]],
+    metadata: Mapping[str, str],
+    *,
+    is_synced: bool,
 ) -> None:
     # Larger items first: then every tensor is aligned to its items, which readers that map the file rely on.
     ordered = sorted(specs, key=lambda spec: -spec[1].itemsize)
@@ -350,7 +357,8 @@ def _write_shard(
                 raise AssertionError(f"expected {spec}, but got ({name!r}, {tensor.dtype}, {tuple(tensor.shape)})")
             file.seek(len(header) + offsets[name])
             _write_all(file, _bytes_of(tensor.detach().cpu().contiguous()))
-        os.fsync(file.fileno())
+        if is_synced:
+            os.fsync(file.fileno())
 
 
 def _write_all(file: BinaryIO, memory: memoryview) -> None:
@@ -359,7 +367,9 @@ def _write_all(file: BinaryIO, memory: memoryview) -> None:
         done += file.write(memory[done:])
 
 
-def _put_in_place(folder: Path, partial: Sequence[Path], names: Sequence[str], stem: str) -> list[Path]:
+def _put_in_place(
+    folder: Path, partial: Sequence[Path], names: Sequence[str], stem: str, *, is_synced: bool
+) -> list[Path]:
     single = single_name(stem)
     stale = [folder / index_name(stem)] + ([folder / single] if single not in names else [])
     for path in stale:
@@ -370,5 +380,6 @@ def _put_in_place(folder: Path, partial: Sequence[Path], names: Sequence[str], s
     for path in list(folder.iterdir()):
         if shard.fullmatch(path.name) and path.name not in names:
             path.unlink()
-    sync(folder)
+    if is_synced:
+        sync(folder)
     return [folder / name for name in names]
