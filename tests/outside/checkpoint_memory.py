@@ -2,7 +2,7 @@
 
 One process trains on the disk tier inside a control group, and saves beside a step; another one, which begins from
 other weights, loads that; a third one does both. The largest resident size of each is compared with that of a step
-before. What was loaded must be what was saved.
+before. Weights, masters and moments must be the same when they are saved, in the files, and when they were loaded.
 
 python tests/outside/checkpoint_memory.py --state-gib 8 --limit-mib 1024 --disk /mnt/nvme --report report.md
 """
@@ -27,6 +27,7 @@ WIDTH = 1280
 BLOCK_BYTES = 14 * 2 * WIDTH * (WIDTH + 1)
 """Of a block: weights in bf16, their masters and two moments."""
 ALLOWED_MIB = 64
+_OF = ("of the files", "afterwards")
 STEPS = 5
 """Before: the largest resident size differs from step to step."""
 
@@ -83,8 +84,11 @@ def in_a_group(disk: Path, state_gib: float, limit_mib: int) -> dict[str, dict[s
                 pipe = {"stdout": subprocess.PIPE, "text": True, "check": True}
                 done = subprocess.run(command, preexec_fn=join, env=environment, **pipe)
             found[work] = json.loads(done.stdout)
-    if len({each.pop("digest") for each in found.values()}) > 1:
-        raise RuntimeError("expected the weights that were saved, but got others")
+    digests = [found["save"].pop("digest before"), *(each.pop(f"digest {of}") for each in found.values() for of in _OF)]
+    if len(set(digests)) > 1:
+        raise RuntimeError(f"expected the weights, masters and moments that were saved, but got others: {digests}")
+    for each in found.values():
+        each["digests that are the same"] = len(digests)
     return found
 
 
@@ -119,7 +123,7 @@ def measured(folder: Path, num_blocks: int, what: str) -> dict[str, Any]:
             outcore.load_checkpoint(model, optimizer, folder / "c")
 
         before_mib, steps_s = _peak(lambda: [step() for _ in range(STEPS)])
-        digest = _weights(model)
+        before = _state(optimizer) if what == "save" else None
         peak_mib, took_s = _peak({"save": save, "load": load, "save, load": lambda: (save(), load())}[what])
         return {
             "weights, masters and moments, GiB": num_blocks * BLOCK_BYTES / 2**30,
@@ -129,7 +133,9 @@ def measured(folder: Path, num_blocks: int, what: str) -> dict[str, Any]:
             "added, MiB": max(0.0, peak_mib - before_mib),
             "a step, with its update and the reading of all weights, s": steps_s / STEPS,
             "took, s": took_s,
-            "digest": digest if what == "save" else _weights(model),
+            "digest before": before,
+            "digest of the files": _of_files(folder / "c" / "step-00000001"),
+            "digest afterwards": before if what == "save" else _state(optimizer),
         }
 
 
@@ -152,6 +158,40 @@ def _weights(model: Any) -> str:
     found = hashlib.blake2b()
     for _, tensor in outcore.named_tensors(model):
         found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def _state(optimizer: Any) -> str:
+    """A digest of weights, masters and moments, one at a time."""
+    from outcore.runtime.values.access import own_states
+
+    access, found = optimizer.engine.access, {}
+    for unit in optimizer.engine.units:
+        for i, spec in enumerate(unit.spec.params):
+            found[f"model.{spec.name}"] = _digest([access.read_weight(unit, i)])
+            for state in own_states(unit, i):
+                found[f"optimizer.{spec.name}.{state.name}"] = _digest([access.read_state(unit, state.name, i)])
+    return repr(_digest([str(sorted(found.items())).encode()]))
+
+
+def _of_files(folder: Path) -> str:
+    """The same, of what a checkpoint's files hold."""
+    from outcore.memory.files.checkpoint_folder import read_manifest
+    from outcore.memory.files.weights_file import WeightsDirectory
+
+    found = {}
+    for name, record in read_manifest(folder, check=False).tensors.items():
+        files = [WeightsDirectory.open(folder, part.file.removesuffix(".safetensors")) for part in record.parts]
+        found[name] = _digest(piece for file in files for piece in file.pieces(name, 2**22))
+    return repr(_digest([str(sorted(found.items())).encode()]))
+
+
+def _digest(pieces: Any) -> str:
+    import torch
+
+    found = hashlib.blake2b(digest_size=16)
+    for piece in pieces:
+        found.update(piece if isinstance(piece, bytes) else piece.reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 

@@ -17,7 +17,7 @@ import torch
 from outcore.core.errors import OutcoreError
 from outcore.core.quantities import PAGE_BYTES
 from outcore.memory.disk_file import disk_error
-from outcore.memory.files.staged_files import sync
+from outcore.memory.files.staged_files import reserve, sync
 from outcore.memory.piece_pool import ClosedError, PiecePool, StalledError
 from outcore.spec.checkpoint import BLOCK_BYTES, Block
 
@@ -82,6 +82,8 @@ class CheckpointFile:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_DIRECT if self._pool.is_direct else 0)
         fd, is_idle = os.open(self.path, flags, 0o666), True
         try:
+            if not begin:
+                reserve(fd, self.nbytes)
             self._pool.run(partial(self._write, fd, self._rest), pieces)
         except (TimeoutError, ClosedError):
             is_idle = False  # a thread may still write: its descriptor must not come to mean another file

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import shutil
 import tempfile
@@ -58,3 +60,15 @@ def sync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def reserve(fd: int, nbytes: int) -> None:
+    """Have room for a file that will be so large: threads can then write to it at once. Not where a system cannot.
+
+    Raises:
+        OSError: There is no room.
+    """
+    call = ctypes.CDLL(None, use_errno=True).fallocate  # the C library's own way writes zeros where a system cannot
+    call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    if call(fd, 0, 0, nbytes) and (code := ctypes.get_errno()) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        raise OSError(code, os.strerror(code))
