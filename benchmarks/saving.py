@@ -28,7 +28,7 @@ from measuring import context, spread
 from pieces import Row
 
 import outcore
-from outcore.memory.files.checkpoint_folder import BlockPool, CheckpointFile
+from outcore.memory.files.checkpoint_file import BlockPool, CheckpointFile
 from outcore.planning.homes.pools import Comfort, pools_for
 from outcore.planning.units.partition import partition
 from outcore.spec.plan import Plan, UnitPlan
