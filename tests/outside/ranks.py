@@ -32,7 +32,7 @@ def main() -> None:
     from ranks.conftest import launch
 
     began_s = time.monotonic()
-    cases = CASES if options.fixed else list(random_cases(options.seed, options.cases))
+    cases = CASES[: options.cases] if options.fixed else list(random_cases(options.seed, options.cases))
     wrong = 0
     for start in range(0, len(cases), BATCH):
         batch = cases[start : start + BATCH]
