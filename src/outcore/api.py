@@ -426,8 +426,8 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
     if any(one in _GIVEN for one in members(optimizer)):
         raise ConfigError(
             f"prepare: expected a new optimizer, but this {type(optimizer).__name__} was prepared before, and its "
-            "states ended with that run; build a new one, and load the prepared one's state_dict() into it if the "
-            "states are to go on"
+            "states ended with that run; build a new one, and if the states are to go on, load the earlier "
+            "state_dict() into the optimizer that prepare returns for it"
         )
     names = {id(p): n for n, p in model.named_parameters()}
     for param in (p for group in optimizer.param_groups for p in group["params"]):

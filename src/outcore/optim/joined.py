@@ -2,19 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
 
 from outcore.core.errors import ConfigError
 
+HOOKS = tuple(
+    f"_optimizer_{name}_hooks"
+    for name in (
+        "step_pre",
+        "step_post",
+        "state_dict_pre",
+        "state_dict_post",
+        "load_state_dict_pre",
+        "load_state_dict_post",
+    )
+)
+"""Where an optimizer has its hooks."""
+
+
+class _Hooks(OrderedDict[int, Any]):
+    """Hooks of its own, then those that others have when somebody asks."""
+
+    def __init__(self, others: Iterable[OrderedDict[int, Any]]) -> None:
+        super().__init__()
+        self._others = tuple(others)
+
+    def values(self) -> Any:
+        return [*super().values(), *(hook for hooks in self._others for hook in hooks.values())]
+
 
 class Joined(torch.optim.Optimizer):
-    """Has the param groups of its members, in order, and their states; so no parameter may be in two of them."""
+    """Has the param groups of its members, in order, their states and hooks; no parameter may be in two of them.
+
+    Its defaults are the settings that all members have.
+    """
 
     def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
-        """Args: members: They keep their groups. Their states are taken."""
+        """Args: members: They keep their groups and states."""
         self.members = tuple(members)
         try:
             super().__init__([group for member in members for group in member.param_groups], {})
@@ -22,9 +50,12 @@ class Joined(torch.optim.Optimizer):
             raise ConfigError(
                 f"prepare: expected optimizers that share no parameter, but {error}; give each parameter to one of them"
             ) from error
+        common = set.intersection(*(set(member.defaults) for member in members))
+        self.defaults = {name: value for name, value in members[0].defaults.items() if name in common}
         for member in members:
             self.state.update(member.state)
-            member.state.clear()
+        for name in HOOKS:
+            setattr(self, name, _Hooks(getattr(member, name) for member in members))
 
     def step(self, closure: Callable[[], Any] | None = None) -> NoReturn:
         """Never called: what ``prepare`` returns steps."""

@@ -53,7 +53,7 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
     def names(self, param: torch.Tensor) -> tuple[str, ...]:
         """States that a parameter has now."""
         unit, index = self._place(param) or (None, 0)
-        has_begun = unit is not None and (unit.steps[index] or self._kind(param).has_states_at_once)
+        has_begun = unit is not None and (unit.steps[index] or self.kind(param).has_states_at_once)
         return self._all_names(param, unit, index) if unit is not None and has_begun else ()
 
     def names_to_save(self, param: torch.Tensor) -> tuple[str, ...]:
@@ -68,10 +68,11 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
         if "master" not in names:
             return ()
         return (
-            names if self._kind(param).has_step else ("master",)
+            names if self.kind(param).has_step else ("master",)
         )  # SGD takes a momentum that is there for one that has begun
 
-    def _kind(self, param: torch.Tensor) -> Kind:
+    def kind(self, param: torch.Tensor) -> Kind:
+        """How a parameter is updated."""
         rule = self._engine.settings.expect_rule()
         if len(rule.kinds) == 1:
             return rule.kinds[0]
@@ -79,7 +80,7 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
         return rule.kind(group)
 
     def _all_names(self, param: torch.Tensor, unit: Unit, index: int) -> tuple[str, ...]:
-        return (*(("step",) if self._kind(param).has_step else ()), *(state.name for state in own_states(unit, index)))
+        return (*(("step",) if self.kind(param).has_step else ()), *(state.name for state in own_states(unit, index)))
 
     def read(self, param: torch.Tensor, name: str) -> torch.Tensor:
         """One state, in host memory."""

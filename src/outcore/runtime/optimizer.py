@@ -12,14 +12,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.device.recorder import Recorder
-from outcore.optim.joined import members
+from outcore.optim.joined import HOOKS, members
+from outcore.optim.rules import Kind
 from outcore.runtime.engine import Engine
 from outcore.runtime.live_states import LiveStates
 from outcore.runtime.module.timing import recording
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
-
-_HOOKS = ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
 
 
 class StreamedOptimizer(torch.optim.Optimizer):
@@ -52,13 +51,12 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """What went with the checkpoint that ``prepare`` was given."""
         for param in list(original.state):  # one by one: they need not stand twice
             values = original.state.pop(param)
-            if _has_begun(original, values):
-                engine.states.load(param, values)
-        for name in _HOOKS:
-            hooks = getattr(original, f"_optimizer_{name}_hooks")
             for member in members(original):
-                hooks.update(getattr(member, f"_optimizer_{name}_hooks"))
-            setattr(self, f"_optimizer_{name}_hooks", hooks)
+                member.state.pop(param, None)
+            if _has_begun(self._states.kind(param), values):
+                engine.states.load(param, values)
+        for name in HOOKS:
+            setattr(self, name, getattr(original, name))
         refuse = _Refusal(self, original)
         for one in self._originals:
             one.state = self._states  # type: ignore[assignment]
@@ -154,8 +152,10 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
         Raises:
             UnsupportedError: One has no memory for gradients and states.
+            ConfigError: There are several optimizers, and so it would belong to none of them.
         """
         if self._is_complete:
+            self.engine.settings.expect_rule().kind(param_group)
             params = param_group["params"]
             params = [params] if isinstance(params, torch.Tensor) else list(params)
             param_group["params"] = params
@@ -244,16 +244,15 @@ class StreamedOptimizer(torch.optim.Optimizer):
         )
 
 
-def _has_begun(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> bool:
+def _has_begun(kind: Kind, values: Mapping[str, Any]) -> bool:
     """Whether states say more than that there were none.
 
     Adagrad has a sum before its first step, but rounded to the dtype that the weights had when it was built.
     """
-    if "sum" not in values or float(values["step"]):
+    if not (kind.has_states_at_once and "sum" in values) or float(values["step"]):
         return True
     total = values["sum"]
-    initial = float(optimizer.defaults["initial_accumulator_value"])
-    return not total.is_meta and bool((total != torch.full_like(total, initial)).any())
+    return not total.is_meta and bool((total != torch.full_like(total, kind.initial_sum)).any())
 
 
 class _Refusal:
