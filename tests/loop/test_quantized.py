@@ -216,6 +216,14 @@ def test_bytes_per_parameter(kind, nbytes):
     assert cut.spec.units[1].weight_bytes == pytest.approx(nbytes * sum(p.parameters for p in params), 0.01)
 
 
+def test_a_library_that_keeps_weights_elsewhere(folder, monkeypatch):
+    monkeypatch.setattr(quantized_module, "present_class", type)
+    quantized_module._refuse_other_backward.cache_clear()
+    model = loaded(folder, "nf4")
+    with pytest.raises(outcore.UnsupportedError, match="expected a bitsandbytes whose backward reads weights where"):
+        outcore.prepare(model, trained(model), budget=outcore.Budget(device="8MiB", host="8MiB"))
+
+
 def test_refused(folder, tmp_path):
     with torch.device("meta"):
         model = LlamaForCausalLM(sizable().config)
@@ -233,6 +241,10 @@ def test_refused(folder, tmp_path):
     with pytest.raises(outcore.UnsupportedError, match="'0.weight' has has_fp16_weights=True"):
         outcore.prepare(torch.nn.Sequential(bitsandbytes.nn.Linear8bitLt(64, 64)), None)
     model = loaded(folder, "nf4").eval()
+    with pytest.raises(
+        outcore.UnsupportedError, match="compile: expected weights that are not quantised, but .*q_proj"
+    ):
+        outcore.prepare(model, trained(model), compile=True)
     if model.base_model.model.model.layers[0].mlp.up_proj.base_layer.support_avx512bf16_for_cpu:
         with torch.no_grad():
             model(input_ids=ids())

@@ -80,6 +80,7 @@ class Quantized:
                 self.module.init_8bit_state()  # type: ignore[operator]  # as the first forward does
             self.module.state.CB = self.param  # type: ignore[union-attr]
         else:
+            _refuse_other_backward()
             self.module.__dict__[_REPACKS] = False  # in evaluation, for good
         for place, part in zip(places_of(self.module, self.param), self.parts, strict=True):
             place.put(part)
@@ -154,6 +155,27 @@ def _to_4_bits(value: torch.Tensor, like: Any, device: torch.device) -> list[tor
         scales = state.absmax - state.offset
         state.absmax, state.state2 = functional.quantize_blockwise(scales, blocksize=known.state2.blocksize)
     return [torch.cat([packed for packed, _ in made]), *(place.tensor for place in _places_of_state(state))]
+
+
+@functools.cache
+def _refuse_other_backward() -> None:
+    """Raise if backward does not read a weight where it is by then, as in another version of the library it might."""
+    import bitsandbytes
+
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.inference_mode(mode=False):
+        layer = bitsandbytes.nn.Linear4bit(64, 64, bias=False, compute_dtype=torch.float32, device="cpu").to("cpu")
+        weight, x = layer.weight, torch.ones(1, 64, device="cpu", requires_grad=True)
+        weight.__class__ = present_class(weight)
+        [want] = torch.autograd.grad(layer(x).sum(), x)
+        made, before = layer(x).sum(), weight.data
+        weight.data = before.clone()
+        before.zero_()
+        [found] = torch.autograd.grad(made, x)
+    if not torch.equal(found, want):
+        raise UnsupportedError(
+            f"expected a bitsandbytes whose backward reads weights where they are, but "
+            f"{bitsandbytes.__version__} keeps others; install 0.50, or load the model in bf16"
+        )
 
 
 def is_quantized(param: torch.Tensor) -> bool:

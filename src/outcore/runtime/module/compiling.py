@@ -61,7 +61,8 @@ class Compiling:
 
         Raises:
             ConfigError: This machine cannot compile.
-            UnsupportedError: A unit was compiled by somebody else, who does not see inside of it any more.
+            UnsupportedError: A unit was compiled by somebody else, who does not see inside of it any more; or
+                weights are quantised.
         """
         compiled = {
             u.name for u, m in zip(cut.spec.units, cut.modules, strict=True) if m._compiled_call_impl is not None
@@ -75,6 +76,11 @@ class Compiling:
             )
         if not self.is_on:
             return
+        if cut.quantized:
+            raise UnsupportedError(
+                f"compile: expected weights that are not quantised, but '{cut.quantized[0].name}' is, and whether "
+                "compiled code finds its parts where they are then is not known; leave compile out"
+            )
         try:
             torch.compile(_line, **self._options)(torch.zeros(2, device=device))
         except Exception as error:
