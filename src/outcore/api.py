@@ -345,13 +345,15 @@ def _prepare(
     first_values = FirstValues(
         model, options.weights, later=() if resumed is None else resumed.names, quantized=cut.quantized
     )
-    device = open_device(options.device, faults, race_checker)
+    device, world = open_device(options.device, faults, race_checker), None
     try:
         compiling.check(cut, device.torch_device)
         world = World(device) if together else None
         cut, plan = chosen(cut, options, device, world)
     except BaseException:
         device.close()
+        if world is not None:
+            world.close()
         raise
     engine = Engine(
         cut,

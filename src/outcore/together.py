@@ -47,7 +47,7 @@ def chosen(cut: Partition, options: Options, device: Device, world: World | None
     """
     if world is None:
         return cut, choose_plan(cut, options, device, Timed(cut, options, device))
-    agree(world, _facts(cut.spec, options))
+    agree(world, _facts(cut, options))
     _refuse_whole(cut.spec)
     cut = dataclasses.replace(cut, spec=cut.spec.among(world.size, world.rank))
     limits = least_limits(world, limits_of(options.budget, device, num_sharers=world.local_size))
@@ -120,8 +120,15 @@ def _refuse_whole(model: ModelSpec) -> None:
             )
 
 
-def _facts(model: ModelSpec, options: Options) -> dict[str, str]:
+def _facts(cut: Partition, options: Options) -> dict[str, str]:
     """What must be the same on all ranks, by what it is called."""
+    model = cut.spec
+    buffers = {
+        f"buffer '{name}'": f"{buffer.dtype} {tuple(buffer.shape)} {buffer.stride()} {buffer.is_meta}"
+        for name, buffer in cut.modules[0].named_buffers()
+    }
     units = {f"unit '{unit.name or 'root'}'": repr(unit) for unit in model.units}
     asked = {f"{name}=": repr(getattr(options, name)) for name in ("accumulation_steps", "clipping")}
-    return units | asked | {"precision=": model.precision, "what the optimizer keeps": repr(model.state_names)}
+    return (
+        units | buffers | asked | {"precision=": model.precision, "what the optimizer keeps": repr(model.state_names)}
+    )

@@ -1,4 +1,4 @@
-"""A rank that dies, stalls, skips a backward or asks for a norm alone: run as a program on all."""
+"""A rank that dies, stalls, or does what the others do not: run as a program on all."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from outcore.planning.homes.pools import LEAST
 from .cases import Block, Case, adamw, build, micro_batches, train
 
 TIMEOUT_S, STALL_S = 4.0, 12.0
+_AT_STEP = ("slows", "multiplies")
 
 
 def main() -> None:
@@ -37,15 +38,23 @@ def main() -> None:
     try:
         if rank == 1:
             _misbehave(sys.argv[1], model, optimizer)
-        for _ in range(3):
-            backward()
+        if sys.argv[1] == "reads" and rank != 1:
+            print(_held(model)[-1].grad.sum(), file=sys.stderr)
+        for number in range(3):
+            if number or sys.argv[1] not in _AT_STEP:
+                backward()
             optimizer.step()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     except outcore.OutcoreError as error:
         outcore.close(model, keep_weights=False)
         print(f"{time.monotonic() - began_s:.1f}", error, flush=True)
         sys.stdout.flush()
+        time.sleep(2.0 if rank == 0 else 0.0)  # it has the store in which the others look
         os._exit(3)  # the default group's own end is torch's
+
+
+def _held(model: nn.Module) -> list[Any]:
+    return [param for param in model.parameters() if param.grad is not None]
 
 
 def _misbehave(what: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -55,5 +64,14 @@ def _misbehave(what: str, model: nn.Module, optimizer: torch.optim.Optimizer) ->
         time.sleep(STALL_S)
     elif what == "skips":
         optimizer.step()
+    elif what == "zeroes":
+        optimizer.zero_grad()
+    elif what == "multiplies":
+        for param in _held(model):
+            param.grad.mul_(0.5)
+    elif what == "slows":
+        optimizer.param_groups[0]["lr"] /= 2
+    elif what == "reads":
+        print(_held(model)[0].grad.sum(), file=sys.stderr)
     else:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

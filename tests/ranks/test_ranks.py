@@ -86,3 +86,19 @@ def test_a_rank_that_fails_ends_all(what, seen):
         start = f"rank {rank}: expected all ranks to exchange gradients of unit 'blocks.2' on lane reduce, but one has"
         assert error.startswith(start)
         assert seen in error
+
+
+@pytest.mark.parametrize(
+    ("what", "seen"),
+    [
+        ("zeroes", "expected the same backward on all ranks, with the same gradients held before"),
+        ("multiplies", "what they were multiplied by"),
+        ("slows", "settings of param groups"),
+        ("reads", "was about to read the gradient of"),
+    ],
+)
+def test_what_one_rank_does_alone_is_noticed(what, seen):
+    """Weights would come out alike on all ranks, and wrong."""
+    ended = launch_and_wait("from ranks.faults import main; main()", 2, [what], timeout_s=30)
+    assert [status for status, _, _ in ended] == [3, 3], ended
+    assert all(seen in said for _, said, _ in ended), ended

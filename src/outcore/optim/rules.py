@@ -100,6 +100,11 @@ Hyper = AdamHyper | SgdHyper | AdagradHyper | RuleHyper
 """A snapshot of a param group: plain values, so that no scheduler reaches an update under way."""
 
 
+def said(hyper: Hyper) -> str:
+    """A snapshot as text, the same in every process."""
+    return f"{type(hyper.rule).__qualname__} {hyper.values}" if isinstance(hyper, RuleHyper) else repr(hyper)
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class Kind:

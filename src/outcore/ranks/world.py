@@ -3,14 +3,19 @@
 [Note: groups] Every lane between ranks has groups of its own, since collectives of one group must come in the same
 order on all ranks, and lanes run side by side. Bytes in host memory go over gloo, bytes on a GPU over NCCL. What ranks
 agree on, from the caller's thread, has a group of its own, too.
+
+[Note: tags] A collective only sees bytes: where one rank reads a gradient and another a norm, each would get what the
+other sent. So a tag comes first that says what a rank is about to do, and with what; all compare it.
 """
 
 from __future__ import annotations
 
 import datetime
+import hashlib
+import math
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +32,8 @@ T = TypeVar("T")
 _gather_single: Callable[..., object] = (
     getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 )  # before torch 2.13
+_SAID_BYTES, _DIGEST_BYTES = 120, 8
+"""Of a tag."""
 
 
 class World:
@@ -39,6 +46,8 @@ class World:
         self._timeout = datetime.timedelta(seconds=timeout_s())
         self.failure: OutcoreError | None = None
         """Ranks have lost one another."""
+        self.num_steps = 0
+        """That were begun."""
         self._groups: list[Any] = []
         self._store = distributed.distributed_c10d._get_default_store()
         self._control = self._new_group("gloo")
@@ -52,23 +61,30 @@ class World:
 
     def close(self) -> None:
         """Give the groups back. Nothing may be under way. Idempotent."""
+        if self.failure is None:
+            self.note("outcore.close")
         groups, self._groups = self._groups, []
         for group in groups if distributed.is_initialized() else ():
             distributed.destroy_process_group(group)
 
     # From the caller's thread.
 
+    def begin_step(self) -> None:
+        """Count a step of the optimizer."""
+        self.note("optimizer.step")
+        self.num_steps += 1
+
     def all_of(self, value: T) -> list[T]:
         """What every rank says, in rank order. Blocks until all have said it."""
         found: list[Any] = [None] * self.size
-        with _Explained(self, "say what they have"):
+        with self._doing("say what they have", self._control):
             distributed.all_gather_object(found, value, group=self._control)
         return found
 
     def from_first(self, value: T) -> T:
         """What rank 0 says."""
         said: list[Any] = [value if self.rank == 0 else None]
-        with _Explained(self, "hear rank 0"):
+        with self._doing("hear rank 0", self._control):
             distributed.broadcast_object_list(said, src=0, group=self._control)
         return said[0]
 
@@ -76,7 +92,7 @@ class World:
         """Rank 0's tensor, in host memory, in the order in which it lies in memory there."""
         here = tensor.detach().to("cpu", copy=True)
         if here.numel():
-            with _Explained(self, "receive a tensor of rank 0"):
+            with self._doing("receive a tensor of rank 0", self._control, f"{here.dtype} {here.numel()}"):
                 distributed.broadcast(_bytes_of(here), src=0, group=self._control)
         return here
 
@@ -92,8 +108,8 @@ class World:
         room = torch.zeros(most, dtype=mine.dtype, device="cpu")
         room[: mine.numel()] = mine
         found = torch.empty(most * self.size, dtype=mine.dtype, device="cpu")
-        if most:
-            with _Explained(self, what):
+        with self._doing(what, self._control, f"{mine.dtype} {numels}"):
+            if most:
                 _gather_single(_bytes_of(found), _bytes_of(room), group=self._control)
         return torch.cat([part[:numel] for part, numel in zip(found.split(most or 1), numels, strict=False)])
 
@@ -110,7 +126,7 @@ class World:
         """
         mine = torch.frombuffer(bytearray(bits), dtype=torch.uint8)
         found = torch.empty(len(bits) * self.size, dtype=torch.uint8, device="cpu")
-        with _Explained(self, f"exchange gradients of unit '{unit}' on lane {Lane.REDUCE.value}"):
+        with self._doing(f"exchange gradients of unit '{unit}' on lane {Lane.REDUCE.value}"):
             _gather_single(found, mine, group=self._reduce.host)
             distributed.all_to_all_single(received, bucket, group=self._reduce.of(bucket))
         return [part.numpy().tobytes() for part in found.split(len(bits))]
@@ -118,17 +134,68 @@ class World:
     def all_have_saved(self, value: T) -> list[T]:
         """``all_of``, on the lane that saves."""
         found: list[Any] = [None] * self.size
-        with _Explained(self, f"end their part of a checkpoint on lane {Lane.SAVE.value}"):
+        with self._doing(f"end their part of a checkpoint on lane {Lane.SAVE.value}", self._save):
             distributed.all_gather_object(found, value, group=self._save)
         return found
 
-    def gather(self, unit: str, whole: torch.Tensor) -> None:
-        """Fill in the runs of the other ranks. Args: unit: For errors. whole: 1D uint8; this rank's run is there."""
+    def gather(self, facts: str, unit: str, whole: torch.Tensor) -> None:
+        """Fill in the runs of the other ranks.
+
+        Args:
+            facts: What made the weights of all units: settings of the step, and which gradients there were.
+            unit: Its label.
+            whole: 1D uint8; this rank's run is there.
+        """
         run = whole.numel() // self.size
-        with _Explained(self, f"gather weights of unit '{unit}' on lane {Lane.GATHER.value}"):
+        with self._doing(f"gather weights of unit '{unit}' on lane {Lane.GATHER.value}", self._gather.host, facts):
             _gather_single(whole, whole[self.rank * run : (self.rank + 1) * run], group=self._gather.of(whole))
 
     # For errors.
+
+    @contextmanager
+    def _doing(self, what: str, group: Any = None, facts: str = "") -> Iterator[None]:
+        """All ranks do the same; errors of torch's groups come in words of ours.
+
+        Args:
+            what: For errors, behind *expected all ranks to*.
+            group: Of the tag; None: what is sent has one of its own. See [Note: tags].
+            facts: What must be the same besides.
+        """
+        if self.failure is not None:  # nobody waits a second time
+            raise self.failure
+        try:
+            if group is not None:
+                self._compare(what, group, facts)
+            yield
+        except OutcoreError:
+            raise
+        except RuntimeError as error:
+            self.failure = OutcoreError(
+                f"rank {self.rank}: expected all ranks to {what}, but one has ended, or did not come within "
+                f"{timeout_s():g} s ({TIMEOUT}). Last seen: {self.last_seen()}. Look at what these ranks say, end "
+                f"all, and go on from what was saved. ({type(error).__name__}: {error})"
+            )
+            raise self.failure from error
+
+    def _compare(self, what: str, group: Any, facts: str) -> None:
+        said = what.encode()[:_SAID_BYTES].ljust(_SAID_BYTES, b"\0")
+        tag = said + hashlib.sha256(facts.encode()).digest()[:_DIGEST_BYTES]
+        found = torch.empty(len(tag) * self.size, dtype=torch.uint8, device="cpu")
+        _gather_single(found, torch.frombuffer(bytearray(tag), dtype=torch.uint8), group=group)
+        for rank, theirs in enumerate(part.numpy().tobytes() for part in found.split(len(tag))):
+            if theirs != tag:
+                other = theirs[:_SAID_BYTES].rstrip(b"\0").decode(errors="replace")
+                differ = (
+                    "settings of param groups, the gradients that are held, what they were multiplied by, or sizes of "
+                    f"rank {rank} differ from its own"
+                )
+                is_other = theirs[:_SAID_BYTES] != said
+                self.failure = OutcoreError(
+                    f"rank {self.rank}: expected all ranks to {what} with the same settings, but "
+                    f"{f'rank {rank} was about to {other}' if is_other else differ}; all ranks must make the same "
+                    "calls in the same order: end all, and go on from what was saved"
+                )
+                raise self.failure
 
     def note(self, where: str) -> None:
         """What this rank begins. Others that wait for it in vain say it."""
@@ -196,7 +263,7 @@ def timeout_s() -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if value <= 0:
+    if value <= 0 or not math.isfinite(value):
         raise ConfigError(f"{TIMEOUT}: expected a number of seconds, but got {text!r}")
     return value
 
@@ -209,23 +276,3 @@ def _local_size(size: int) -> int:
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """A dense tensor's memory (1D uint8)."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-class _Explained:
-    """Errors of torch's groups, in words of ours."""
-
-    def __init__(self, world: World, what: str) -> None:
-        self._world, self._what = world, what
-
-    def __enter__(self) -> None:
-        if self._world.failure is not None:  # nobody waits a second time
-            raise self._world.failure
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, OutcoreError):
-            self._world.failure = OutcoreError(
-                f"rank {self._world.rank}: expected all ranks to {self._what}, but one has ended, or did not come "
-                f"within {timeout_s():g} s ({TIMEOUT}). Last seen: {self._world.last_seen()}. Look at what these "
-                f"ranks say, end all, and go on from what was saved. ({type(error).__name__}: {error})"
-            )
-            raise self._world.failure from error

@@ -166,7 +166,7 @@ class Engine:
         self._refuse_while_gathered()
         self.attached.guard.refuse_if_changed()
         if self.access.world is not None:
-            self.access.world.note("optimizer.step")
+            self.access.world.begin_step()
         steps = self._stepper.steps_of(hypers, self.attached.guard.refuse_if_adapted)  # before anything is done
         with self._refusing_what_follows():
             self._stepper.take(steps)

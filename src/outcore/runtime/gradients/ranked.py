@@ -132,8 +132,6 @@ class RankedGradients(Gradients):
     def _finish(self) -> None:
         while self._next < len(self._turns):
             gradients = self._turns[self._next]
-            if gradients.open is not None:
-                self._take_over(gradients.unit, gradients.open)
             self._send_next()
         sent, self._sent = self._sent, []
         self._next = 0
@@ -154,6 +152,8 @@ class RankedGradients(Gradients):
         if not self._next:
             self._world.note(f"backward {self._num_passes}")
         unit, current = gradients.unit, gradients.open or Pass(0)
+        if gradients.open is not None:
+            self._take_over(unit, current)
         held = {i: handle for i, handle in gradients.held_handles().items() if not handle.is_zero}
         changed = next((i for i, handle in held.items() if not handle.averaging), None)
         if changed is not None:
@@ -205,9 +205,12 @@ class RankWork(PassWork):
             torch._foreach_copy_([views[i] for i in loose], list(loose.values()))
 
     def exchange(self, bucket: Span, received: Span) -> Callable[[], None]:
-        """All to all; the bits say which gradients are in the bucket, and which turn of which pass this is."""
+        """All to all; the bits say which turn of which backward this is, what is held, and what is in the bucket."""
         unit, world, present = self._unit, self._world, self._current.present
-        turn = self._number.to_bytes(8, "little") + unit.ledger.index.to_bytes(4, "little")
+        numbers = (world.num_steps, self._number, unit.ledger.index)
+        turn = b"".join(number.to_bytes(8, "little") for number in numbers)
+        factors = {i: min(1 + len(handle.factors), 255) for i, handle in self._held.items()}
+        turn += bytes(factors.get(i, 0) for i in range(unit.num_trainable))
         bits = turn + bytes(i in present for i in range(unit.num_trainable))
         source, target = bucket.memory.bytes, received.memory.bytes
 
@@ -215,10 +218,13 @@ class RankWork(PassWork):
             said = world.exchange(bits, source, target, unit.label)
             other = next((rank for rank, one in enumerate(said) if one[: len(turn)] != turn), None)
             if other is not None:
+                steps, number = (int.from_bytes(said[other][i : i + 8], "little") for i in (0, 8))
                 raise OutcoreError(
-                    f"rank {world.rank}: expected the same backward on all ranks, but at unit '{unit.label}' of "
-                    f"backward {self._number} rank {other} was in backward "
-                    f"{int.from_bytes(said[other][:8], 'little')}; all ranks must call backward equally often"
+                    f"rank {world.rank}: expected the same backward on all ranks, with the same gradients held before, "
+                    f"but at unit '{unit.label}' of backward {self._number} behind {world.num_steps} steps rank "
+                    f"{other} was in backward {number} behind {steps} steps"
+                    f"{'' if (steps, number) != numbers[:2] else ', and holds others'}; all ranks must call "
+                    "backward, step and zero_grad alike: end all, and go on from what was saved"
                 )
             self._present = [{i for i, bit in enumerate(one[len(turn) :]) if bit} for one in said]
 

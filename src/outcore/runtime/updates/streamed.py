@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from outcore.device.lanes import Handle
-from outcore.optim.rules import Hyper
+from outcore.optim.rules import Hyper, said
 from outcore.order.updates import UpdateOrder
 from outcore.runtime.gradients.handle import GradHandle
 from outcore.runtime.gradients.passes import Gradients
@@ -61,7 +62,8 @@ class StreamedUpdates:
         workers: UpdateWorkers | None,
     ) -> None:
         """Args: units: All. workers: None if every unit is updated on the device."""
-        self._gather = None if access.world is None else access.world.gather
+        self._gather: Callable[[str, torch.Tensor], None] | None = None
+        """With several ranks, in the step that is taken."""
         self._units, self._gradients, self._weights = units, gradients, weights
         self._order, self._early, self._access, self._workers = order, early, access, workers
 
@@ -79,12 +81,25 @@ class StreamedUpdates:
         held, hypers = steps
         factors = Factors(self._access.device)
         self._early.settle()
-        # Ranks may have used units in different orders, and gather weights in one.
-        units = self._weights.units_to_update() if self._gather is None else self._units
+        if self._access.world is None:
+            units = self._weights.units_to_update()
+        else:  # ranks may have used units in different orders, and gather weights in one
+            units = list(self._units)
+            self._gather = partial(self._access.world.gather, self._facts(held, hypers))
         ledgers = (unit.ledger for unit in units)
         self._order.step(ledgers, lambda ledger: self._update_of(self._units[ledger.index], held, hypers, factors))
         self._gradients.after_step()
         self._weights.prefetch_after_update()
+
+    def _facts(self, held: Mapping[str, Mapping[int, GradHandle]], hypers: Mapping[int, Hyper]) -> str:
+        """What a step does, apart from numbers of gradients: each rank does it to its own part of the parameters."""
+        facts = []
+        for unit in self._units:
+            for i, handle in held[unit.name].items():
+                here = [float(factor) for factor in handle.factors if factor.is_cpu]
+                facts.append((unit.ledger.index, i, handle.is_zero, len(handle.factors), here))
+        settings = [said(hypers[id(p)]) for u in self._units for p in u.params if id(p) in hypers]
+        return f"{facts} {settings}"
 
     def forget(self) -> None:
         """Nothing is held."""
