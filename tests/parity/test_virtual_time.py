@@ -174,9 +174,8 @@ def make(seed: int) -> Program:
     for of in spec.units:
         weights, gradients, states = chance.choice([h for h in LEGAL if of.name or h[0] == "device"])
         rest = (gradients, states) if of.trainable else (weights, weights)
-        homes = UnitPlan(
-            name=of.name, weights=weights, gradients=rest[0], states=rest[1], policy="recompute" if of.name else "keep"
-        )
+        policy: Any = chance.choice(["recompute", "select"]) if of.name else "keep"
+        homes = UnitPlan(name=of.name, weights=weights, gradients=rest[0], states=rest[1], policy=policy)
         homes = replace(homes, early=can_be_early(of, homes) and chance.random() < 0.5)
         tier = chance.choice(TIERS) if of.name and sends_away else "device"
         if tier != "device":  # the result of tanh, from which two gradients are made

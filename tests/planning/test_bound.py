@@ -144,6 +144,12 @@ def test_too_few_slots_for_states_bind(model):
     assert found.seconds >= 24 + (8 * 9 - 2 * 6) / 2
 
 
+def test_the_last_states_come_when_all_but_those_in_slots_have_been_written(model):
+    found = bound(model, plan_of(model, states="disk"), disk_read=0.5, disk_write=3.0, update=1.0)
+    assert found.binding == "disk_write"
+    assert found.seconds == pytest.approx(24 + 1 + 6 * 3 + 0.5 + 1 + 1)  # the first update, 6 writes, the last unit
+
+
 def test_updates_on_the_device_use_the_link_both_ways(model):
     found = bound(model, plan_of(model, update="device"), h2d=0.5, d2h=0.5, device_update=6.0)
     assert found.seconds >= 24 + 8 * 6 + 1

@@ -6,6 +6,7 @@ fetched again. What slots keep, or let happen ahead, is said as slack.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -94,6 +95,10 @@ class _Listing:
         self._times = times
         self._largest_s: dict[tuple[str, PoolKind, int], float] = {}
         self._kept_s: list[float] = []
+        self._filled: list[tuple[tuple[PoolKind, int, int], Job]] = []
+        """What comes into slots of a pool before updates."""
+        self._freed_s: dict[tuple[PoolKind, int, int], float] = {}
+        """The least between a slot's filling and its next one."""
         self.work = Work(times.used_s, times.compute_s, starts=times.starts())
 
     def list_all(self) -> Work:
@@ -241,11 +246,11 @@ class _Listing:
         self._hold("states", nbytes, held, unit, tail_s)
         self.work.total_s["disk_read"] += held.before_s
         self.work.total_s["disk_write"] += held.after_s
-        self._ahead("disk_read", "states", nbytes, held.before_s, unit, update_s + tail_s)
+        self._ahead("disk_read", "states", nbytes, held, unit, tail_s)
         if not unit.is_early:
             self._slack("disk_write", "states", nbytes, held.after_s)
-            ready = begin.plus(update_s)
-            self.work.jobs.append(Job("disk_write", held.after_s, *ready, unit.first, 0.0, is_slack=True))
+            ready, then_s = begin.plus(update_s), self._behind_s(held, tail_s)
+            self.work.jobs.append(Job("disk_write", held.after_s, *ready, unit.first, then_s, is_slack=True))
 
     def _read_gradients(self, unit: Trained) -> None:
         """Late updates find as many in slots as there are."""
@@ -265,9 +270,11 @@ class _Listing:
             self.work.jobs.append(
                 Job("h2d", there_s, *self._times.home(unit), unit.first, update_s + tail_s, is_slack=False)
             )
-        self._ahead("h2d", "staging", scratch[1], there_s, unit, update_s + tail_s)
+        held = _Held(there_s, update_s, home_s)
+        self._ahead("h2d", "staging", scratch[1], held, unit, tail_s)
         self._slack("d2h", "staging", scratch[1], home_s)
-        self.work.jobs.append(Job("d2h", home_s, *begin.plus(update_s), unit.first, 0.0, is_slack=True))
+        then_s = self._behind_s(held, tail_s)
+        self.work.jobs.append(Job("d2h", home_s, *begin.plus(update_s), unit.first, then_s, is_slack=True))
         self.work.total_s["h2d"] += there_s
         self.work.total_s["d2h"] += home_s
         if unit.plan.weights == "device":  # new weights are copied beside the way home of states
@@ -293,11 +300,25 @@ class _Listing:
             job = Job(name, sum(held) / num_slots, *unit.after, unit.first, tail_s, is_slack=True)
             self.work.jobs.append(job)
 
-    def _ahead(self, link: str, kind: PoolKind, nbytes: int, seconds: float, unit: Trained, tail_s: float) -> None:
-        """What comes into a slot before an update, ahead of its turn if there is one."""
+    def _ahead(self, link: str, kind: PoolKind, nbytes: int, held: _Held, unit: Trained, tail_s: float) -> None:
+        """What comes into a slot before an update, ahead of its turn if there is one.
+
+        Each slot can be filled once before its turn. All others come when one has been used and emptied, by whichever
+        unit that takes the least time for it.
+        """
         if not unit.is_early and self._times.waits:
-            self._slack(link, kind, nbytes, seconds)
-            self.work.jobs.append(Job(link, seconds, *unit.after, unit.first, tail_s, is_slack=True))
+            self._slack(link, kind, nbytes, held.before_s)
+            pool = (kind, *self._pool("device" if kind == "staging" else "host", kind, nbytes))
+            self._freed_s[pool] = min(self._freed_s.get(pool, math.inf), held.used_s + held.after_s)
+            job = Job(link, held.before_s, *unit.after, unit.first, held.used_s + tail_s, is_slack=True)
+            self._filled.append((pool, job))
+
+    def _behind_s(self, held: _Held, tail_s: float) -> float:
+        """What comes behind the slots that must be emptied: the last one is filled and used once more.
+
+        Of more units than slots, the last to be filled waits until all others but those in slots were emptied.
+        """
+        return held.before_s + held.used_s + tail_s if self._times.waits else 0.0
 
     def _slack(self, link: str, kind: PoolKind, nbytes: int, seconds: float) -> None:
         """Slots may hold so many of these."""
@@ -310,6 +331,7 @@ class _Listing:
 
     def _take_off(self) -> None:
         """What is left out of sums, and of what a step must read: states and gradients that slots keep."""
+        self.work.jobs += [job._replace(head_s=job.head_s + self._freed_s[pool]) for pool, job in self._filled]
         for (link, _, _), seconds in self._largest_s.items():
             self.work.slack_s[link] += seconds
         pools = [pool for pool in self._times.plan.pools if pool.kind == "states"]
