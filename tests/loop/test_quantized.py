@@ -15,6 +15,7 @@ from outcore.api import plan_for
 from outcore.planning.units import quantized as quantized_module
 from outcore.planning.units.partition import partition
 from outcore.saving.checkpoint import load_checkpoint, save_checkpoint
+from outcore.saving.export_checkpoint import export_checkpoint
 
 from .rig import DEVICE, assert_same, make, prepared
 from .test_transformers import ids
@@ -153,6 +154,19 @@ def test_saved_and_resumed(kind, folder, tmp_path):
         assert_same(state, dict(model.state_dict()))
     again = PeftModel.from_pretrained(unadapted(folder, kind), tmp_path / "adapters").state_dict()
     assert_same(adapters, {k: v for k, v in again.items() if "lora_" in k})
+
+
+@pytest.mark.parametrize("kind", ["nf4 nested", "int8"])
+def test_exported_with_the_base_in_full_precision(kind, folder, tmp_path):
+    model = loaded(folder, kind)
+    with prepared(model, trained(model), "host", tmp_path) as (model, optimizer):
+        save_checkpoint(model, optimizer, tmp_path / "saved", step=2, wait=True)
+        outcore.save_pretrained(model, tmp_path / "adapters")
+    export_checkpoint(tmp_path / "saved", tmp_path / "merged", "hf", merge=True)
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    want = PeftModel.from_pretrained(base, tmp_path / "adapters").merge_and_unload()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.bfloat16)
+    assert_same(dict(want.state_dict()), dict(merged.state_dict()))
 
 
 def unadapted(folder, kind):
