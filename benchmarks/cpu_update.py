@@ -116,6 +116,21 @@ def deepspeed(b: Buffers) -> Callable[[], None]:
     return run
 
 
+def bitsandbytes(b: Buffers) -> Callable[[], None]:
+    """bitsandbytes' AdamW with moments of 8 bits, with the casts that a training loop needs."""
+    adamw = importlib.import_module("bitsandbytes").optim.AdamW8bit
+    param = torch.nn.Parameter(b.master.clone())
+    optimizer = adamw([param], lr=HYPER.lr, weight_decay=HYPER.weight_decay)
+    param.grad = torch.empty_like(param)
+
+    def run() -> None:
+        param.grad.copy_(b.grad)
+        optimizer.step()
+        b.weights.copy_(param.detach())
+
+    return run
+
+
 def by_name(b: Buffers, workers: UpdateWorkers, name: str) -> Callable[[], None]:
     """An optimizer, and how its moments are stored: ``rmsprop``, ``adamw:8bit``."""
     kind, _, state_format = name.partition(":")
@@ -147,7 +162,9 @@ def by_name(b: Buffers, workers: UpdateWorkers, name: str) -> Callable[[], None]
     return lambda: workers.run([piece])
 
 
-def measure(contestants: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
+def measure(
+    contestants: dict[str, Callable[[], None]], repeats: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
     """Seconds per run; everyone once untimed, then in turns."""
     for run in contestants.values():
         run()
@@ -155,9 +172,9 @@ def measure(contestants: dict[str, Callable[[], None]], repeats: int) -> dict[st
     for _ in range(repeats):
         for name, run in contestants.items():
             time.sleep(PAUSE_S)
-            start = time.perf_counter()
+            start = clock()
             run()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(clock() - start)
     return seconds
 
 
@@ -165,10 +182,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--numel", type=int, default=64 * 2**20, help="parameters (default: 64 Mi)")
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--workers", type=int, help="threads (default: one per core)")
+    parser.add_argument(
+        "--processor-time", action="store_true", help="instead of time that passes: for a machine that others use too"
+    )
     parser.add_argument("--rules", nargs="*", default=RULES, choices=RULES, help="beside AdamW (default: all)")
     args = parser.parse_args()
     buffers, skipped = Buffers(args.numel), {}
-    with UpdateWorkers(has_whole=True) as workers:
+    with UpdateWorkers(args.workers, has_whole=True) as workers:
         contestants = {
             "blocked": blocked(buffers, workers),
             "stream": stream(buffers),
@@ -176,18 +197,20 @@ def main() -> None:
             "unblocked": unblocked(buffers),
             **{name: by_name(buffers, workers, name) for name in args.rules},
         }
-        try:
-            contestants["deepspeed"] = deepspeed(buffers)
-        except Exception as error:  # it is imported and built here: anything may fail, and none of it is ours
-            skipped["deepspeed"] = f"{type(error).__name__}: {error}".splitlines()[0]
-        seconds = measure(contestants, args.repeats)
+        for name, build in (("deepspeed", deepspeed), ("bitsandbytes", bitsandbytes)):
+            try:
+                contestants[name] = build(buffers)
+            except Exception as error:  # it is imported and built here: anything may fail, and none of it is ours
+                skipped[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+        seconds = measure(contestants, args.repeats, time.process_time if args.processor_time else time.perf_counter)
     n = args.numel
     report = {
         "benchmark": "cpu_update",
-        **context("deepspeed"),
+        **context("deepspeed", "bitsandbytes"),
         "numel": n,
         "repeats": args.repeats,
         "num_workers": workers.num_workers,
+        "is_processor_time": args.processor_time,
         "aten_threads_of_others": torch.get_num_threads(),
         "scratch_bytes_per_worker": SCRATCH_BYTES,
         "seconds": {name: spread(s) for name, s in seconds.items()},

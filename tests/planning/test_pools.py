@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from outcore.planning.homes.pools import LEAST, SCRATCH_BYTES, Comfort, pools_for
-from outcore.spec.model import ModelSpec
+from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import UnitPlan
 
 from .models import unit
@@ -99,3 +101,20 @@ def test_frozen_units_need_weight_slots_only():
 def test_pools_are_cut_by_size_where_that_saves_memory(layers, slots):
     homes = ["device host host"] + ["host host host"] * len(layers)
     assert pools(model(*layers), homes)["device", "weights"] == slots
+
+
+def test_what_updates_make_and_drop_is_counted_where_they_run():
+    """Of whole parameters everywhere; of pieces on the device alone, since those of the host fit into a scratch."""
+
+    def spec(name, *, is_whole):
+        param = dataclasses.replace(unit(name, M).params[0], temporary_bytes=5 * 4096 + 1, is_whole=is_whole)
+        return UnitSpec(name=name, params=(param,))
+
+    for is_whole in (True, False):
+        units = (unit("", 0), spec("l.0", is_whole=is_whole), spec("l.1", is_whole=is_whole))
+        made = ModelSpec(units=units, state_names=("momentum_buffer",), precision="bf16")
+        on_host = pools(made, ["device device device", "host host host", "disk disk disk"])
+        assert on_host.get(("host", "temporary")) == ([(6 * 4096, 1)] if is_whole else None)
+        assert ("device", "temporary") not in on_host
+        on_device = pools(made, ["device device device"] * 3)
+        assert on_device["device", "temporary"] == [(6 * 4096, 1)]
