@@ -60,7 +60,40 @@ class Spoiling(Decaying):
         weight.sub_(grad.mul_(2))
 
 
-@pytest.mark.parametrize("kind", [Lion, Decaying, Scaled])
+class Chosen(Decaying):
+    """Matrices alone have a number, and a state in another dtype."""
+
+    def states(self, shape, settings):
+        return super().states(shape, settings) if len(shape) == 2 else {}
+
+    def update(self, weight, grad, states, step, settings):
+        if states:
+            super().update(weight, grad, states, step, settings)
+
+
+class Wasteful(Decaying):
+    temporaries = 2.0
+
+    def update(self, weight, grad, states, step, settings):
+        made = [grad + i for i in range(3)]
+        weight.sub_(made[0])
+
+
+def keeping(name="mine", settings=(), is_whole=False, **form):
+    """A rule that has one state of this form."""
+
+    class Keeping(Forgetful):
+        def __init__(self, params):
+            super().__init__(params, **dict(settings))
+
+        def states(self, shape, settings):
+            return {name: State(**form)}
+
+    Keeping.is_whole = is_whole
+    return Keeping
+
+
+@pytest.mark.parametrize("kind", [Lion, Decaying, Scaled, Chosen])
 def test_what_is_right_passes(kind):
     check(kind)
 
@@ -70,6 +103,17 @@ def test_what_is_right_passes(kind):
     [
         (Forgetful, r"the bits of step.* the weight differs after step 1 in pieces .*set is_whole = True"),
         (Spoiling, r"the gradient to be only read, but update\(\) changed it"),
+        (Wasteful, r"at most temporaries = 2 times .* but it made 3\.00 times as much \(torch.float32 of shape \(67"),
+        (keeping("step"), "of the state 'step' of Keeping a name other than step, master, and no '_absmax' at its end"),
+        (keeping("master"), "of the state 'master' of Keeping a name other than"),
+        (keeping("mine_absmax"), "of the state 'mine_absmax' of Keeping a name other than"),
+        (keeping(dtype=torch.int64), r"of the state 'mine' of Keeping one of the dtypes .* but got torch\.int64"),
+        (keeping(shape=(1,)), r"of the state 'mine' of Keeping shape None or \(\), but got \(1,\); set is_whole"),
+        (
+            keeping(settings={"table": {}}.items()),
+            "settings of a param group to be hashable .* 'table' is a dict:",
+        ),
+        (lambda p: Lion([{"params": p, "state_format": "8bit"}]), "no state_format in param groups"),
         (torch.optim.SGD, r"make\(\) to build an outcore\.optim\.Rule, but got SGD"),
     ],
 )
@@ -105,6 +149,26 @@ def test_a_rule_is_an_ordinary_optimizer():
         param.grad = random(65, 5)
         assert optimizer.step(lambda: 7) == 7
     assert_same_bits([params[0].detach()], [params[1].detach()])
+
+
+def test_states_keep_their_dtype_and_device_when_they_are_loaded():
+    """Torch casts them to the parameter's, whose device is another here than that of the numbers."""
+    param = torch.nn.Parameter(random(65, 3, torch.bfloat16))
+    first = Decaying([param])
+    param.grad = random(65, 4, torch.bfloat16)
+    first.step()
+    second = Decaying([param])
+    second.load_state_dict(first.state_dict())
+    assert_same_bits([second.state[param]["mean"]], [first.state[param]["mean"]])
+    elsewhere = torch.nn.Parameter(torch.empty(65, device="meta"))
+    for kind, device in ((Decaying, "cpu"), (Scaled, "meta")):
+        optimizer = kind([elsewhere])
+        number = next(name for name, form in optimizer.states((65,), {}).items() if form.shape == ())
+        elsewhere.grad = torch.empty_like(elsewhere)
+        optimizer.step()
+        assert optimizer.state[elsewhere][number].device.type == device
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert optimizer.state[elsewhere][number].device.type == device
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon])

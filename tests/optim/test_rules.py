@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from outcore.core.errors import ConfigError
-from outcore.optim import Lion
-from outcore.optim.rules import AdagradHyper, AdamHyper, SgdHyper, rule_for
+from outcore.optim import Lion, State
+from outcore.optim.rules import AdagradHyper, AdamHyper, RuleHyper, SgdHyper, rule_for
 
 
 def params(count: int = 1) -> list[torch.nn.Parameter]:
@@ -116,13 +116,33 @@ class Lion8bit(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("kind", [OtherStep, OtherStates, torch.optim.Rprop, OtherRule])
+@pytest.mark.parametrize("kind", [OtherStep, OtherStates, torch.optim.Rprop])
 def test_any_other_optimizer_is_refused_by_name(kind):
     with pytest.raises(ConfigError, match=rf"one of torch\.optim\.AdamW, Adam, SGD, Adagrad, RMSprop.*{kind.__name__}"):
         rule_for(kind(params()))
 
 
+class SGD(Lion):
+    """Not torch's."""
+
+    def states(self, shape, settings):
+        return {"sum": State(initial=0.5)}
+
+
+def test_a_rule_is_its_own_whatever_its_names():
+    (param,) = params()
+    optimizer = SGD([param])
+    hyper = rule_for(optimizer).hyper(optimizer.param_groups[0])
+    assert isinstance(hyper, RuleHyper)
+    assert hyper.rule is optimizer
+    assert rule_for(optimizer).states(param, optimizer.param_groups[0]) == {"sum": State(initial=0.5)}
+
+
 def test_who_is_refused_hears_what_to_take():
+    with pytest.raises(ConfigError, match=r"the step\(\) that it inherits.* but OtherRule has .*do in update\(\) what"):
+        rule_for(OtherRule(params()))
+    with pytest.raises(ConfigError, match=r'Adam8bit; take torch\.optim\.AdamW with state_format="8bit"'):
+        rule_for(type("Adam8bit", (OtherStep,), {})(params()))
     with pytest.raises(ConfigError, match=r"Lion8bit; take outcore\.optim\.Lion"):
         rule_for(Lion8bit(params()))
     with pytest.raises(ConfigError, match=r"torch\.optim\.\w+\.Rprop; write its update as an outcore\.optim\.Rule"):

@@ -93,7 +93,7 @@ class Blocked:
         self.targets = [p.detach() for p in plain.params]
         forms = self.rule.states(plain.params[0], self.groups[0])
         self.states = [{name: _begun(form, t) for name, form in forms.items()} for t in self.targets]
-        self.dtypes = {name: form.dtype for name, form in forms.items() if form.shape == ()}
+        self.dtypes = {"": dtype, **{name: form.dtype or dtype for name, form in forms.items()}}
         self.numbers = {name: form.initial for name, form in forms.items() if form.shape == ()}
         self.weights = [
             torch.full_like(t, torch.nan, dtype=weights_dtype) if weights_dtype else None for t in self.targets

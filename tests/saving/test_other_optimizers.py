@@ -114,6 +114,9 @@ def test_what_does_not_fit_together_is_refused(tmp_path: Path) -> None:
     twice = [torch.optim.Adamax(params), torch.optim.AdamW(params[:1])]
     with pytest.raises(ConfigError, match="expected optimizers that share no parameter"):
         outcore.prepare(model, twice)
+    named = [torch.optim.Adamax(list(model.named_parameters())[:1]), torch.optim.AdamW(params[1:])]
+    with pytest.raises(ConfigError, match=r"expected optimizers that all have names of their parameters, or none"):
+        outcore.prepare(model, named)
     with pytest.raises(ConfigError, match=r"expected torch\.optim\.Optimizers in the list .* but got none"):
         outcore.prepare(model, [])
     with pytest.raises(ConfigError, match="but got a str"):

@@ -17,7 +17,7 @@ from transformers import Trainer, TrainingArguments
 
 from outcore.core.errors import ConfigError
 from outcore.optim import Lion, Rule, State
-from outcore.optim.formats import StateFormat
+from outcore.spec.model import StateFormat
 
 
 class AdafactorOfTransformers(Rule):

@@ -277,15 +277,21 @@ def _shaped(flat: Tensor, like: Tensor) -> Tensor:
 def numbers_after(
     hyper: Hyper, numbers: Mapping[str, float], dtypes: Mapping[str, torch.dtype], step: int
 ) -> dict[str, float]:
-    """What the numbers of a parameter are after a step: asked of the rule, with a weight of no elements."""
+    """What the numbers of a parameter are after a step: asked of the rule, with a weight of no elements.
+
+    Args:
+        hyper: Settings.
+        numbers: Before the step.
+        dtypes: Of the parameter ("") and all its states, as they are updated.
+        step: Of the parameter, from 1.
+    """
     if not numbers or not isinstance(hyper, RuleHyper):
         return dict(numbers)
-    empty = torch.empty(0, dtype=torch.float32, device="cpu")
+    given = {name: torch.empty(0, dtype=dtype, device="cpu") for name, dtype in dtypes.items()}
     held = {name: _number(value, dtypes[name]) for name, value in numbers.items()}
-    names = hyper.rule.states((0,), hyper.settings)
+    weight = given.pop("")
     with torch.no_grad():
-        states = {name: held.get(name, empty.clone()) for name in names}
-        hyper.rule.update(empty.clone(), empty, states, step, hyper.settings)
+        hyper.rule.update(weight, weight.clone(), given | held, step, hyper.settings)
     return {name: float(value) for name, value in held.items()}
 
 

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from outcore.core.errors import ConfigError
 from outcore.optim.blocks import Piece, numbers_after, update_blocks
-from outcore.optim.rule import Rule, settings_of
-from outcore.optim.rules import RuleHyper
+from outcore.optim.formats import format_of
+from outcore.optim.rule import Rule, name_of
+from outcore.optim.rules import rule_for
 
-_SHAPES = ((7, 33), (33, 7), (64,), (199,), (3, 5, 11), ())
+_SHAPES = ((7, 33), (33, 7), (64,), (199,), (3, 5, 11), (), (67, 70))
+_CUTS = (64, 192, 4096)
 _STEPS = 3
+_LEAST_BYTES = 8192
+"""Of a weight, so that numbers beside it do not count."""
 _EXPECTED = "optim.check: expected"
 
 
@@ -38,7 +47,7 @@ def check(
     for dtype in dtypes:
         for shape in shapes:
             where = f"{dtype} of shape {shape}"
-            for cut in (64, 128, 4096):
+            for cut in _CUTS:
                 _compare(make, shape, dtype, torch.device(device), cut, where)
 
 
@@ -54,17 +63,20 @@ def _compare(
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
     plain, param = _plain(make, values(0))
-    settings = settings_of(plain.param_groups[0], plain.defaults)
-    hyper, forms = RuleHyper(plain, settings), plain.states(shape, dict(settings))
-    target, states, numbers = values(0).reshape(-1), dict[str, Tensor](), dict[str, float]()
-    for name, form in forms.items():
+    rule, group = rule_for(plain), plain.param_groups[0]
+    if format_of(group) != "fp32":
+        raise ConfigError(f"{_EXPECTED} no state_format in param groups, since it changes bits; leave it out")
+    hyper, forms = rule.hyper(group), rule.kept([group])(param, name_of(dtype)).states
+    dtypes = {"": dtype, **{form.name: getattr(torch, form.dtype) for form in forms}}
+    target, states = values(0).reshape(-1), dict[str, Tensor]()
+    for form in forms:
         own = shape if form.shape is None else form.shape
-        states[name] = torch.full(own, form.initial, dtype=form.dtype or dtype, device=device).reshape(-1)
-        if form.shape == () and not plain.is_whole:
-            numbers[name] = form.initial
+        states[form.name] = torch.full(own, form.initial, dtype=dtypes[form.name], device=device).reshape(-1)
+    numbers = {form.name: form.initial for form in forms if form.is_number and not plain.is_whole}
     likes = {"": torch.empty(shape, device="meta")}
-    likes |= {n: torch.empty(f.shape, device="meta") for n, f in forms.items() if f.shape is not None}
-    scratch = torch.empty(cut * dtype.itemsize, dtype=torch.uint8, device=device)
+    likes |= {form.name: torch.empty(form.shape, device="meta") for form in forms if form.shape is not None}
+    room = math.ceil(cut * dtype.itemsize * max(plain.temporaries, 1.0))  # see update_blocks
+    scratch = torch.empty(room, dtype=torch.uint8, device=device)
     for step in range(1, _STEPS + 1):
         grad = values(step)
         param.grad = grad.clone()
@@ -80,9 +92,10 @@ def _compare(
             numbers=dict(numbers),
             likes=likes,
         )
-        dtypes = {name: states[name].dtype for name in numbers}
         numbers = numbers_after(hyper, numbers, dtypes, step)
-        update_blocks([piece], scratch)
+        with _Made() as made:
+            update_blocks([piece], scratch)
+        _refuse_more(plain, made.peak_bytes, (target.numel() if plain.is_whole else cut) * dtype.itemsize, where)
         if not torch.equal(given, grad.reshape(-1)):
             raise ConfigError(f"{_EXPECTED} the gradient to be only read, but update() changed it ({where})")
         _same(plain, param, {"the weight": target, **states}, step, where)
@@ -94,6 +107,41 @@ def _plain(make: Callable[[list[torch.nn.Parameter]], Rule], value: Tensor) -> t
     if not isinstance(plain, Rule):
         raise ConfigError(f"{_EXPECTED} make() to build an outcore.optim.Rule, but got {type(plain).__name__}")
     return plain, param
+
+
+class _Made(TorchDispatchMode):
+    """The most bytes that tensors take at a time which a block of code makes and drops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak_bytes = self._bytes = 0
+        self._alive = set[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
+            if storage is not None and storage._cdata not in given and storage._cdata not in self._alive:
+                self._alive.add(storage._cdata)
+                self._bytes += storage.nbytes()
+                self.peak_bytes = max(self.peak_bytes, self._bytes)
+                weakref.finalize(storage, self._drop, storage._cdata, storage.nbytes())
+        return result
+
+    def _drop(self, key: int, nbytes: int) -> None:
+        self._alive.discard(key)
+        self._bytes -= nbytes
+
+
+def _refuse_more(plain: Rule, made_bytes: int, weight_bytes: int, where: str) -> None:
+    times = made_bytes / weight_bytes if weight_bytes >= _LEAST_BYTES else 0.0
+    if times > plain.temporaries:
+        raise ConfigError(
+            f"{_EXPECTED} update() to make at most temporaries = {plain.temporaries:g} times the memory of the weight "
+            f"that it is given at a time, for which plans leave room, but it made {times:.2f} times as "
+            f"much ({where}); say so in the class, or make fewer tensors"
+        )
 
 
 def _same(plain: Rule, param: torch.nn.Parameter, got: Mapping[str, Tensor], step: int, where: str) -> None:

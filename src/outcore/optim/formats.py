@@ -16,16 +16,16 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.core.quantities import align_up
-from outcore.spec.model import ParamSpec, StateForm
+from outcore.optim.rule import SCALE
+from outcore.spec.model import ParamSpec, StateForm, StateFormat
 
-StateFormat = Literal["fp32", "bf16", "8bit"]
 FORMATS: tuple[StateFormat, ...] = get_args(StateFormat)
 SCALED_NUMEL = 256
 """Elements that share a scale."""
@@ -35,7 +35,6 @@ CODING_BYTES = 24 * 2**20
 """The most that coding makes besides on a device: noise, and indices of a block."""
 CODING_COST: Mapping[StateFormat, float] = {"fp32": 0.0, "bf16": 1.25, "8bit": 5.0}
 """Time of decoding and encoding a state on the CPU, in times of AdamW's update (``benchmarks/cpu_update.py``)."""
-_SCALE = "_absmax"
 _PERIOD = 65521  # of noise; prime, so that no row of a matrix gets what the row above gets
 NOISE_NUMEL = _PERIOD
 """Blocks of so many elements draw from noise that is made once."""
@@ -75,11 +74,11 @@ def refuse_other_format(param: ParamSpec, group: Mapping[str, object]) -> None:
 def coded(form: StateForm, numel: int, chosen: StateFormat) -> tuple[StateForm, ...]:
     """How a state of so many elements is stored."""
     if chosen == "bf16":
-        return (StateForm(form.name, "bfloat16", None, form.initial),)
+        return (StateForm(form.name, "bfloat16", None, form.initial, "bf16"),)
     if chosen == "fp32" or numel < LEAST_8BIT_NUMEL:
         return (form,)
-    scales = StateForm(form.name + _SCALE, "float32", (-(-numel // SCALED_NUMEL),), form.initial)
-    return StateForm(form.name, "uint8", None, 255.0 if form.initial else 0.0), scales
+    scales = StateForm(form.name + SCALE, "float32", (-(-numel // SCALED_NUMEL),), form.initial)
+    return StateForm(form.name, "uint8", None, 255.0 if form.initial else 0.0, "8bit"), scales
 
 
 class Codes(NamedTuple):
@@ -100,17 +99,21 @@ def codes_of(param: ParamSpec) -> Codes | None:
     """How the states of a parameter are stored; None: as they are updated."""
     if not param.is_coded:
         return None
-    formats: dict[str, StateFormat] = {
-        form.name: "bf16" if form.dtype == "bfloat16" else "8bit"
-        for form in param.states or ()
-        if form.shape is None and form.dtype != param.update_dtype
-    }
+    formats = {form.name: form.format for form in param.states or () if form.format != "fp32"}
     return Codes(formats, zlib.crc32(param.name.encode()))
+
+
+def updated_in(param: ParamSpec) -> dict[str, str]:
+    """Dtypes of a parameter ("") and of its states when they are decoded."""
+    codes = codes_of(param)
+    forms = [form for form in param.states or () if codes is None or not is_scale(form.name, codes)]
+    states = {form.name: form.dtype if form.format == "fp32" else param.update_dtype for form in forms}
+    return {"": param.update_dtype, **states}
 
 
 def is_scale(name: str, codes: Codes) -> bool:
     """Whether a state is the scale of another one."""
-    return codes.formats.get(name.removesuffix(_SCALE)) == "8bit" and name.endswith(_SCALE)
+    return codes.formats.get(name.removesuffix(SCALE)) == "8bit" and name.endswith(SCALE)
 
 
 def decode(name: str, states: Mapping[str, Tensor], codes: Codes, room: Tensor) -> Tensor:
@@ -122,7 +125,7 @@ def decode(name: str, states: Mapping[str, Tensor], codes: Codes, room: Tensor) 
     torch.index_select(_map(name, stored.device), 0, stored.int(), out=values)
     numel = align_up(stored.numel(), SCALED_NUMEL)
     room[stored.numel() : numel].zero_()
-    room[:numel].view(-1, SCALED_NUMEL).mul_(states[name + _SCALE][:, None])
+    room[:numel].view(-1, SCALED_NUMEL).mul_(states[name + SCALE][:, None])
     return values
 
 
@@ -149,7 +152,7 @@ def encode(name: str, states: Mapping[str, Tensor], codes: Codes, room: Tensor, 
     room[stored.numel() : numel].zero_()
     rows = room[:numel].view(-1, SCALED_NUMEL)
     scales = rows.abs().amax(dim=1)
-    states[name + _SCALE].copy_(scales)
+    states[name + SCALE].copy_(scales)
     rows.mul_(scales.masked_fill_(scales == 0, 1.0).reciprocal_()[:, None]).clamp_(-1.0, 1.0)
     values = room[: stored.numel()]
     index = (values.view(torch.int32) >> 16).add_(32768)

@@ -44,12 +44,19 @@ class Joined(torch.optim.Optimizer):
     def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
         """Args: members: They keep their groups and states."""
         self.members = tuple(members)
-        try:
-            super().__init__([group for member in members for group in member.param_groups], {})
-        except ValueError as error:
+        groups = [group for member in members for group in member.param_groups]
+        params = [param for group in groups for param in group["params"]]
+        if len({id(param) for param in params}) < len(params):
             raise ConfigError(
-                f"prepare: expected optimizers that share no parameter, but {error}; give each parameter to one of them"
-            ) from error
+                "prepare: expected optimizers that share no parameter, but one is in two of them; give each parameter "
+                "to one optimizer"
+            )
+        if len({"param_names" in group for group in groups}) > 1:
+            raise ConfigError(
+                "prepare: expected optimizers that all have names of their parameters, or none, but got both; give "
+                "all of them named_parameters(), or parameters()"
+            )
+        super().__init__(groups, {})
         common = set.intersection(*(set(member.defaults) for member in members))
         self.defaults = {name: value for name, value in members[0].defaults.items() if name in common}
         for member in members:

@@ -15,6 +15,9 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
+from outcore.core.errors import ConfigError
+from outcore.spec.model import DTYPE_BYTES
+
 Settings = Mapping[str, Any]
 """What a param group says, as plain numbers."""
 
@@ -31,9 +34,21 @@ class State:
     initial: float = 0.0
     """What every element begins with."""
     shape: tuple[int, ...] | None = None
-    """None: the parameter's. ``()`` is a number that all pieces of the parameter read, on the CPU, and set alike."""
+    """None: the parameter's. ``()`` is a number: of a rule by element it is on the CPU, and all pieces of the parameter
+    read it and set it alike; of one that is whole it is where the parameter is. Only such a one has other shapes."""
     dtype: torch.dtype | None = None
     """None: that in which the parameter is updated."""
+
+
+RESERVED = ("step", "master")
+"""Names that stand for something else beside the states."""
+SCALE = "_absmax"
+"""How the name ends of what belongs to a state in 8 bits."""
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """As specs have it."""
+    return str(dtype).removeprefix("torch.")
 
 
 class Rule(torch.optim.Optimizer):
@@ -96,27 +111,81 @@ class Rule(torch.optim.Optimizer):
         return loss
 
     def _step(self, param: Tensor, held: MutableMapping[str, Any], settings: Settings) -> None:
-        forms = self.states(tuple(param.shape), settings)
+        forms = checked_states(self, tuple(param.shape), settings)
         if not held:
             held["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
-            held.update({name: _begun(form, param) for name, form in forms.items()})
+            held.update({name: self._begun(form, param) for name, form in forms.items()})
         held["step"] += 1
         states = {name: held[name] for name in forms}
         self.update(param, param.grad, states, int(held["step"]), settings)  # type: ignore[arg-type]
 
+    def _begun(self, form: State, param: Tensor) -> Tensor:
+        dtype, device = self._form(form, param)
+        if form.shape is None:
+            return torch.full_like(param, form.initial, dtype=dtype, memory_format=torch.preserve_format)
+        return torch.full(form.shape, form.initial, dtype=dtype, device=device)
 
-def _begun(form: State, param: Tensor) -> Tensor:
-    dtype = form.dtype or param.dtype
-    if form.shape == ():
-        return torch.full((), form.initial, dtype=dtype, device="cpu")
-    if form.shape is None:
-        return torch.full_like(param, form.initial, dtype=dtype, memory_format=torch.preserve_format)
-    return torch.full(form.shape, form.initial, dtype=dtype, device=param.device)
+    def _form(self, form: State, param: Tensor) -> tuple[torch.dtype, torch.device]:
+        is_on_cpu = form.shape == () and not self.is_whole
+        return form.dtype or param.dtype, torch.device("cpu") if is_on_cpu else param.device
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As of any optimizer, which casts states to the dtype of their parameter, but for those that have their own.
+
+        Memory: host or device, all states that have a dtype of their own.
+        """
+        seen = list[dict[str, Any]]()
+        last = self.register_load_state_dict_pre_hook(lambda _, given: seen.append(given))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
+        saved = [key for group in seen[0]["param_groups"] for key in group["params"]]
+        owners = [(param, group) for group in self.param_groups for param in group["params"]]
+        for key, (param, group) in zip(saved, owners, strict=True):
+            given = seen[0]["state"].get(key, {})
+            forms = self.states(tuple(param.shape), dict(settings_of(group, self.defaults)))
+            for name in forms.keys() & given.keys():
+                dtype, device = self._form(forms[name], param)
+                self.state[param][name] = given[name].to(device, dtype)
+
+
+def checked_states(rule: Rule, shape: tuple[int, ...], settings: Settings) -> Mapping[str, State]:
+    """What ``states`` says.
+
+    Raises:
+        ConfigError: What no plan could keep.
+    """
+    states = rule.states(shape, settings)
+    for name, state in states.items():
+        expected = None
+        if name in RESERVED or name.endswith(SCALE):
+            expected = f"a name other than {', '.join(RESERVED)}, and no '{SCALE}' at its end; give it another name"
+        elif state.dtype is not None and name_of(state.dtype) not in DTYPE_BYTES:
+            expected = f"one of the dtypes {', '.join(DTYPE_BYTES)}, but got {state.dtype}"
+        elif state.shape and not rule.is_whole:
+            expected = f"shape None or (), but got {state.shape}; set is_whole = True for others, and get whole weights"
+        if expected is not None:
+            raise ConfigError(f"optimizer: expected of the state '{name}' of {type(rule).__name__} {expected}")
+    return states
 
 
 def settings_of(group: Settings, names: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """What a step needs of a group, as plain and hashable values: no scheduler reaches an update under way."""
-    return tuple((name, _plain(group[name])) for name in names if name in group)
+    """What a step needs of a group, as plain and hashable values: no scheduler reaches an update under way.
+
+    Raises:
+        ConfigError: One is not hashable.
+    """
+    found = tuple((name, _plain(group[name])) for name in names if name in group)
+    for name, value in found:
+        try:
+            hash(value)
+        except TypeError as error:
+            raise ConfigError(
+                f"optimizer: expected settings of a param group to be hashable (numbers, strings, tuples or lists of "
+                f"them), but '{name}' is a {type(value).__name__}: {error}; keep it on the optimizer itself"
+            ) from error
+    return found
 
 
 def _plain(value: Any) -> Any:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from outcore.core.errors import ConfigError
-from outcore.optim.formats import CODING_BYTES, CODING_COST, StateFormat, coded, format_of
+from outcore.optim.formats import CODING_BYTES, CODING_COST, coded, format_of
 from outcore.optim.of_torch import RULES, TorchRule
-from outcore.optim.rule import Rule, State, settings_of
+from outcore.optim.rule import Rule, State, checked_states, name_of, settings_of
 from outcore.spec.layout import SCRATCH_BYTES
-from outcore.spec.model import DTYPE_BYTES, StateForm
+from outcore.spec.model import DTYPE_BYTES, StateForm, StateFormat
 
 Group = Mapping[str, Any]
 """One entry of ``optimizer.param_groups``."""
@@ -115,8 +115,8 @@ class Kind:
     rule: AnyRule
     keys: Mapping[str, Any]
     """Settings of groups that a step needs."""
-    initial_sum: float = 0.0
-    """Where Adagrad's ``sum`` starts: set once for all groups, as in torch."""
+    initial_sum: float | None = None
+    """Where the ``sum`` of torch's Adagrad starts, before the first step and for all groups; of others None."""
     groups: Sequence[Group] = ()
     """The optimizer's own list."""
 
@@ -125,29 +125,29 @@ class Kind:
         """Whether it keeps a ``step``."""
         return getattr(self.rule, "has_step", True)
 
-    @property
-    def has_states_at_once(self) -> bool:
-        """Whether states exist before the first step."""
-        return self.name == "Adagrad"
-
     def hyper(self, group: Group) -> Hyper:
         """Take what a step needs of a group, now."""
+        if isinstance(self.rule, Rule):  # whatever its class is called
+            return RuleHyper(self.rule, settings_of(group, self.keys))
         _refuse_other_implementations(self.name, group)
         is_fused = self.name in _READERS and not group.get("foreach") and group.get("fused") is not False
         if is_fused:
             return _READERS[self.name](group)
         values = settings_of(group, self.keys)
-        if getattr(self.rule, "may_be_foreach", False) and group["foreach"] is None and group["params"]:
+        if self.rule.may_be_foreach and group["foreach"] is None and group["params"]:
             is_foreach = not group["params"][0].is_cpu  # what torch takes there; an update elsewhere does the same
             values = tuple((name, is_foreach if name == "foreach" else value) for name, value in values)
         return RuleHyper(self.rule, values)
 
     def states(self, shape: tuple[int, ...], hyper: Hyper) -> Mapping[str, State]:
         """The states of a parameter, by name."""
+        if isinstance(hyper, RuleHyper) and isinstance(hyper.rule, Rule):
+            return checked_states(hyper.rule, shape, hyper.settings)
+        if self.initial_sum is not None:
+            return {"sum": State(initial=self.initial_sum)}
         if not isinstance(hyper, RuleHyper):
-            return {name: State(initial=self.initial_sum if name == "sum" else 0.0) for name in hyper.state_names}
-        found = self.rule.states(shape, hyper.settings)
-        return {n: replace(s, initial=self.initial_sum) if n == "sum" else s for n, s in found.items()}
+            return {name: State() for name in hyper.state_names}
+        return self.rule.states(shape, hyper.settings)
 
 
 class Kept(NamedTuple):
@@ -208,7 +208,7 @@ class UpdateRule:
             hypers = [kind.hyper(g) for g in groups if self.kind(g) is kind]
             states = {name: state for hyper in hypers for name, state in kind.states(shape, hyper).items()}
             forms = tuple(
-                StateForm(n, _name_of(s.dtype) if s.dtype else dtype, s.shape, s.initial) for n, s in states.items()
+                StateForm(n, name_of(s.dtype) if s.dtype else dtype, s.shape, s.initial) for n, s in states.items()
             )
             hyper, chosen = kind.hyper(group), format_of(group)
             cost = hyper.rule.cost if isinstance(hyper, RuleHyper) else 1.0
@@ -238,10 +238,6 @@ def _refuse_format(name: str, chosen: StateFormat, dtype: str, *, is_whole: bool
         )
 
 
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _temporaries(hyper: Hyper, update_bytes: int) -> tuple[int, bool]:
     if not isinstance(hyper, RuleHyper):
         return 0, False
@@ -267,7 +263,12 @@ def rule_for(*optimizers: torch.optim.Optimizer) -> UpdateRule:
 
 def _kind_of(optimizer: torch.optim.Optimizer) -> Kind:
     groups, keys, kind = optimizer.param_groups, optimizer.defaults, type(optimizer)
-    if isinstance(optimizer, Rule) and inspect.unwrap(kind.step) is inspect.unwrap(Rule.step):
+    if isinstance(optimizer, Rule):
+        if inspect.unwrap(kind.step) is not inspect.unwrap(Rule.step):
+            raise ConfigError(
+                f"optimizer: expected an outcore.optim.Rule with the step() that it inherits, which calls update(), "
+                f"but {kind.__qualname__} has a step() of its own; leave it out, and do in update() what it does"
+            )
         return Kind(name=kind.__name__, rule=optimizer, keys=keys, groups=groups)
     name = next((n for n, cls in _SUPPORTED.items() if isinstance(optimizer, cls) and _steps_like(kind, cls)), None)
     if name is None:
@@ -276,15 +277,16 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> Kind:
             f"optimizer: expected one of torch.optim.{', '.join(RULES)} (or a subclass with the same step), or an "
             f"outcore.optim.Rule, but got {where}; {_advice_on(where)}"
         )
-    initial = float(keys.get("initial_accumulator_value", 0.0))
+    initial = float(keys["initial_accumulator_value"]) if name == "Adagrad" else None
     return Kind(name=name, rule=RULES[name], keys=keys, initial_sum=initial, groups=groups)
 
 
 def _advice_on(name: str) -> str:
     """What to take instead of an optimizer whose step cannot be taken apart."""
+    stored = ' with state_format="8bit" in its param groups' if "8bit" in name.lower() else ""
     for word, instead in _INSTEAD.items():
         if word in name.lower():
-            return f"take {instead}"
+            return f"take {instead}{stored}"
     return "write its update as an outcore.optim.Rule (docs/updates.md), which takes a few lines"
 
 

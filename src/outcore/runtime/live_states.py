@@ -53,7 +53,7 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
     def names(self, param: torch.Tensor) -> tuple[str, ...]:
         """States that a parameter has now."""
         unit, index = self._place(param) or (None, 0)
-        has_begun = unit is not None and (unit.steps[index] or self.kind(param).has_states_at_once)
+        has_begun = unit is not None and (unit.steps[index] or self.kind(param).initial_sum is not None)
         return self._all_names(param, unit, index) if unit is not None and has_begun else ()
 
     def names_to_save(self, param: torch.Tensor) -> tuple[str, ...]:

@@ -249,7 +249,7 @@ def _has_begun(kind: Kind, values: Mapping[str, Any]) -> bool:
 
     Adagrad has a sum before its first step, but rounded to the dtype that the weights had when it was built.
     """
-    if not (kind.has_states_at_once and "sum" in values) or float(values["step"]):
+    if kind.initial_sum is None or "sum" not in values or float(values["step"]):
         return True
     total = values["sum"]
     return not total.is_meta and bool((total != torch.full_like(total, kind.initial_sum)).any())

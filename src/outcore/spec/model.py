@@ -45,6 +45,7 @@ TRAINED_DTYPES = ("float32", "bfloat16", "float16", "float64")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "uint8": 1, "int8": 1}
 WITH_MASTERS: tuple[Precision, ...] = ("bf16", "fp16")
 """Weights that are updated in fp32."""
+StateFormat = Literal["fp32", "bf16", "8bit"]
 ALIAS_BYTES = 2**27
 """No state's size is a multiple of it, see [Note: aliases]."""
 
@@ -97,6 +98,8 @@ class StateForm:
     """None: the parameter's own, with its strides. ``()`` is a number that a step reads before it begins."""
     initial: float = 0.0
     """What every element begins with."""
+    format: StateFormat = "fp32"
+    """How it is stored; fp32: as it is updated, whatever its dtype."""
 
     @property
     def is_number(self) -> bool:
@@ -140,8 +143,8 @@ class ParamSpec:
 
     @property
     def is_coded(self) -> bool:
-        """Whether a state of its shape is stored in another dtype than it is updated in."""
-        return any(form.shape is None and form.dtype != self.update_dtype for form in self.states or ())
+        """Whether a state is stored in fewer bytes than it is updated in."""
+        return any(form.format != "fp32" for form in self.states or ())
 
     @property
     def numel(self) -> int:

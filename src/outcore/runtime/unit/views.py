@@ -8,7 +8,7 @@ import torch
 from torch.nn import Parameter
 
 from outcore.memory.arena import TEMPORARY, Buffer, Region
-from outcore.optim.formats import codes_of
+from outcore.optim.formats import codes_of, updated_in
 from outcore.spec.layout import StateSpec
 from outcore.spec.model import ParamSpec, Part, UnitSpec, row_major
 
@@ -39,10 +39,15 @@ class Views:
         self.state_names = [tuple(form.name for form in own) for own in named]
         """Of every trained parameter, without its master."""
         self.numbers = [
-            {form.name: torch_dtype(form.dtype) for form in own if form.is_number and not param.is_whole}
+            tuple(form.name for form in own if form.is_number and not param.is_whole)
             for own, param in zip(named, spec.trainable, strict=True)
         ]
-        """Dtypes of states that are one number, which a step reads before it begins: what is not cut needs none."""
+        """States that are one number, which a step reads before it begins: what is not cut needs none."""
+        self.dtypes = [
+            {name: torch_dtype(dtype) for name, dtype in updated_in(param).items()} if numbers else {}
+            for param, numbers in zip(spec.trainable, self.numbers, strict=True)
+        ]
+        """Of those that have such: of the parameter ("") and all its states, as they are updated."""
         self.codes = [codes_of(param) for param in spec.trainable]
 
     def weights(self, buffer: Buffer) -> list[torch.Tensor]:

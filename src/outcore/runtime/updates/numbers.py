@@ -29,7 +29,7 @@ class Numbers:
         """Before the next update."""
         names = unit.views.numbers[index]
         if not names:
-            return names  # type: ignore[return-value]
+            return {}
         if not self._is_known(unit, index):
             values = {name: self._access.read_state(unit, name, index).item() for name in names}
             self._known[unit.name, index] = unit.states_version, values
@@ -37,9 +37,14 @@ class Numbers:
 
     def advance(self, unit: Unit, index: int, hyper: Hyper, step: int) -> Mapping[str, float]:
         """An update was submitted. Returns: what the numbers were before it."""
-        before, dtypes = self.of(unit, index), unit.views.numbers[index]
+        before, dtypes = self.of(unit, index), unit.views.dtypes[index]
         if dtypes:
-            key = hyper, step, tuple(before.items())  # most parameters are at the same step of the same group
+            key = (
+                hyper,
+                step,
+                tuple(before.items()),
+                tuple(dtypes),
+            )  # most parameters are at the same step of the same group
             if key not in self._after:
                 self._after = {key: numbers_after(hyper, before, dtypes, step)}
             self._known[unit.name, index] = unit.states_version, self._after[key]

@@ -19,7 +19,7 @@ from outcore.device.device import Device
 from outcore.device.lanes import Handle
 from outcore.memory.arena import Buffer
 from outcore.optim.blocks import Piece, update_blocks
-from outcore.optim.formats import StateFormat, format_of, refuse_other_format
+from outcore.optim.formats import format_of, refuse_other_format
 from outcore.optim.rules import Hyper, UpdateRule
 from outcore.order.ledger import Span
 from outcore.runtime.gradients.handle import GradHandle
@@ -27,7 +27,7 @@ from outcore.runtime.gradients.of_unit import UnitGradients
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.updates.workers import UpdateWorkers
 from outcore.spec.lanes import Lane
-from outcore.spec.model import ParamSpec
+from outcore.spec.model import ParamSpec, StateFormat
 
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Targets and sources."""
