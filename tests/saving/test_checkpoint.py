@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import random
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from outside.calls import Call, watched
 
 import outcore
 from outcore.api import Prepared
@@ -216,3 +218,22 @@ def test_the_end_of_a_run_says_that_the_last_save_failed(how: str, tmp_path: Pat
                 outcore.close(model) if how == "close" else block.__exit__(None, None, None)
         small.same(want, dict(model.state_dict()))
         outcore.close(model)
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_who_saves_beside_training_waits_for_no_drive(tier: str, tmp_path: Path):
+    """The caller syncs nothing, and writes nothing past the page cache but one page that tries it."""
+    calls: list[tuple[str, str]] = []
+
+    def see(call: Call, do: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            calls.append((call.name, Path(call.path).name))
+        return do()
+
+    with small.prepared(small.build("llama"), tmp_path, tier) as (model, optimizer):
+        small.train(model, optimizer)
+        with watched(tmp_path / "c", see):
+            save = outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1)
+        save.wait()
+        assert ("write", "state.json") in calls
+        assert [name for name in calls if name[0] in ("fsync", "pwrite")] == [("pwrite", ".direct")]
