@@ -88,6 +88,27 @@ def work_of(model: ModelSpec, plan: Plan, rates: Rates, visits: Sequence[Visit],
     return _Listing(Times(model, plan, rates, visits, circumstances)).list_all()
 
 
+class _Fillings:
+    """What comes into slots ahead of its turn.
+
+    Each slot can be filled once so. All others come when one has been used and emptied, by whichever unit that takes
+    the least time for it.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[tuple[tuple[PoolKind, int, int], Job]] = []
+        self._freed_s: dict[tuple[PoolKind, int, int], float] = {}
+
+    def add(self, pool: tuple[PoolKind, int, int], job: Job, freed_s: float) -> None:
+        """Args: pool: That it uses a slot of. freed_s: From its filling until the slot is free again."""
+        self._freed_s[pool] = min(self._freed_s.get(pool, math.inf), freed_s)
+        self._found.append((pool, job))
+
+    def jobs(self) -> list[Job]:
+        """When all have been added."""
+        return [job._replace(head_s=job.head_s + self._freed_s[pool]) for pool, job in self._found]
+
+
 class _Listing:
     """Adds up the work of a step."""
 
@@ -95,10 +116,7 @@ class _Listing:
         self._times = times
         self._largest_s: dict[tuple[str, PoolKind, int], float] = {}
         self._kept_s: list[float] = []
-        self._filled: list[tuple[tuple[PoolKind, int, int], Job]] = []
-        """What comes into slots of a pool before updates."""
-        self._freed_s: dict[tuple[PoolKind, int, int], float] = {}
-        """The least between a slot's filling and its next one."""
+        self._fillings = _Fillings()
         self.work = Work(times.used_s, times.compute_s, starts=times.starts())
 
     def list_all(self) -> Work:
@@ -301,17 +319,12 @@ class _Listing:
             self.work.jobs.append(job)
 
     def _ahead(self, link: str, kind: PoolKind, nbytes: int, held: _Held, unit: Trained, tail_s: float) -> None:
-        """What comes into a slot before an update, ahead of its turn if there is one.
-
-        Each slot can be filled once before its turn. All others come when one has been used and emptied, by whichever
-        unit that takes the least time for it.
-        """
+        """What comes into a slot before an update, ahead of its turn if there is one: see ``_Fillings``."""
         if not unit.is_early and self._times.waits:
             self._slack(link, kind, nbytes, held.before_s)
             pool = (kind, *self._pool("device" if kind == "staging" else "host", kind, nbytes))
-            self._freed_s[pool] = min(self._freed_s.get(pool, math.inf), held.used_s + held.after_s)
             job = Job(link, held.before_s, *unit.after, unit.first, held.used_s + tail_s, is_slack=True)
-            self._filled.append((pool, job))
+            self._fillings.add(pool, job, held.used_s + held.after_s)
 
     def _behind_s(self, held: _Held, tail_s: float) -> float:
         """What comes behind the slots that must be emptied: the last one is filled and used once more.
@@ -331,7 +344,7 @@ class _Listing:
 
     def _take_off(self) -> None:
         """What is left out of sums, and of what a step must read: states and gradients that slots keep."""
-        self.work.jobs += [job._replace(head_s=job.head_s + self._freed_s[pool]) for pool, job in self._filled]
+        self.work.jobs += self._fillings.jobs()
         for (link, _, _), seconds in self._largest_s.items():
             self.work.slack_s[link] += seconds
         pools = [pool for pool in self._times.plan.pools if pool.kind == "states"]
