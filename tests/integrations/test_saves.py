@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import errno
+import json
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import TrainerCallback
+from safetensors.torch import load_file
+from transformers import Trainer, TrainerCallback
 
 import outcore
 from outcore.integrations.transformers import OutcoreMixin
 from outcore.memory.files.checkpoint_file import CheckpointFile
 from outcore.memory.files.checkpoint_folder import UnfinishedCheckpoint, read_manifest
 
-from .rig import WARNINGS, language, sft, streamed
+from .rig import WARNINGS, Plain, exactly, language, sft, streamed
 from .test_checkpoints import sft_lora
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in WARNINGS]
@@ -152,3 +154,54 @@ def test_callbacks_may_stop_training(tmp_path):
         trainer = language(side, tmp_path / "run", save_strategy="steps", save_steps=1, parts={"callbacks": [Stops()]})
         trainer.train()
         assert trainer.state.global_step <= 3, "with the step that finds it durable"
+
+
+class AlsoLatest(Trainer):
+    """Saves twice where it saves."""
+
+    def _save_checkpoint(self, model, trial):
+        super()._save_checkpoint(model, trial)
+        self.save_model(str(Path(self.args.output_dir, "latest")))
+
+
+def test_a_second_save_of_a_trainer_goes_where_it_says(tmp_path):
+    with streamed(tmp_path) as side:
+        trainer = language(side, tmp_path / "run", kind=AlsoLatest, save_strategy="steps", save_steps=4)
+        trainer.train()
+    saved, latest = (load_file(tmp_path / "run" / name / "model.safetensors") for name in ("checkpoint-4", "latest"))
+    exactly(latest, saved)
+
+
+def test_the_best_checkpoint_stays(tmp_path):
+    """Though it is found out to be the best one behind its save, and others follow."""
+    best = {"metric_for_best_model": "eval_loss", "greater_is_better": True, "eval_strategy": "epoch"}
+
+    def kept(side, name):
+        saves = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+        trainer = language(side, tmp_path / name, **saves, **best)
+        trainer.train()
+        written = json.loads((tmp_path / name / "checkpoint-4" / "trainer_state.json").read_text())
+        named = {written["best_model_checkpoint"], trainer.state.best_model_checkpoint}
+        return {path.name for path in (tmp_path / name).glob("checkpoint-*")}, {Path(path).name for path in named}
+
+    want = kept(Plain(), "plain")
+    assert want == ({"checkpoint-2", "checkpoint-4"}, {"checkpoint-2"})
+    with streamed(tmp_path) as side:
+        assert kept(side, "streamed") == want
+
+
+def test_callbacks_hear_of_the_state_of_the_step(tmp_path):
+    """Not of what was logged since."""
+    seen = []
+
+    class Logs(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            seen.append((state.global_step, max(line["step"] for line in state.log_history)))
+
+    settings = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "no"}
+    with streamed(tmp_path) as side:
+        trainer = language(side, tmp_path / "run", parts={"callbacks": [Logs()]}, **settings)
+        look = trainer._outcore_saves.look
+        trainer._outcore_saves.look = lambda: None if trainer.state.global_step == 3 else look()  # not done yet
+        trainer.train()
+    assert seen == [(2, 2), (4, 4)]

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import outcore
+from outcore.core.errors import OutcoreError
 from outcore.memory.files import weights_layout
 from outcore.memory.files.checkpoint_file import BlockPool, CheckpointFile
 from outcore.memory.files.checkpoint_folder import read_manifest
@@ -63,6 +64,19 @@ def test_files(name: str, tier: str, dtype: torch.dtype, tmp_path: Path, monkeyp
         assert len(list((tmp_path / "c").glob("model-*.safetensors"))) > 1
     for path in (tmp_path / "c").glob("*.safetensors"):
         assert_aligned(path)
+
+
+def test_a_second_file_of_a_name(tmp_path: Path):
+    """Two would be written over one another."""
+    with small.prepared(small.build("plain"), tmp_path) as (model, _):
+        engine = engine_of(model, "a test")
+        with (
+            pytest.raises(OutcoreError, match="each file once, but 'model.safetensors' is"),
+            begun(engine, tmp_path / "c", lambda files: Manifest(step=3, files=files), list) as (unfinished, save),
+        ):
+            for _ in range(2):
+                LibraryFiles(engine, unfinished, save).weights(unfinished.path)
+    assert not (tmp_path / "c").exists()
 
 
 @pytest.mark.parametrize("tier", small.TIERS)

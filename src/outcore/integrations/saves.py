@@ -50,19 +50,23 @@ class TrainerSaves:
         """Args: on_durable: Called before callbacks hear of a checkpoint; see ``OutcoreMixin._outcore_saved``."""
         self.aside: Path | None = None
         """Where the Trainer writes its small files now."""
-        self.files: LibraryFiles | None = None
-        """Where its weights and states go meanwhile."""
         self.before_commit: Callable[[], None] = lambda: None
         """On the save lane."""
         self._trainer, self._on_durable = trainer, on_durable
         self._under_way: _UnderWay | None = None
+        self._inner = Path()
+        self._files: LibraryFiles | None = None
+
+    def files(self, folder: str) -> LibraryFiles | None:
+        """Where weights and states go that the Trainer would save there; None: there. It may save elsewhere, too."""
+        return self._files if Path(folder) == self._inner else None
 
     def save(self, folder: Path, write: Callable[[], None]) -> None:
         """Begin a checkpoint; the one before is ended first.
 
         Args:
             folder: Of the checkpoints.
-            write: The Trainer's own way to save, which asks for ``aside`` and ``files``.
+            write: The Trainer's own way to save, which asks for ``aside`` and ``files()``.
 
         Raises:
             DiskError: It cannot be begun, or the one before has failed. Older ones are untouched.
@@ -84,11 +88,12 @@ class TrainerSaves:
 
         try:
             with begun(engine, target, describe, tidy_up) as (unfinished, save):
-                self.aside, self.files = unfinished.path, LibraryFiles(engine, unfinished, save)
-                inner = unfinished.path / target.name
+                self.aside, self._files = unfinished.path, LibraryFiles(engine, unfinished, save)
+                self._inner = inner = unfinished.path / target.name
                 write()
-                if state.best_model_checkpoint == str(inner):
-                    state.best_model_checkpoint = str(target)
+                best = folder / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+                if best == target or best.is_dir():  # the Trainer looked for it in the hidden folder
+                    state.best_model_checkpoint = str(best)
                     state.save_to_json(inner / TRAINER_STATE_NAME)
                 kept |= {Path(best) for best in [state.best_model_checkpoint] if best}
                 for path in sorted(inner.iterdir()):
@@ -98,8 +103,8 @@ class TrainerSaves:
             state.best_model_checkpoint = before
             raise
         finally:
-            self.aside = self.files = None
-        self._under_way = _UnderWay(save, copy.copy(state), before, time.monotonic() - begun_s)
+            self.aside = self._files = None
+        self._under_way = _UnderWay(save, _as_it_is(state), before, time.monotonic() - begun_s)
 
     def look(self) -> None:
         """End the one that is under way, if it is done. Raises: As ``settle``."""
@@ -158,3 +163,10 @@ class TrainerSaves:
             return control
 
         handler.on_save = on_save
+
+
+def _as_it_is(state: TrainerState) -> TrainerState:
+    """What training appends to later is not in it."""
+    now = copy.copy(state)
+    now.log_history, now.stateful_callbacks = [*state.log_history], copy.deepcopy(state.stateful_callbacks)
+    return now

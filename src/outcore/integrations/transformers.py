@@ -325,7 +325,7 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
             super()._save(output_dir, state_dict)
             return
         directory = output_dir if output_dir is not None else self.args.output_dir
-        files = self._outcore_saves.files
+        files = self._outcore_saves.files(directory)
         if files is None:
             save_pretrained(self.model, directory)
         else:
@@ -337,7 +337,7 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
         torch.save(self.args, os.path.join(directory, TRAINING_ARGS_NAME))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        files = self._outcore_saves.files
+        files = self._outcore_saves.files(output_dir)
         if files is None:
             save_states(self.optimizer, output_dir)
         else:

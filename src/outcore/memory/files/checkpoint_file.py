@@ -7,7 +7,7 @@ import mmap
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, final
@@ -181,20 +181,25 @@ class PartOfCheckpoint:
             missing = FileNotFoundError(errno.ENOENT, f"'{path}' of rank 0 is not there; name one that all ranks see")
             raise self.error(missing) from None
         self._pool = BlockPool(is_direct=is_direct)
-        self._files: list[CheckpointFile] = []
+        self._files: dict[str, CheckpointFile] = {}
 
     def error(self, error: OSError) -> OutcoreError:
         """For the user."""
         return disk_error(f"checkpoint '{self.target}': expected a folder that can be written", error)
 
     def create(self, name: str, nbytes: int) -> CheckpointFile:
-        """A file that will have that size."""
-        self._files.append(CheckpointFile(self.path / name, nbytes, self._pool))
-        return self._files[-1]
+        """A file that will have that size. Raises: OutcoreError: It is there: both would be written."""
+        if name in self._files:
+            raise OutcoreError(
+                f"checkpoint '{self.target}': expected to save each file once, but '{name}' is being written already; "
+                "save into another folder, or leave the second save out"
+            )
+        self._files[name] = CheckpointFile(self.path / name, nbytes, self._pool)
+        return self._files[name]
 
     def finish(self) -> Files:
         """Make the files durable. Raises: OSError."""
-        files = durable(self._files, self.path)
+        files = durable(self._files.values(), self.path)
         self._pool.close()
         return files
 
@@ -203,7 +208,7 @@ class PartOfCheckpoint:
         self._pool.close()
 
 
-def durable(files: Sequence[CheckpointFile], folder: Path) -> dict[str, tuple[Block, ...]]:
+def durable(files: Collection[CheckpointFile], folder: Path) -> dict[str, tuple[Block, ...]]:
     """Sync files; their checksums, by their names in a folder. Raises: OSError."""
     for file in files:
         sync(file.path)

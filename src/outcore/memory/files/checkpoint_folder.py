@@ -75,7 +75,7 @@ class UnfinishedCheckpoint(PartOfCheckpoint):
                 shutil.rmtree(self.path, ignore_errors=True)
                 unlock(self._lock)
             raise self.error(error) from error
-        self._files: list[CheckpointFile] = []
+        self._files: dict[str, CheckpointFile] = {}
 
     def commit(self, describe: Callable[[Files], Manifest], shared: Sequence[Files] = ()) -> None:
         """Make everything durable, and the checkpoint one.
@@ -87,7 +87,7 @@ class UnfinishedCheckpoint(PartOfCheckpoint):
         Raises:
             OSError: The system's; an older checkpoint of the name is untouched.
         """
-        known = durable(self._files, self.path)
+        known = durable(self._files.values(), self.path)
         for files in shared:
             known.update(files)
         self._files.clear()
