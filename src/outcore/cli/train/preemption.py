@@ -220,15 +220,18 @@ class _Arrivals:
         reader, self._writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._writer, False)
         self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        threading.Thread(target=self._listen, args=[reader], name="outcore-signals", daemon=True).start()
+        self._thread = threading.Thread(target=self._listen, args=[reader], name="outcore-signals", daemon=True)
+        self._thread.start()
 
     def listen_no_more(self) -> None:
         """End."""
         signal.set_wakeup_fd(self._before)
-        os.close(self._writer)  # which ends the thread
+        os.write(self._writer, b"\0")  # no signal's number; forked children may have the pipe, too
+        self._thread.join()
+        os.close(self._writer)
 
     def _listen(self, reader: int) -> None:
-        while numbers := os.read(reader, 64):
+        while 0 not in (numbers := os.read(reader, 64)):
             if set(numbers) & set(SIGNALS):
                 self.last_s = time.monotonic()
         os.close(reader)
