@@ -57,7 +57,7 @@ OPTIONS: list[Case] = [
     option("disk", "{missing}", "--disk: expected a folder that is there, but '.*missing' is not"),
     option("disk", "{text}", "--disk: expected a folder that is there, but '.*text.txt' is a file"),
     option("disk", "/dev/shm", "--disk: .*expected a (drive|folder)"),  # memory, where it exists
-    option("set", "optim=adafactor", "--set optim: expected 'adamw_torch_fused', .* but got 'adafactor'"),
+    option("set", "optim=ademamix", "--set optim: expected one of .* words.* but got 'ademamix'"),
     option("report-to", "tensorbored", "--report-to: expected .* did you mean 'tensorboard'"),
     option("set", "learning_rate", "--set: expected KEY=VALUE, but got 'learning_rate'"),
     option("set", "learning_rat=1", "--set learning_rat: expected .* did you mean 'learning_rate'"),
@@ -126,7 +126,7 @@ MODELS: list[Case] = [
     option("model", "{weights:complex}", "lm_head.weight': expected a dtype .*'C64'; complex weights"),
     option("model", "{config:num_hidden_layers=1000000000}", "at most 10,000 layers or experts"),
     ("no chat template", {"--model": "{untemplated}", "--data": "{chat}"}, "--set chat_template_path=FILE.jinja"),
-    option("set", "optim=adamw_torch_4bit", "--set optim: expected 'adamw_torch_fused', 'adamw_torch'"),
+    option("set", "optim=adamw_torch_4bit", "--set optim: expected one of .*did you mean 'adamw_torch_8bit'"),
     option("device", "cuda", "--device: expected a GPU for 'cuda', but .*this torch .[0-9.]+"),
     option("model", "{weights:other}", "expected .*lm_head.weight.* shape"),
 ]
