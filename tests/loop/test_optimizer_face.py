@@ -206,3 +206,13 @@ def test_momentum_that_pauses(model, optimizer):
         optimizer.param_groups[0]["momentum"] = momentum
         losses += train(model, optimizer)
     return losses
+
+
+@agrees("plain", "device", "host", "disk", optimizer=lambda model: sgd(model, dampening=0.4))
+def test_momentum_that_begins_later(model, optimizer):
+    """With dampening it begins with the whole gradient of that step."""
+    losses = []
+    for momentum in (0.0, 0.9, 0.0, 0.5):
+        optimizer.param_groups[0]["momentum"] = momentum
+        losses += train(model, optimizer)
+    return losses

@@ -9,7 +9,7 @@ import torch
 
 from outcore.core.errors import ConfigError
 from outcore.optim import Lion, State
-from outcore.optim.rules import AdagradHyper, AdamHyper, RuleHyper, SgdHyper, rule_for
+from outcore.optim.rules import AdagradHyper, AdamHyper, RuleHyper, SgdHyper, counts, rule_for
 
 
 def params(count: int = 1) -> list[torch.nn.Parameter]:
@@ -147,6 +147,15 @@ def test_who_is_refused_hears_what_to_take():
         rule_for(Lion8bit(params()))
     with pytest.raises(ConfigError, match=r"torch\.optim\.\w+\.Rprop; write its update as an outcore\.optim\.Rule"):
         rule_for(torch.optim.Rprop(params()))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_steps_of_sgd_that_count(fused):
+    """With dampening those before the first that has momentum leave no trace."""
+    for momentum, dampening, want in ((0.0, 0.5, False), (0.9, 0.5, True), (0.0, 0.0, True)):
+        optimizer = torch.optim.SGD(params(), momentum=momentum, dampening=dampening, fused=fused)
+        assert counts(rule_for(optimizer).hyper(optimizer.param_groups[0])) is want
+    assert counts(rule_for(Lion(params())).hyper(Lion(params()).param_groups[0]))
 
 
 @pytest.mark.parametrize("option", ["capturable=True", "differentiable=True"])

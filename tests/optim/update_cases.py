@@ -42,6 +42,11 @@ OPTIMIZERS = {
     "nadam foreach": lambda p: torch.optim.NAdam(p, lr=1e-2, weight_decay=0.1, maximize=True, foreach=True),
     "radam": lambda p: torch.optim.RAdam(p, lr=1e-2, betas=(0.9, 0.6), weight_decay=0.1, decoupled_weight_decay=True),
     "radam foreach": lambda p: torch.optim.RAdam(p, lr=1e-2, betas=(0.9, 0.6), weight_decay=0.1, foreach=True),
+    "adamw tensors": lambda p: torch.optim.AdamW(
+        p, lr=torch.tensor(3.3e-3), betas=(torch.tensor(0.9), torch.tensor(0.99)), fused=False
+    ),
+    "nadam tensors": lambda p: torch.optim.NAdam(p, lr=torch.tensor(3.3e-3), weight_decay=0.1),
+    "adamax tensors": lambda p: torch.optim.Adamax(p, lr=torch.tensor(3.3e-3), weight_decay=0.1),
     "lion": lambda p: Lion(p, lr=1e-2, weight_decay=0.1, maximize=True),
 }
 FUSED = [name for name in OPTIMIZERS if OPTIMIZERS[name]([torch.nn.Parameter(torch.zeros(1))]).defaults.get("fused")]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -18,6 +18,26 @@ from outcore.optim.rule import Settings, State
 _LAST_STEP = 2**24  # torch counts steps in fp32 by adding 1, which stands still here
 _States = Mapping[str, Tensor]
 _Call = Callable[[Tensor, Tensor, _States, int, Settings], None]
+
+
+@final
+class TensorNumber(NamedTuple):
+    """A tensor among settings, as a value: torch computes with it in its dtype, and so rounds otherwise."""
+
+    value: float
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorNumber:
+        """What the tensor says now."""
+        return cls(tensor.item(), tensor.dtype)
+
+
+def _given(value: Any) -> Any:
+    """A setting as torch's function is to get it."""
+    if isinstance(value, TensorNumber):
+        return torch.tensor(value.value, dtype=value.dtype, device="cpu")
+    return tuple(map(_given, value)) if isinstance(value, tuple) else value
 
 
 @final
@@ -39,11 +59,12 @@ class TorchRule:
 
     def states(self, shape: tuple[int, ...], settings: Settings) -> Mapping[str, State]:
         """By name."""
-        return {name: _form(name, shape, settings) for name in self.named(shape, settings)}
+        given = {name: _given(value) for name, value in settings.items()}
+        return {name: _form(name, shape, given) for name in self.named(shape, given)}
 
     def update(self, weight: Tensor, grad: Tensor, states: _States, step: int, settings: Settings) -> None:
         """As one step of torch's."""
-        self.call(weight, grad, states, step, settings)
+        self.call(weight, grad, states, step, {name: _given(value) for name, value in settings.items()})
 
 
 def _form(name: str, shape: tuple[int, ...], settings: Settings) -> State:

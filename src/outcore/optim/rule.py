@@ -170,13 +170,20 @@ def checked_states(rule: Rule, shape: tuple[int, ...], settings: Settings) -> Ma
     return states
 
 
-def settings_of(group: Settings, names: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+def settings_of(
+    group: Settings, names: Mapping[str, Any], of_tensor: Callable[[Tensor], Any] = Tensor.item
+) -> tuple[tuple[str, Any], ...]:
     """What a step needs of a group, as plain and hashable values: no scheduler reaches an update under way.
+
+    Args:
+        group: All settings.
+        names: Of those that a step needs.
+        of_tensor: Gives what stands for a tensor among them.
 
     Raises:
         ConfigError: One is not hashable.
     """
-    found = tuple((name, _plain(group[name])) for name in names if name in group)
+    found = tuple((name, _plain(group[name], of_tensor)) for name in names if name in group)
     for name, value in found:
         try:
             hash(value)
@@ -188,10 +195,10 @@ def settings_of(group: Settings, names: Mapping[str, Any]) -> tuple[tuple[str, A
     return found
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, Tensor):
-        return value.item()
-    return tuple(_plain(v) for v in value) if isinstance(value, list | tuple) else value
+        return of_tensor(value)
+    return tuple(_plain(v, of_tensor) for v in value) if isinstance(value, list | tuple) else value
 
 
 @final

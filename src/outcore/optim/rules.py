@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outcore.core.errors import ConfigError
 from outcore.optim.formats import CODING_BYTES, CODING_COST, coded, format_of
-from outcore.optim.of_torch import RULES, TorchRule
+from outcore.optim.of_torch import RULES, TensorNumber, TorchRule
 from outcore.optim.rule import Rule, State, checked_states, name_of, settings_of
 from outcore.spec.layout import SCRATCH_BYTES
 from outcore.spec.model import DTYPE_BYTES, StateForm, StateFormat
@@ -105,6 +105,19 @@ def said(hyper: Hyper) -> str:
     return f"{type(hyper.rule).__qualname__} {hyper.values}" if isinstance(hyper, RuleHyper) else repr(hyper)
 
 
+def counts(hyper: Hyper) -> bool:
+    """Whether a step with such settings is one that the states count.
+
+    With dampening torch's SGD begins momentum at the first step that has some, and those before leave no trace.
+    """
+    if isinstance(hyper, SgdHyper):
+        return bool(hyper.momentum or not hyper.dampening)
+    if isinstance(hyper, RuleHyper) and hyper.rule is RULES["SGD"]:
+        settings = hyper.settings
+        return bool(settings["momentum"] or not settings["dampening"])
+    return True
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class Kind:
@@ -133,7 +146,7 @@ class Kind:
         is_fused = self.name in _READERS and not group.get("foreach") and group.get("fused") is not False
         if is_fused:
             return _READERS[self.name](group)
-        values = settings_of(group, self.keys)
+        values = settings_of(group, self.keys, TensorNumber.of)
         if self.rule.may_be_foreach and group["foreach"] is None and group["params"]:
             is_foreach = not group["params"][0].is_cpu  # what torch takes there; an update elsewhere does the same
             values = tuple((name, is_foreach if name == "foreach" else value) for name, value in values)

@@ -17,7 +17,7 @@ from outcore.device.device import Device
 from outcore.memory.arena import Buffer
 from outcore.optim.blocks import Piece, update_blocks
 from outcore.optim.kernels import FusedHyper, FusedStep, apply
-from outcore.optim.rules import Hyper, RuleHyper, SgdHyper
+from outcore.optim.rules import Hyper, RuleHyper, SgdHyper, counts
 from outcore.runtime.recompute.structure import take_apart
 from outcore.runtime.unit.absent import unfreezing_refusal
 from outcore.runtime.unit.unit import Unit
@@ -96,10 +96,10 @@ class PlainUpdates:
             torch.autograd.graph.increment_version(step.targets)  # a graph of the old weights must not be walked
             for param in step.targets:
                 unit, i = self._places[id(param)]
-                unit.steps[i] += 1
+                unit.steps[i] += counts(step.hyper)
         for unit, i, grad, hyper in steps[1]:
-            unit.steps[i] += 1
             update_blocks([self._piece(unit, i, grad, hyper)], self._room)
+            unit.steps[i] += counts(hyper)
             torch.autograd.graph.increment_version(unit.params[i])
         updated = self._device.mark("updated")
         for home in self._homes:
@@ -131,9 +131,9 @@ class PlainUpdates:
             grad=flat(spec, grad),
             states={name: unit.views.state(states, name)[i] for name in names},
             weights=None,
-            step=unit.steps[i],
+            step=unit.steps[i] + 1,
             hyper=hyper,
-            numbers=self._numbers.advance(unit, i, hyper, unit.steps[i]),
+            numbers=self._numbers.advance(unit, i, hyper, unit.steps[i] + 1),
             likes=likes_of(unit, i) if spec.is_whole else {},
         )
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from outcore.device.lanes import Handle
-from outcore.optim.rules import Hyper, said
+from outcore.optim.rules import Hyper, counts, said
 from outcore.order.updates import UpdateOrder
 from outcore.runtime.gradients.handle import GradHandle
 from outcore.runtime.gradients.passes import Gradients
@@ -131,7 +131,8 @@ class StreamedUpdates:
             if on_host:
                 mine, ready = factors.of(handle)
                 copied += ready
-            unit.steps[i] += 1
-            before = self._early.numbers.advance(unit, i, hyper, unit.steps[i]) if unit.views.numbers[i] else _NONE
-            changes[i] = Change(unit.steps[i], hyper, tuple(mine), handle.is_zero, before)
+            step = unit.steps[i] + 1
+            unit.steps[i] += counts(hyper)
+            before = self._early.numbers.advance(unit, i, hyper, step) if unit.views.numbers[i] else _NONE
+            changes[i] = Change(step, hyper, tuple(mine), handle.is_zero, before)
         return changes, copied
