@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outcore.core.errors import ConfigError
-from outcore.optim import Lion
+from outcore.optim import Lion, Rule, State, formats
 from outcore.optim.blocks import Piece, split, update_blocks
 from outcore.optim.formats import Codes, codes_of, decode, encode
 from outcore.optim.rules import rule_for
+from outcore.spec.layout import NOISE_BYTES
 from outcore.spec.model import ParamSpec
 
 from .update_cases import assert_same_bits, random
@@ -123,8 +124,55 @@ def test_what_bf16_has_stays_as_it_is(value):
     states = {"m": torch.zeros(300, dtype=torch.bfloat16)}
     encode("m", states, Codes({"m": "bf16"}, 7), torch.full((300,), value), 0, 1)
     assert torch.equal(states["m"].view(torch.int16), torch.full((300,), value, dtype=torch.bfloat16).view(torch.int16))
-    encode("m", states, Codes({"m": "bf16"}, 7), torch.full((300,), torch.nan), 0, 1)
-    assert bool(states["m"].isnan().all())
+    for bits in (-1, 0x7FFFFFFF, 0x7F800001, 0x7FC00000):  # NaNs, which noise could make numbers of
+        encode(
+            "m", states, Codes({"m": "bf16"}, 7), torch.full((300,), bits, dtype=torch.int32).view(torch.float32), 0, 1
+        )
+        assert bool(states["m"].isnan().all())
+
+
+def test_noise_is_the_same_in_small_pieces():
+    codes, value, step = Codes({"m": "bf16"}, 65521 - 100), 1.0 + 2**-10, 3
+    whole = {"m": torch.zeros(2**16, dtype=torch.bfloat16)}
+    encode("m", whole, codes, torch.full((2**16,), value), 0, step)
+    for start, stop in ((0, 64), (64, 8000), (65000, 65536)):
+        part = {"m": torch.zeros(stop - start, dtype=torch.bfloat16)}
+        encode("m", part, codes, torch.full((stop - start,), value), start, step)
+        assert torch.equal(part["m"], whole["m"][start:stop])
+
+
+def test_noise_of_small_parameters_is_not_kept():
+    formats.forget_noise()
+    states = {"m": torch.zeros(64, dtype=torch.bfloat16)}
+    encode("m", states, Codes({"m": "bf16"}, 7), torch.ones(64), 0, 1)
+    assert formats._period_on_host.cache_info().currsize == 0
+    large = {"m": torch.zeros(2**16, dtype=torch.bfloat16)}
+    encode("m", large, Codes({"m": "bf16"}, 7), torch.ones(2**16), 0, 1)
+    info, kept = formats._period_on_host.cache_info(), formats._period_on_host(7, 1)
+    assert info.currsize == 1
+    assert 8 <= info.maxsize <= NOISE_BYTES // kept.nbytes  # which plans count
+
+
+class Signed(Rule):
+    """Its state has a name that torch has for one that is never negative."""
+
+    def states(self, shape, settings):
+        return {"sum": State(), "squares": State(is_unsigned=True), "own": State(dtype=torch.bfloat16)}
+
+    def update(self, weight, grad, states, step, settings):
+        states["sum"].add_(grad)
+        states["squares"].addcmul_(grad, grad)
+
+
+def test_a_rule_says_which_states_are_never_negative():
+    MAKES["signed"] = lambda p: Signed(p, {"lr": 1e-2})
+    run, grad = Run("signed", "8bit", 5000), random(5000, 1)
+    assert run.codes == Codes({"sum": "8bit", "squares": "8bit"}, run.codes.seed, frozenset({"squares"}))
+    run.step(1, grad)
+    got = {name: decode(name, run.states, run.codes, torch.empty(5120)) for name in ("sum", "squares")}
+    assert float((got["sum"] - grad).abs().max()) < 0.1
+    table = dynamic_map(is_signed=False)[run.states["squares"].long()]
+    assert torch.equal(got["squares"], table * run.states["squares_absmax"].repeat_interleave(256)[:5000])
 
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
@@ -135,7 +183,7 @@ def test_8_bits_are_those_of_bitsandbytes(name):
     x[:256] = 0
     numel = -(-len(x) // 256)
     states = {name: torch.zeros(len(x), dtype=torch.uint8), f"{name}_absmax": torch.zeros(numel)}
-    room, codes = torch.full((numel * 256,), torch.nan), Codes({name: "8bit"}, 0)
+    room, codes = torch.full((numel * 256,), torch.nan), Codes({name: "8bit"}, 0, frozenset({"exp_avg_sq"}))
     room[: len(x)] = x
     encode(name, states, codes, room, 0, 1)
     padded = torch.nn.functional.pad(x, (0, numel * 256 - len(x))).view(-1, 256)

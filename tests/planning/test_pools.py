@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from outcore.planning.homes.pools import LEAST, SCRATCH_BYTES, Comfort, pools_for
-from outcore.spec.model import ModelSpec, UnitSpec
+from outcore.spec.layout import NOISE_BYTES
+from outcore.spec.model import ModelSpec, StateForm, UnitSpec
 from outcore.spec.plan import UnitPlan
 
 from .models import unit
@@ -118,3 +119,31 @@ def test_what_updates_make_and_drop_is_counted_where_they_run():
         assert ("device", "temporary") not in on_host
         on_device = pools(made, ["device device device"] * 3)
         assert on_device["device", "temporary"] == [(6 * 4096, 1)]
+
+
+def test_what_updates_make_has_room_in_both_lanes_of_the_device():
+    """A unit that is updated at once, and one that is staged, may be under way together."""
+
+    def wanted(*tiers):
+        plans = [UnitPlan(name="", weights="device", gradients="device", states="device")]
+        for i, tier in enumerate(tiers):
+            homes = {"weights": "device", "gradients": tier, "states": tier}
+            plans.append(UnitPlan(name=f"l.{i}", update="host" if tier == "device" else "device", **homes))
+        specs = [
+            dataclasses.replace(spec, params=tuple(dataclasses.replace(p, temporary_bytes=10_000) for p in spec.params))
+            for spec in model(*[M] * len(tiers)).units
+        ]
+        spec = dataclasses.replace(model(), units=tuple(specs))
+        return [(p.slot_bytes, p.num_slots) for p in pools_for(spec, plans, LEAST) if p.kind == "temporary"]
+
+    assert wanted("device", "device") == wanted("host", "host") == [(12_288, 1)]
+    assert wanted("device", "host") == wanted("device", "host", "host") == [(12_288, 2)]
+
+
+@pytest.mark.parametrize(("chosen", "want"), [("bf16", [NOISE_BYTES]), ("fp32", [])])
+def test_noise_is_counted_on_the_host(chosen, want):
+    form = StateForm("exp_avg", "bfloat16", format=chosen)
+    param = dataclasses.replace(unit("l", M).params[0], states=(form,), temporary_bytes=10_000)
+    spec = ModelSpec(units=(UnitSpec(name="l", params=(param,)),), state_names=("exp_avg",), precision="bf16")
+    plans = [UnitPlan(name="l", weights="host", gradients="host", states="host")]
+    assert [p.slot_bytes for p in pools_for(spec, plans, LEAST) if p.kind == "temporary"] == want

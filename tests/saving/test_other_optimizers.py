@@ -33,6 +33,10 @@ def stored_in(chosen: str) -> Any:
     return lambda model: torch.optim.AdamW([{"params": trained(model), "state_format": chosen}], lr=1e-2)
 
 
+def sgd(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": trained(model), "state_format": "bf16"}], lr=1e-2, momentum=0.9)
+
+
 OPTIMIZERS = {
     "nadam": lambda model: torch.optim.NAdam(trained(model), lr=1e-2),  # a number that every step multiplies
     "adafactor": lambda model: torch.optim.Adafactor(trained(model), lr=1e-2),  # states of other shapes
@@ -42,9 +46,12 @@ OPTIMIZERS = {
 }
 
 
+MORE = {"fp32": stored_in("fp32"), "sgd": sgd}
+
+
 def prepared(name: str, folder: Path, tier: str, seed: int = 0, **options: Any) -> Any:
     model = small.build("llama", dtype=torch.bfloat16, seed=seed)
-    optimizer = OPTIMIZERS[name](model)
+    optimizer = (OPTIMIZERS | MORE)[name](model)
     joined = Joined(optimizer) if isinstance(optimizer, list) else optimizer
     return small.prepared(model, folder, tier, optimizer=joined, **options)
 
@@ -189,10 +196,57 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
         group["state_format"] = "8bit"
         optimizer.step()
         param = group["params"][0]
-        with pytest.raises(ConfigError, match="as codes of 8 bits, as this run stores it, but got torch.float32"):
+        with pytest.raises(
+            ConfigError, match=r"in torch.uint8, as this run stores it \(state_format '8bit'\), but got torch.float32"
+        ):
             optimizer.state[param] = {"step": 1, "exp_avg": torch.zeros(param.shape)}
         outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1, wait=True)
     with prepared("bf16", tmp_path, "host") as (model, optimizer):
         with pytest.raises(ConfigError, match="expected one of this model, optimizer and precision"):
             outcore.load_checkpoint(model, optimizer, tmp_path / "c")
         assert state_dict["param_groups"][0]["state_format"] == "8bit"
+        small.train(model, optimizer)
+        others = [state_dict, optimizer.state_dict()]
+    with prepared("fp32", tmp_path, "host") as (model, optimizer):
+        small.train(model, optimizer)
+        others.append(optimizer.state_dict())
+        before = state_of(model, optimizer)
+        param = optimizer.param_groups[0]["params"][0]
+        for other in others[:2]:
+            with pytest.raises(ConfigError, match="expected groups of state_format"):
+                optimizer.load_state_dict(other)
+        plain = {"state": state_dict["state"], "param_groups": others[2]["param_groups"]}
+        with pytest.raises(ConfigError, match="in torch.float32, as this run stores it .* but got torch.uint8"):
+            optimizer.load_state_dict(plain)
+        with pytest.raises(ConfigError, match="in torch.float32, as this run stores it .* but got torch.uint8"):
+            optimizer.state[param] = state_dict["state"][0]
+        small.same(before, state_of(model, optimizer))
+    with prepared("bf16", tmp_path, "host") as (model, optimizer):
+        with pytest.raises(ConfigError, match=r"expected groups of state_format \['bf16'\], but got \['fp32'\]"):
+            optimizer.load_state_dict(others[2])
+        plain = {"state": others[2]["state"], "param_groups": others[1]["param_groups"]}
+        with pytest.raises(ConfigError, match="in torch.bfloat16, as this run stores it .* but got torch.float32"):
+            optimizer.load_state_dict(plain)
+        assert optimizer.param_groups[0]["state_format"] == "bf16"
+
+
+def test_codes_are_not_edited_alone(tmp_path: Path) -> None:
+    with prepared("8bit", tmp_path, "host") as (model, optimizer):
+        small.train(model, optimizer)
+        param = optimizer.param_groups[0]["params"][0]
+        state = optimizer.state[param]
+        saved = {name: value.fetch() for name, value in state.items()}
+        for edit in (
+            lambda: state["exp_avg"].zero_(),
+            lambda: state.update(exp_avg=torch.zeros_like(saved["exp_avg"])),
+        ):
+            with pytest.raises(UnsupportedError, match="expected codes of 8 bits to be left alone"):
+                edit()
+        state["exp_avg_absmax"].zero_()  # moments of 0
+        assert not state["exp_avg_absmax"].any()
+        optimizer.state[param] = saved
+        small.same(saved, {name: value.fetch() for name, value in state.items()})
+
+
+def test_noise_of_an_optimizer_without_steps_goes_on(tmp_path: Path) -> None:
+    test_a_training_state_and_a_state_dict_go_on("sgd", tmp_path)

@@ -13,8 +13,10 @@ half of a float's bits; within one such step there is at most one boundary betwe
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple, get_args
 
@@ -24,6 +26,7 @@ from torch import Tensor
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.core.quantities import align_up
 from outcore.optim.rule import SCALE
+from outcore.spec.layout import NOISE_BYTES
 from outcore.spec.model import ParamSpec, StateForm, StateFormat
 
 FORMATS: tuple[StateFormat, ...] = get_args(StateFormat)
@@ -38,7 +41,8 @@ CODING_COST: Mapping[StateFormat, float] = {"fp32": 0.0, "bf16": 1.25, "8bit": 5
 _PERIOD = 65521  # of noise; prime, so that no row of a matrix gets what the row above gets
 NOISE_NUMEL = _PERIOD
 """Blocks of so many elements draw from noise that is made once."""
-_NEVER_NEGATIVE = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "exp_inf", "sum")
+_CACHED_NUMEL = _PERIOD // 8
+"""For fewer elements noise is made each time."""
 
 
 def format_of(group: Mapping[str, object]) -> StateFormat:
@@ -61,9 +65,9 @@ def refuse_other_format(param: ParamSpec, group: Mapping[str, object]) -> None:
     Raises:
         UnsupportedError: It does.
     """
-    chosen, stored = format_of(group), codes_of(param)
-    has_none = chosen == "fp32" or (chosen == "8bit" and param.numel < LEAST_8BIT_NUMEL)
-    if not param.states or (has_none if stored is None else chosen in stored.formats.values()):
+    chosen, stored, states = format_of(group), codes_of(param), param.states or ()
+    has_none = all(coded(form, param.numel, param.update_dtype, chosen) == (form,) for form in states)
+    if not states or (has_none if stored is None else chosen in stored.formats.values()):
         return
     raise UnsupportedError(
         f"expected the state_format that the param group of '{param.name}' had at outcore.prepare(), when memory was "
@@ -71,14 +75,15 @@ def refuse_other_format(param: ParamSpec, group: Mapping[str, object]) -> None:
     )
 
 
-def coded(form: StateForm, numel: int, chosen: StateFormat) -> tuple[StateForm, ...]:
-    """How a state of so many elements is stored."""
-    if chosen == "bf16":
-        return (StateForm(form.name, "bfloat16", None, form.initial, "bf16"),)
-    if chosen == "fp32" or numel < LEAST_8BIT_NUMEL:
+def coded(form: StateForm, numel: int, dtype: str, chosen: StateFormat) -> tuple[StateForm, ...]:
+    """How a state of so many elements is stored; those of another shape or dtype than the update's stay as they are."""
+    is_small = chosen == "8bit" and numel < LEAST_8BIT_NUMEL
+    if chosen == "fp32" or is_small or form.shape is not None or form.dtype != dtype:
         return (form,)
+    if chosen == "bf16":
+        return (replace(form, dtype="bfloat16", format=chosen),)
     scales = StateForm(form.name + SCALE, "float32", (-(-numel // SCALED_NUMEL),), form.initial)
-    return StateForm(form.name, "uint8", None, 255.0 if form.initial else 0.0, "8bit"), scales
+    return replace(form, dtype="uint8", initial=255.0 if form.initial else 0.0, format=chosen), scales
 
 
 class Codes(NamedTuple):
@@ -88,6 +93,8 @@ class Codes(NamedTuple):
     """By the name of a state that is coded."""
     seed: int
     """Of the noise."""
+    unsigned: frozenset[str] = frozenset()
+    """States that are never negative."""
 
     @property
     def has_scales(self) -> bool:
@@ -99,8 +106,10 @@ def codes_of(param: ParamSpec) -> Codes | None:
     """How the states of a parameter are stored; None: as they are updated."""
     if not param.is_coded:
         return None
-    formats = {form.name: form.format for form in param.states or () if form.format != "fp32"}
-    return Codes(formats, zlib.crc32(param.name.encode()))
+    stored = [form for form in param.states or () if form.format != "fp32"]
+    formats = {form.name: form.format for form in stored}
+    unsigned = frozenset(form.name for form in stored if form.is_unsigned)
+    return Codes(formats, zlib.crc32(param.name.encode()), unsigned)
 
 
 def updated_in(param: ParamSpec) -> dict[str, str]:
@@ -122,7 +131,7 @@ def decode(name: str, states: Mapping[str, Tensor], codes: Codes, room: Tensor) 
     values = room[: stored.numel()]
     if codes.formats[name] == "bf16":
         return values.copy_(stored)
-    torch.index_select(_map(name, stored.device), 0, stored.int(), out=values)
+    torch.index_select(_map(name in codes.unsigned, stored.device), 0, stored.int(), out=values)
     numel = align_up(stored.numel(), SCALED_NUMEL)
     room[stored.numel() : numel].zero_()
     room[:numel].view(-1, SCALED_NUMEL).mul_(states[name + SCALE][:, None])
@@ -142,10 +151,10 @@ def encode(name: str, states: Mapping[str, Tensor], codes: Codes, room: Tensor, 
     """
     stored = states[name]
     if codes.formats[name] == "bf16":
+        room[: stored.numel()].nan_to_num_(math.nan, math.inf, -math.inf)  # one NaN, which noise leaves one
         bits = room[: stored.numel()].view(torch.int32)
         place = (start + codes.seed + sum(name.encode())) % _PERIOD  # states of one element draw apart
-        bits.add_(_noise(codes.seed, step, stored, place + stored.numel())[place : place + stored.numel()])
-        bits.bitwise_and_(-65536)
+        bits.add_(_noise(codes.seed, step, stored, place)).bitwise_and_(-65536)
         stored.copy_(room[: stored.numel()])
         return
     numel = align_up(stored.numel(), SCALED_NUMEL)
@@ -156,28 +165,43 @@ def encode(name: str, states: Mapping[str, Tensor], codes: Codes, room: Tensor, 
     rows.mul_(scales.masked_fill_(scales == 0, 1.0).reciprocal_()[:, None]).clamp_(-1.0, 1.0)
     values = room[: stored.numel()]
     index = (values.view(torch.int32) >> 16).add_(32768)
-    lower, boundary = _nearest(name in _NEVER_NEGATIVE, stored.device)
+    lower, boundary = _nearest(name in codes.unsigned, stored.device)
     torch.add(torch.index_select(lower, 0, index), values > torch.index_select(boundary, 0, index), out=stored)
 
 
-def _noise(seed: int, step: int, like: Tensor, numel: int) -> Tensor:
-    """Numbers from 0 to 65535, with a period."""
+def _noise(seed: int, step: int, like: Tensor, place: int) -> Tensor:
+    """Numbers from 0 to 65535 from a place on, with a period."""
+    stop = place + like.numel()
+    if like.numel() < _CACHED_NUMEL:
+        return _hashed(seed, step, range(place, stop), like.device)
     made = _period_on_host(seed, step) if like.is_cpu else _period(seed, step, like.device)
-    return made if numel <= made.numel() else made[:_PERIOD].repeat(-(-numel // _PERIOD))
+    return (made if stop <= made.numel() else made[:_PERIOD].repeat(-(-stop // _PERIOD)))[place:stop]
 
 
-@lru_cache(maxsize=64)  # blocks of a parameter share it; on a device it would have to be ordered behind its making
+# Blocks of a parameter share it. On a device it would have to be ordered behind its making.
+@lru_cache(maxsize=NOISE_BYTES // (2 * _PERIOD * 4))
 def _period_on_host(seed: int, step: int) -> Tensor:
     return _period(seed, step, torch.device("cpu"))
 
 
+def forget_noise() -> None:
+    """Give the memory back that blocks shared."""
+    _period_on_host.cache_clear()
+
+
 def _period(seed: int, step: int, device: torch.device) -> Tensor:
-    """Two periods of a hash of seed, step and place (the finalizer of MurmurHash3, over 32 bits)."""
+    """Two periods."""
+    return _hashed(seed, step, range(_PERIOD), device).repeat(2)
+
+
+def _hashed(seed: int, step: int, places: range, device: torch.device) -> Tensor:
+    """A hash of seed, step and place (the finalizer of MurmurHash3, over 32 bits)."""
     key = (seed * 0x9E3779B1 + step * 0x85EBCA77) & 0xFFFFFFFF
-    x = torch.arange(_PERIOD, dtype=torch.int64, device=device).mul_(0x27D4EB2F).add_(key).bitwise_and_(0xFFFFFFFF)
+    x = torch.arange(places.start, places.stop, dtype=torch.int64, device=device).remainder_(_PERIOD)
+    x.mul_(0x27D4EB2F).add_(key).bitwise_and_(0xFFFFFFFF)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
         x = (x ^ (x >> shift)).mul_(factor).bitwise_and_(0xFFFFFFFF)
-    return (x & 0xFFFF).int().repeat(2)
+    return (x & 0xFFFF).int()
 
 
 @lru_cache(maxsize=2)
@@ -193,9 +217,9 @@ def _dynamic_map(*, is_signed: bool) -> Tensor:
     return torch.tensor(sorted(found), dtype=torch.float32, device="cpu")
 
 
-@lru_cache(maxsize=32)
-def _map(name: str, device: torch.device) -> Tensor:
-    return _settled(_dynamic_map(is_signed=name not in _NEVER_NEGATIVE), device)
+@lru_cache(maxsize=8)
+def _map(is_unsigned: bool, device: torch.device) -> Tensor:  # noqa: FBT001
+    return _settled(_dynamic_map(is_signed=not is_unsigned), device)
 
 
 def _settled(table: Tensor, device: torch.device) -> Tensor:

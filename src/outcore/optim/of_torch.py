@@ -74,7 +74,8 @@ def _form(name: str, shape: tuple[int, ...], settings: Settings) -> State:
         return State(shape=(*shape[:-1], 1))
     if name == "col_var":
         return State(shape=(*shape[:-2], 1, shape[-1]))
-    return State(initial=settings["initial_accumulator_value"] if name == "sum" else 0.0)
+    initial = settings["initial_accumulator_value"] if name == "sum" else 0.0
+    return State(initial=initial, is_unsigned=name in UNSIGNED)
 
 
 def _function(module: str, name: str) -> Callable[..., None]:
@@ -90,6 +91,8 @@ def _taken(settings: Settings, *names: str) -> dict[str, Any]:
     return {name: settings[name] for name in names}
 
 
+UNSIGNED = frozenset(("exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "exp_inf", "sum"))
+"""Torch's states that are never negative."""
 _COMMON = ("lr", "weight_decay", "foreach", "maximize")
 
 

@@ -28,7 +28,8 @@ class State:
     """One state of one parameter, as a ``Rule`` declares it.
 
     ``initial`` is what every element begins with, ``shape`` its shape if it is not the parameter's, and ``dtype`` its
-    dtype if it is not the one in which the parameter is updated.
+    dtype if it is not the one in which the parameter is updated. ``is_unsigned`` says that it is never negative: then
+    8 bits are finer.
     """
 
     initial: float = 0.0
@@ -38,6 +39,8 @@ class State:
     read it and set it alike; of one that is whole it is where the parameter is. Only such a one has other shapes."""
     dtype: torch.dtype | None = None
     """None: that in which the parameter is updated."""
+    is_unsigned: bool = False
+    """It is never negative: with ``state_format="8bit"`` all codes are numbers from 0 on."""
 
 
 RESERVED = ("step", "master")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outcore.core.errors import ConfigError
 from outcore.optim.formats import CODING_BYTES, CODING_COST, coded, format_of
-from outcore.optim.of_torch import RULES, TensorNumber, TorchRule
+from outcore.optim.of_torch import RULES, UNSIGNED, TensorNumber, TorchRule
 from outcore.optim.rule import Rule, State, checked_states, name_of, settings_of
 from outcore.spec.layout import SCRATCH_BYTES
 from outcore.spec.model import DTYPE_BYTES, StateForm, StateFormat
@@ -157,9 +157,9 @@ class Kind:
         if isinstance(hyper, RuleHyper) and isinstance(hyper.rule, Rule):
             return checked_states(hyper.rule, shape, hyper.settings)
         if self.initial_sum is not None:
-            return {"sum": State(initial=self.initial_sum)}
+            return {"sum": State(initial=self.initial_sum, is_unsigned=True)}
         if not isinstance(hyper, RuleHyper):
-            return {name: State() for name in hyper.state_names}
+            return {name: State(is_unsigned=name in UNSIGNED) for name in hyper.state_names}
         return self.rule.states(shape, hyper.settings)
 
 
@@ -221,25 +221,21 @@ class UpdateRule:
             hypers = [kind.hyper(g) for g in groups if self.kind(g) is kind]
             states = {name: state for hyper in hypers for name, state in kind.states(shape, hyper).items()}
             forms = tuple(
-                StateForm(n, name_of(s.dtype) if s.dtype else dtype, s.shape, s.initial) for n, s in states.items()
+                StateForm(n, name_of(s.dtype) if s.dtype else dtype, s.shape, s.initial, is_unsigned=s.is_unsigned)
+                for n, s in states.items()
             )
             hyper, chosen = kind.hyper(group), format_of(group)
             cost = hyper.rule.cost if isinstance(hyper, RuleHyper) else 1.0
             made, is_whole = _temporaries(hyper, param.numel() * DTYPE_BYTES[dtype])
             if chosen != "fp32":
                 _refuse_format(kind.name, chosen, dtype, is_whole=is_whole)
-                stored = tuple(each for form in forms for each in _coded(form, param.numel(), dtype, chosen))
+                stored = tuple(each for form in forms for each in coded(form, param.numel(), dtype, chosen))
                 made += CODING_BYTES
                 cost += CODING_COST[chosen] * len(set(forms) - set(stored))
                 forms = stored
             return Kept(forms, made, is_whole, cost)
 
         return kept
-
-
-def _coded(form: StateForm, numel: int, dtype: str, chosen: StateFormat) -> tuple[StateForm, ...]:
-    """Those of the parameter's own shape and dtype are coded; numbers and the like stay as they are."""
-    return coded(form, numel, chosen) if form.shape is None and form.dtype == dtype else (form,)
 
 
 def _refuse_format(name: str, chosen: StateFormat, dtype: str, *, is_whole: bool) -> None:

@@ -80,7 +80,8 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
         return rule.kind(group)
 
     def _all_names(self, param: torch.Tensor, unit: Unit, index: int) -> tuple[str, ...]:
-        return (*(("step",) if self.kind(param).has_step else ()), *(state.name for state in own_states(unit, index)))
+        has_step = self.kind(param).has_step or unit.spec.params[index].is_coded  # which the noise depends on
+        return (*(("step",) if has_step else ()), *(state.name for state in own_states(unit, index)))
 
     def read(self, param: torch.Tensor, name: str) -> torch.Tensor:
         """One state, in host memory."""
@@ -103,6 +104,13 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
                 f"optimizer.state: expected one of step, {', '.join(held)} for "
                 f"'{unit.spec.params[index].name}', but got '{name}', for which outcore.prepare() took no memory; "
                 "keep values of your own elsewhere"
+            )
+        form = unit.ledger.state_specs[name].forms[index]
+        if form is not None and form.format == "8bit":
+            raise UnsupportedError(
+                f"optimizer.state: expected codes of 8 bits to be left alone, whose 0 is no moment of 0, but {name} of "
+                f"'{unit.spec.params[index].name}' was written; change {name}_absmax, which scales it, replace all "
+                "states of the parameter together, or let them begin anew: del optimizer.state[param]"
             )
         self._engine.states.check(param, {name: value})
         self._engine.access.write_state(unit, name, index, value)

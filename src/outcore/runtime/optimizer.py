@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.device.recorder import Recorder
+from outcore.optim.formats import format_of
 from outcore.optim.joined import HOOKS, members
 from outcore.optim.rules import Kind
 from outcore.runtime.engine import Engine
@@ -204,7 +205,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """Write states home. Settings of the groups are taken over.
 
         Raises:
-            ConfigError: Made for other groups, or a tensor of another shape.
+            ConfigError: Made for other groups, a tensor of another shape, or states of another format.
         """
         self.engine.refuse_if_closed()
         state_dict = state_dict.copy()
@@ -222,6 +223,13 @@ class StreamedOptimizer(torch.optim.Optimizer):
             raise ConfigError(
                 f"optimizer.load_state_dict: expected groups of {sizes} parameters, but got "
                 f"{[len(g['params']) for g in groups]}"
+            )
+        formats = [format_of(group) for group in groups]
+        if formats != [format_of(group) for group in self.param_groups]:
+            raise ConfigError(
+                f"optimizer.load_state_dict: expected groups of state_format "
+                f"{[format_of(group) for group in self.param_groups]}, but got {formats}; states of another format "
+                "are not converted: set state_format before prepare as in the run that saved them"
             )
         keys = [key for group in groups for key in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]

@@ -24,6 +24,8 @@ from outcore.spec.plan import UnitPlan
 
 SCRATCH_BYTES = 16 * 2**20
 """Device memory in which an update there holds blocks of gradients, upcast and scaled."""
+NOISE_BYTES = 8 * 2**20
+"""Host memory of the noise with which updates there round states."""
 
 
 def has_master(unit: UnitPlan, precision: Precision) -> bool:

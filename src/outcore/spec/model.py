@@ -100,6 +100,8 @@ class StateForm:
     """What every element begins with."""
     format: StateFormat = "fp32"
     """How it is stored; fp32: as it is updated, whatever its dtype."""
+    is_unsigned: bool = False
+    """It is never negative."""
 
     @property
     def is_number(self) -> bool:
@@ -145,6 +147,11 @@ class ParamSpec:
     def is_coded(self) -> bool:
         """Whether a state is stored in fewer bytes than it is updated in."""
         return any(form.format != "fp32" for form in self.states or ())
+
+    @property
+    def draws_noise(self) -> bool:
+        """Whether a state is rounded at random."""
+        return any(form.format == "bf16" for form in self.states or ())
 
     @property
     def numel(self) -> int:

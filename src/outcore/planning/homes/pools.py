@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from outcore.core.quantities import PAGE_BYTES, align_up
-from outcore.spec.layout import SCRATCH_BYTES, staging, states_bytes
+from outcore.spec.layout import NOISE_BYTES, SCRATCH_BYTES, staging, states_bytes
 from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import Pool, PoolKind, Tier, UnitPlan
 
@@ -37,6 +37,10 @@ _TWO = ("new_weights", "gradients", "landing")
 _HOST_SLOTS = {"states": 3, "activations": 3, "temporary": 1} | dict.fromkeys(
     _TWO, 2
 )  # read, use, write: some do all three
+
+
+_UPDATES_THERE: frozenset[tuple[Tier, PoolKind]] = frozenset({("device", "scratch"), ("device", "staging")})
+"""At once, and staged: two lanes, which may be under way together."""
 
 
 class Need(NamedTuple):
@@ -114,7 +118,9 @@ def _needs(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> Iterator[Need]:
 
 def _update_needs(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> Iterator[Need]:
     on_host = unit.is_updated_on_host
-    made = (p.temporary_bytes for p in spec.trainable if p.is_whole or not on_host)
+    made = [p.temporary_bytes for p in spec.trainable if p.is_whole or not on_host]
+    if on_host and any(p.draws_noise for p in spec.trainable):
+        made.append(NOISE_BYTES)
     yield Need("host" if on_host else "device", "temporary", align_up(max(made, default=0), PAGE_BYTES))
     if unit.states == "device":
         yield Need("device", "scratch", min(SCRATCH_BYTES, spec.update_bytes))
@@ -147,8 +153,10 @@ def pools_for(model: ModelSpec, units: Sequence[UnitPlan], comfort: Comfort = LE
 def build_pools(needs: Needs, comfort: Comfort) -> Iterator[Pool]:
     """Turn needs into pools, never with more slots than there are units to use them."""
     for tier, kind in POOL_ORDER:
-        sizes = needs.sizes.get((tier, kind))
-        for slot_bytes, num_slots in _cut(sizes, comfort.num_slots(tier, kind)) if sizes else ():
+        sizes, wanted = needs.sizes.get((tier, kind)), comfort.num_slots(tier, kind)
+        if (tier, kind) == ("device", "temporary") and needs.sizes.keys() >= _UPDATES_THERE:
+            wanted = 2
+        for slot_bytes, num_slots in _cut(sizes, wanted) if sizes else ():
             yield Pool(tier=tier, kind=kind, slot_bytes=slot_bytes, num_slots=num_slots)
 
 

@@ -23,6 +23,7 @@ from outcore.core.errors import UnsupportedError
 from outcore.device.threads import start_threads
 from outcore.memory.topology import Topology, read_topology
 from outcore.optim.blocks import Piece, split, update_blocks
+from outcore.optim.formats import forget_noise
 from outcore.optim.sums import Work
 
 SCRATCH_BYTES = 2 * 2**20  # 512 Ki fp32 elements: a block stays in a core's share of the last-level cache
@@ -121,6 +122,7 @@ class UpdateWorkers(Closing):
         is_idle = self._lock.acquire(timeout=CLOSE_TIMEOUT_S)  # else a worker hangs, and its update holds the lock
         threads, self._threads = self._threads, ()
         self._end()
+        forget_noise()
         for thread in threads if is_idle else ():
             thread.join()
         if is_idle:

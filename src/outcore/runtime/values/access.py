@@ -244,17 +244,20 @@ class States:
             return
         spec = unit.spec.params[index]
         for state in unit.ledger.state_specs.values():
-            value, shape = values.get(state.name), state.described(spec, index).shape
-            if value is not None and state.forms[index] is not None and tuple(value.shape) != shape:
+            value, form, shape = values.get(state.name), state.forms[index], state.described(spec, index).shape
+            if value is None or form is None:
+                continue
+            if tuple(value.shape) != shape:
                 raise ConfigError(
                     f"optimizer state: expected {state.name} of '{spec.name}' with shape {shape}, but got "
                     f"{tuple(value.shape)}; it was saved for another model or optimizer"
                 )
-
-            if value is not None and state.parts[index].dtype == "uint8" and value.dtype != torch.uint8:
+            stored = torch_dtype(form.dtype)
+            if value.dtype != stored and (form.format != "fp32" or value.dtype == torch.uint8):
                 raise ConfigError(
-                    f"optimizer state: expected {state.name} of '{spec.name}' as codes of 8 bits, as this run stores "
-                    f"it, but got {value.dtype}; load states of the same state_format"
+                    f"optimizer state: expected {state.name} of '{spec.name}' in {stored}, as this run stores it "
+                    f"(state_format '{form.format}'), but got {value.dtype}; states of another format are not "
+                    "converted: load those of the same state_format into the optimizer that prepare returned"
                 )
 
     def load(self, param: torch.Tensor, values: Mapping[str, Any]) -> None:
