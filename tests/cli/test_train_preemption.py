@@ -27,6 +27,7 @@ from outcore.cli.train.preemption import Preemption
 from outcore.cli.train.saves import Saves, seconds_to_write
 from outcore.cli.train.trainer import SftTrainer
 from outcore.integrations import saves as integration
+from outcore.integrations.saves import EndedAtOnceError
 
 from .conftest import CONFIG, read_jsonl, write_json, write_jsonl
 from .test_train import assert_equal, options
@@ -419,6 +420,15 @@ def test_the_time_begins_when_the_signal_comes():
         assert over_s - begun_s > 0.8, "a call that is long enough"
         assert 0.2 <= asked._end_s - 60 - begun_s < 0.2 + 0.5 * (over_s - begun_s)
     assert not [thread for thread in threading.enumerate() if thread.name == "outcore-signals"]
+
+
+def test_only_a_second_signal_waits_for_no_save():
+    with Preemption(Saves(every_minutes=None, first_s=lambda: 9.0), 5) as asked:
+        asked._is_held = True
+        for kind in (SystemExit, EndedAtOnceError):  # the first one is too late to save what is under way
+            with pytest.raises(SystemExit) as caught:
+                signal.raise_signal(signal.SIGTERM)
+            assert caught.type is kind
 
 
 def test_a_sample_says_how_long_writing_takes(tmp_path):

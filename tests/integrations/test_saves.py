@@ -13,9 +13,11 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback
 
 import outcore
+from outcore.integrations.saves import EndedAtOnceError
 from outcore.integrations.transformers import OutcoreMixin
 from outcore.memory.files.checkpoint_file import CheckpointFile
 from outcore.memory.files.checkpoint_folder import UnfinishedCheckpoint, read_manifest
+from outcore.runtime.saves import Save
 
 from .rig import WARNINGS, Plain, exactly, language, sft, streamed
 from .test_checkpoints import sft_lora
@@ -205,3 +207,33 @@ def test_callbacks_hear_of_the_state_of_the_step(tmp_path):
         trainer._outcore_saves.look = lambda: None if trainer.state.global_step == 3 else look()  # not done yet
         trainer.train()
     assert seen == [(2, 2), (4, 4)]
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, EndedAtOnceError, SystemExit])
+def test_who_ends_a_run_at_once_waits_for_no_save(end, tmp_path, monkeypatch):
+    """And no callback hears of it. An orderly exit waits."""
+    goes_on, write, give_up = threading.Event(), CheckpointFile.write, Save.give_up
+
+    def held(self: Any, *args: Any) -> None:
+        if threading.current_thread() is not threading.main_thread() and "checkpoint-2" in str(self.path):
+            goes_on.wait(5)
+        write(self, *args)
+
+    monkeypatch.setattr(CheckpointFile, "write", held)
+    monkeypatch.setattr(Save, "give_up", lambda self: (give_up(self), goes_on.set()))
+
+    class Ends(Heard):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                if end is SystemExit:
+                    goes_on.set()
+                raise end
+
+    heard, is_given_up = Ends(), end is not SystemExit
+    with streamed(tmp_path) as side:
+        trainer = language(side, tmp_path / "run", save_strategy="steps", save_steps=1, parts={"callbacks": [heard]})
+        with pytest.raises(end):
+            trainer.train()
+    assert [step for step, _ in heard.saved] == ([1] if is_given_up else [1, 2])
+    left = sorted(path.name for path in (tmp_path / "run").glob("*checkpoint*"))
+    assert left == [f"checkpoint-{step}" for step in ([1] if is_given_up else [1, 2])]

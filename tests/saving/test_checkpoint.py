@@ -18,7 +18,9 @@ from outside.calls import Call, watched
 import outcore
 from outcore.api import Prepared
 from outcore.core.errors import ConfigError, DiskError
+from outcore.memory.files.checkpoint_file import CheckpointFile
 from outcore.memory.files.checkpoint_folder import UnfinishedCheckpoint
+from outcore.runtime.saves import Save
 from outcore.saving.export_checkpoint import export_checkpoint
 from outcore.spec.checkpoint import Manifest
 
@@ -237,3 +239,31 @@ def test_who_saves_beside_training_waits_for_no_drive(tier: str, tmp_path: Path)
         save.wait()
         assert ("write", "state.json") in calls
         assert [name for name in calls if name[0] in ("fsync", "pwrite")] == [("pwrite", ".direct")]
+
+
+def test_ctrl_c_while_the_end_of_a_block_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """All is closed, and nobody waits again: the save is given up."""
+    write, fail, go_on = CheckpointFile.write, Save.fail, threading.Event()
+    main = threading.main_thread()
+    monkeypatch.setattr(
+        CheckpointFile, "write", lambda *args: (threading.current_thread() is main or go_on.wait(5), write(*args))
+    )
+    monkeypatch.setattr(Save, "fail", lambda *args: (fail(*args), go_on.set()))
+
+    waited = []
+
+    def interrupt(save: Save) -> None:
+        waited.append(save)
+        raise KeyboardInterrupt
+
+    with small.prepared(small.build("plain"), tmp_path, "host") as (model, optimizer):
+        small.train(model, optimizer)
+        want = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1)
+        monkeypatch.setattr(Save, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            Prepared(model, optimizer).__exit__(None, None, None)
+        assert optimizer.engine.is_closed
+        assert len(waited) == 1
+        small.same(want, dict(model.state_dict()))
+    assert not list((tmp_path / "c").iterdir())

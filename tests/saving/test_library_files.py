@@ -13,11 +13,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import outcore
-from outcore.core.errors import OutcoreError
+from outcore.core.errors import DiskError, OutcoreError
 from outcore.memory.files import weights_layout
 from outcore.memory.files.checkpoint_file import BlockPool, CheckpointFile
 from outcore.memory.files.checkpoint_folder import read_manifest
 from outcore.runtime.module_guard import engine_of
+from outcore.saving import beside
 from outcore.saving.beside import begun
 from outcore.saving.library_files import LibraryFiles
 from outcore.saving.training_state import load_states, save_states, step_of_states
@@ -77,6 +78,25 @@ def test_a_second_file_of_a_name(tmp_path: Path):
             for _ in range(2):
                 LibraryFiles(engine, unfinished, save).weights(unfinished.path)
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_drive_that_is_nearly_full(is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What was reserved for weights is not asked for again with the states."""
+    with small.prepared(small.build("plain"), tmp_path) as (model, optimizer):
+        small.train(model, optimizer)
+        whole = saved_beside(model, optimizer, tmp_path).wait()
+        room = _bytes_in(whole) - is_full * ((whole / "manifest.json").stat().st_size + 1)
+        monkeypatch.setattr(beside, "disk_free_bytes", lambda path: room - _bytes_in(path))
+        if is_full:
+            with pytest.raises(DiskError, match="it takes .* are free"):
+                saved_beside(model, optimizer, tmp_path / "again")
+        else:
+            saved_beside(model, optimizer, tmp_path / "again").wait()
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*"))
 
 
 @pytest.mark.parametrize("tier", small.TIERS)

@@ -4,7 +4,7 @@
 the save lane, and the commit behind them. So what the Trainer does with a whole checkpoint waits for that: old ones are
 removed on the lane, uploads and ``on_save`` come with the next step that finds it durable, with the state of the
 checkpoint's step. Nothing waits longer than to the next save or the end of training. A save that failed is raised by
-the next step, the next save or the end of training, whichever comes first.
+the next step, the next save or the end of training, whichever comes first. A Ctrl-C gives up the one that is under way.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ from outcore.runtime.saves import Save
 from outcore.saving.beside import begun
 from outcore.saving.library_files import LibraryFiles
 from outcore.spec.checkpoint import Block, Manifest
+
+
+class EndedAtOnceError(SystemExit):
+    """Ends a run that waits for nothing, as a Ctrl-C does. Before any other exit a save is ended."""
 
 
 @dataclass(eq=False)
@@ -124,9 +128,7 @@ class TrainerSaves:
         try:
             now.save.wait()
         except Exception:
-            self._under_way = None
-            if trainer.state.best_model_checkpoint == str(now.save.path):
-                trainer.state.best_model_checkpoint = now.best_before
+            self._forget(now)
             raise
         self._under_way = None
         self._on_durable(now.save, now.state, now.held_s + time.monotonic() - begun_s)
@@ -138,16 +140,30 @@ class TrainerSaves:
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """The same behind a block. What it raises is the error to be told."""
+        """The same behind a block. What it raises is the error to be told. Who ends it at once waits for no save."""
+        at_once = KeyboardInterrupt, EndedAtOnceError
         try:
-            yield
-        except BaseException as error:
             try:
-                self.settle()
-            except Exception as failed:
-                error.add_note(f"the last checkpoint was not saved: {failed}")
+                yield
+            except at_once:
+                raise
+            except BaseException as error:
+                try:
+                    self.settle()
+                except Exception as failed:
+                    error.add_note(f"the last checkpoint was not saved: {failed}")
+                raise
+            self.settle()
+        except at_once:
+            if self._under_way is not None:
+                self._under_way.save.give_up()
+                self._forget(self._under_way)
             raise
-        self.settle()
+
+    def _forget(self, failed: _UnderWay) -> None:
+        self._under_way, state = None, self._trainer.state
+        if state.best_model_checkpoint == str(failed.save.path):
+            state.best_model_checkpoint = failed.best_before
 
     def _hear_of_on_save(self) -> None:
         """Callbacks hear of a checkpoint when it is there."""

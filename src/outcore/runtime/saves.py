@@ -96,6 +96,11 @@ class Save:
             self.error = error
         self._abandon()
 
+    def give_up(self) -> None:
+        """Leave nothing of it, unless it is as good as durable: whoever ends things at once does not wait for it."""
+        self.fail(OutcoreError("expected a save that is waited for, but the run was ended at once"))
+        self.is_told = True
+
     def refuse_missing(self) -> None:
         """Raise if something that was submitted was not written."""
         if self.num_written < self.num_pieces:
@@ -180,6 +185,11 @@ class Saves:
         failed = self.make_room() if os.getpid() == self._pid else None
         if failed is not None:
             failed.wait()
+
+    def give_up(self) -> None:
+        """What is under way."""
+        for save in self._running:
+            save.give_up()
 
     def abandon(self) -> None:
         """The lanes have stopped: leave nothing of what was not written."""
@@ -331,15 +341,17 @@ def last_save(attachment: Any, error: BaseException | None) -> Iterator[None]:
         attachment: Of the model; None if it is not prepared.
         error: That ends the run, if one does.
     """
-    failed = None
+    failed: BaseException | None = None
     try:
         if attachment is not None:
             attachment.engine.opened.saves.finish()
-    except Exception as caught:
+    except BaseException as caught:
         failed = caught
+        if not isinstance(caught, Exception):  # nor does the block wait for it
+            attachment.engine.opened.saves.give_up()
     yield
     if failed is not None:
-        if error is None:
+        if error is None or not isinstance(failed, Exception):
             raise failed
         error.add_note(f"the last checkpoint was not saved: {failed}")
 

@@ -69,7 +69,6 @@ class LibraryFiles:
     def __init__(self, engine: Engine, unfinished: PartOfCheckpoint, save: Save) -> None:
         """Nothing of it is there. What the user changed in parameters is taken over."""
         self._engine, self._unfinished, self._save = engine, unfinished, save
-        self._nbytes = 0
         for unit in engine.units:
             take_edits(unit, engine.access)
 
@@ -132,8 +131,7 @@ class LibraryFiles:
 
         items = sorted(items, key=place)
         laid_out, index = tensor_files(stem, [spec for item in items for spec in item.specs], metadata)
-        self._nbytes += sum(file.nbytes for file in laid_out)
-        refuse_full(self._unfinished, self._nbytes)
+        refuse_full(self._unfinished, sum(file.nbytes for file in laid_out))  # what was begun before is reserved
         files: dict[str, CheckpointFile] = {}
         for laid in laid_out:
             file = self._unfinished.create(laid.name, laid.nbytes)

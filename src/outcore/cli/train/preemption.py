@@ -26,6 +26,7 @@ from typing import Any, Self, final
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from outcore.cli.train.saves import Saves
+from outcore.integrations.saves import EndedAtOnceError
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 STATUS = 128 + signal.SIGTERM
@@ -104,9 +105,9 @@ class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no t
         )
 
     @staticmethod
-    def exit(note: str | None = None) -> SystemExit:
+    def exit(note: str | None = None, kind: type[SystemExit] = SystemExit) -> SystemExit:
         """What ends the run."""
-        stop = SystemExit(STATUS)
+        stop = kind(STATUS)
         if note is not None:
             stop.add_note(note)
         return stop
@@ -183,7 +184,7 @@ class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no t
         if self.is_asked:
             is_over = time.monotonic() >= self._soft_end_s
             late = f"step {self._step} was not saved within --grace ({self.grace_s:g} s)"
-            raise self.exit(late if is_over and self.saves.step != self._step else None)
+            raise self.exit(late if is_over and self.saves.step != self._step else None, EndedAtOnceError)
         self._ask()
 
     def _ask(self) -> None:
