@@ -425,9 +425,10 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
     refuse_prefixes(model)
     if optimizer is None:
         return
-    if any(one in _GIVEN for one in members(optimizer)):
+    earlier = next((one for one in members(optimizer) if one in _GIVEN), None)
+    if earlier is not None:
         raise ConfigError(
-            f"prepare: expected a new optimizer, but this {type(optimizer).__name__} was prepared before, and its "
+            f"prepare: expected a new optimizer, but this {type(earlier).__name__} was prepared before, and its "
             "states ended with that run; build a new one, and if the states are to go on, load the earlier "
             "state_dict() into the optimizer that prepare returns for it"
         )

@@ -199,7 +199,7 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
         with pytest.raises(
             ConfigError, match=r"in torch.uint8, as this run stores it \(state_format '8bit'\), but got torch.float32"
         ):
-            optimizer.state[param] = {"step": 1, "exp_avg": torch.zeros(param.shape)}
+            optimizer.state[param] = {**optimizer.state[param], "exp_avg": torch.zeros(param.shape)}
         outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1, wait=True)
     with prepared("bf16", tmp_path, "host") as (model, optimizer):
         with pytest.raises(ConfigError, match="expected one of this model, optimizer and precision"):
@@ -244,6 +244,8 @@ def test_codes_are_not_edited_alone(tmp_path: Path) -> None:
                 edit()
         state["exp_avg_absmax"].zero_()  # moments of 0
         assert not state["exp_avg_absmax"].any()
+        with pytest.raises(ConfigError, match="expected exp_avg_absmax beside exp_avg of"):
+            optimizer.state[param] = {name: saved[name] for name in ("step", "exp_avg")}
         optimizer.state[param] = saved
         small.same(saved, {name: value.fetch() for name, value in state.items()})
 

@@ -38,7 +38,7 @@ def train(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, tor
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
 
 
 def test_they_keep_their_states_where_nothing_is_prepared() -> None:
@@ -53,8 +53,11 @@ def test_they_keep_their_states_where_nothing_is_prepared() -> None:
     others = two(plain)
     train(plain, *others)
     with outcore.prepare(model, optimizers, budget=ROOM, device=DEVICE) as (model, optimizer):
-        assert train(model, optimizer).keys() == (want := train(plain, *others)).keys()
-        assert all(torch.equal(value, want[name]) for name, value in model.state_dict().items())
+        got, want = train(model, optimizer), train(plain, *others)
+        assert all(torch.equal(value, want[name]) for name, value in got.items())
+        with pytest.raises(ConfigError, match="this RMSprop was prepared before"):
+            outcore.prepare(build(), optimizers, budget=ROOM, device=DEVICE)
+        assert len(optimizer.state) == 8
 
 
 def test_one_of_them_may_be_adagrad() -> None:

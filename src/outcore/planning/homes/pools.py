@@ -118,10 +118,10 @@ def _needs(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> Iterator[Need]:
 
 def _update_needs(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> Iterator[Need]:
     on_host = unit.is_updated_on_host
-    made = [p.temporary_bytes for p in spec.trainable if p.is_whole or not on_host]
+    made = max((p.temporary_bytes for p in spec.trainable if p.is_whole or not on_host), default=0)
     if on_host and any(p.draws_noise for p in spec.trainable):
-        made.append(NOISE_BYTES)
-    yield Need("host" if on_host else "device", "temporary", align_up(max(made, default=0), PAGE_BYTES))
+        made += NOISE_BYTES
+    yield Need("host" if on_host else "device", "temporary", align_up(made, PAGE_BYTES))
     if unit.states == "device":
         yield Need("device", "scratch", min(SCRATCH_BYTES, spec.update_bytes))
         return

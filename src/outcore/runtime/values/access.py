@@ -15,6 +15,7 @@ from outcore.device.device import Device
 from outcore.device.lanes import Handle
 from outcore.memory.arena import Buffer
 from outcore.memory.disk import Extent
+from outcore.optim.rule import SCALE
 from outcore.order.ledger import Home
 from outcore.order.slots import Pools
 from outcore.ranks.world import World
@@ -237,7 +238,7 @@ class States:
         """Raise if states of an optimizer do not fit a parameter.
 
         Raises:
-            ConfigError: A tensor of another shape.
+            ConfigError: A tensor of another shape or format.
         """
         unit, index = self.place(param) or (None, 0)
         if unit is None:
@@ -251,6 +252,11 @@ class States:
                 raise ConfigError(
                     f"optimizer state: expected {state.name} of '{spec.name}' with shape {shape}, but got "
                     f"{tuple(value.shape)}; it was saved for another model or optimizer"
+                )
+            if form.format == "8bit" and values.get(state.name + SCALE) is None:
+                raise ConfigError(
+                    f"optimizer state: expected {state.name + SCALE} beside {state.name} of '{spec.name}', whose codes "
+                    "it scales, but it is missing; give all states of the parameter together"
                 )
             stored = torch_dtype(form.dtype)
             if value.dtype != stored and (form.format != "fp32" or value.dtype == torch.uint8):
