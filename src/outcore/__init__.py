@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from outcore.saving.checkpoint import load_checkpoint, save_checkpoint
-    from outcore.saving.quantize import quantized
+    from outcore.saving.weights.quantize import quantized
     from outcore.spec.budget import Budget
     from outcore.spec.plan import Plan
 
@@ -49,7 +49,7 @@ _HOMES = {
     "Budget": "outcore.spec.budget",
     "Plan": "outcore.spec.plan",
     "load_checkpoint": "outcore.saving.checkpoint",
-    "quantized": "outcore.saving.quantize",
+    "quantized": "outcore.saving.weights.quantize",
     "save_checkpoint": "outcore.saving.checkpoint",
 }
 

@@ -34,10 +34,10 @@ from outcore.runtime.saves import last_save
 from outcore.runtime.unit.one_process import refuse_several_processes, refuse_wrapped
 from outcore.runtime.unit.unit import Unit
 from outcore.saving.checkpoint import Resumed
-from outcore.saving.conversions import refuse_prefixes
-from outcore.saving.export import save_model, stream_tensors
-from outcore.saving.first_values import FirstValues
-from outcore.saving.give_back import Origin, give_back, origins_of, take_weights
+from outcore.saving.weights.conversions import refuse_prefixes
+from outcore.saving.weights.export import save_model, stream_tensors
+from outcore.saving.weights.first_values import FirstValues
+from outcore.saving.weights.give_back import Origin, give_back, origins_of, take_weights
 from outcore.spec.budget import Budget
 from outcore.spec.model import ModelSpec, Precision
 from outcore.spec.plan import AwayTier, Plan

@@ -14,7 +14,7 @@ from torch import nn
 
 import outcore
 from outcore.memory.files import weights_file
-from outcore.saving import export
+from outcore.saving.weights import export
 
 from . import small
 

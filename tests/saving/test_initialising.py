@@ -12,7 +12,7 @@ from torch import nn
 
 import outcore
 from outcore.runtime import opened
-from outcore.saving import initialise
+from outcore.saving.weights import initialise
 
 from . import small
 

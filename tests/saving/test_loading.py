@@ -16,7 +16,7 @@ import outcore
 from outcore.core.errors import ConfigError
 from outcore.memory.files.weights_file import WeightsDirectory
 from outcore.runtime import opened
-from outcore.saving.load_plan import plan_loading
+from outcore.saving.weights.load_plan import plan_loading
 
 from . import small
 

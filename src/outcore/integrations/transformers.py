@@ -54,9 +54,9 @@ from outcore.runtime.module_guard import attachment_of
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.runtime.saves import Save
 from outcore.runtime.unit.one_process import refuse_several_processes
-from outcore.saving.conversions import is_adapter_model
 from outcore.saving.small_state import random_states, read_small, restore_random_states, write_small
 from outcore.saving.training_state import check_adapters, has_states, load_states, load_weights, save_states
+from outcore.saving.weights.conversions import is_adapter_model
 from outcore.spec.budget import Budget
 from outcore.spec.model import Precision
 from outcore.spec.plan import AwayTier, Plan

@@ -15,7 +15,7 @@ from outcore.planning.units.partition import partition
 from outcore.probe.samples import usual_s
 from outcore.runtime.engine import Engine, Promises
 from outcore.runtime.optimizer import StreamedOptimizer
-from outcore.saving.first_values import FirstValues
+from outcore.saving.weights.first_values import FirstValues
 
 _UNITS, _WIDTH, _WARM_UP = 8, 16, 3
 

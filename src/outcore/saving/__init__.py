@@ -1,1 +1,1 @@
-"""Weights in and out, one tensor at a time: first values from a checkpoint or an initialiser, export."""
+"""Everything of a run in one checkpoint, beside training: written, found, loaded, exported."""

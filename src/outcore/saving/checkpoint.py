@@ -34,12 +34,12 @@ from outcore.runtime.saves import Save
 from outcore.runtime.unit.unit import Beneath, Unit
 from outcore.runtime.values.edits import take_edits
 from outcore.saving.beside import begun, refuse_full
-from outcore.saving.conversions import is_adapter_model, is_pretrained_model
 from outcore.saving.found import found, found_in, prune
 from outcore.saving.small_state import encode, random_states, read_small, restore_random_states, write_small
-from outcore.saving.state_names import places
 from outcore.saving.training_state import like_setting, plain_setting
 from outcore.saving.unit_files import Section, file_name, load_param, records, sections, tensors_in
+from outcore.saving.weights.conversions import is_adapter_model, is_pretrained_model
+from outcore.saving.weights.state_names import places
 from outcore.spec.checkpoint import MANIFEST_NAME, Manifest, PartRecord, TensorRecord
 
 _BUFFERS, _STATE = "buffers", "state"

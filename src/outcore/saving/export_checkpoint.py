@@ -23,10 +23,10 @@ from outcore.memory.files.staged_files import copy_files
 from outcore.memory.files.weights_file import write_safetensors
 from outcore.runtime.values.access import sample_of
 from outcore.saving.checkpoint import LIBRARY
-from outcore.saving.conversions import Group, saving_groups
-from outcore.saving.export import adapter_names, saved_state
 from outcore.saving.found import find
-from outcore.saving.state_names import places
+from outcore.saving.weights.conversions import Group, saving_groups
+from outcore.saving.weights.export import adapter_names, saved_state
+from outcore.saving.weights.state_names import places
 from outcore.spec.checkpoint import Manifest
 
 Format = Literal["hf", "dcp"]

@@ -27,9 +27,9 @@ from outcore.runtime.unit.views import shaped, torch_dtype
 from outcore.runtime.values.access import own_states
 from outcore.runtime.values.edits import take_edits
 from outcore.saving.beside import refuse_full
-from outcore.saving.conversions import Group, saving_groups
-from outcore.saving.export import read_tensor, save_beside_weights, saved_state, saves_adapters, without_bytes
 from outcore.saving.training_state import STATES, described_states, trained_params
+from outcore.saving.weights.conversions import Group, saving_groups
+from outcore.saving.weights.export import read_tensor, save_beside_weights, saved_state, saves_adapters, without_bytes
 from outcore.spec.model import ParamSpec, Part
 
 

@@ -26,9 +26,9 @@ from outcore.runtime.unit.unit import Unit
 from outcore.runtime.unit.views import torch_dtype
 from outcore.runtime.values.access import own_states
 from outcore.runtime.values.edits import take_edits
-from outcore.saving.conversions import is_adapter_model
-from outcore.saving.load_plan import plan_loading
-from outcore.saving.state_names import places
+from outcore.saving.weights.conversions import is_adapter_model
+from outcore.saving.weights.load_plan import plan_loading
+from outcore.saving.weights.state_names import places
 
 STATES = "optimizer"
 """Stem of the files."""

@@ -35,7 +35,7 @@ from outcore.cli.train.model.byte_tokenizer import byte_tokenizer
 from outcore.cli.train.model.quantization import Quantization
 from outcore.core.errors import ConfigError
 from outcore.memory.files.weights_file import WeightsDirectory
-from outcore.saving.quantize import quantized
+from outcore.saving.weights.quantize import quantized
 from outcore.spec.model import Precision
 
 _CONFIG, _GENERATION_CONFIG = "config.json", "generation_config.json"

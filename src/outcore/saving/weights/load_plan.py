@@ -16,7 +16,7 @@ from torch import nn
 from outcore.core.errors import ConfigError
 from outcore.memory.files.weights_file import WeightsDirectory
 from outcore.planning.units.quantized import full_shape, is_quantized
-from outcore.saving.conversions import (
+from outcore.saving.weights.conversions import (
     Group,
     Rules,
     is_adapter_model,
@@ -25,7 +25,7 @@ from outcore.saving.conversions import (
     remember_used,
     tied_targets,
 )
-from outcore.saving.state_names import Place, places
+from outcore.saving.weights.state_names import Place, places
 
 _SHOWN = 5
 _ADAPTER_COPY = re.compile(r"\.(original_module|modules_to_save\.[^.]+)\.")

@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outcore.core.errors import ConfigError
-from outcore.saving.conversions import is_adapter_model, is_pretrained_model, tied_targets
-from outcore.saving.state_names import Place, places
+from outcore.saving.weights.conversions import is_adapter_model, is_pretrained_model, tied_targets
+from outcore.saving.weights.state_names import Place, places
 
 Initialiser = Callable[[], object]
 

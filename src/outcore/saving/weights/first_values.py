@@ -16,9 +16,9 @@ from outcore.planning.units.quantized import Quantized, is_quantized
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.unit.views import nothing
 from outcore.runtime.values.fill import Values
-from outcore.saving.initialise import Initialisation
-from outcore.saving.load_plan import plan_loading
-from outcore.saving.state_names import Place, places
+from outcore.saving.weights.initialise import Initialisation
+from outcore.saving.weights.load_plan import plan_loading
+from outcore.saving.weights.state_names import Place, places
 
 
 @final

@@ -18,7 +18,7 @@ from outcore.planning.units.quantized import give_back as give_back_parts
 from outcore.planning.units.quantized import is_quantized
 from outcore.runtime.engine import Engine
 from outcore.runtime.unit.unit import Beneath, Unit
-from outcore.saving.state_names import places
+from outcore.saving.weights.state_names import places
 
 
 class Origin(NamedTuple):

@@ -20,14 +20,14 @@ from outcore.memory.files.weights_file import write_safetensors
 from outcore.runtime.engine import Engine
 from outcore.runtime.unit.unit import Beneath
 from outcore.runtime.values.edits import take_edits
-from outcore.saving.conversions import (
+from outcore.saving.weights.conversions import (
     Group,
     is_adapter_model,
     is_pretrained_model,
     saving_groups,
     tied_targets,
 )
-from outcore.saving.state_names import Place, places
+from outcore.saving.weights.state_names import Place, places
 
 
 def read_tensor(engine: Engine, tensor: torch.Tensor) -> torch.Tensor:
