@@ -82,6 +82,10 @@ class _Part(NamedTuple, Generic[H]):
     home: Home[H]
 
 
+def _cut(home: Home[H], start: int, stop: int) -> Home[H]:
+    return Home(home.name, home.kind, home.tier, stop - start, home.span(start, stop).memory)
+
+
 class ActivationOrder(Generic[H]):
     """What is submitted for activations that leave. See [Note: activations away]."""
 
@@ -122,12 +126,17 @@ class ActivationOrder(Generic[H]):
                 self._give_staged(before)
         if len(over) == 1 and (over[0].start, over[0].stop) == (start, stop):
             return over[0].home
-        mine = home
-        if nbytes < home.nbytes:
-            mine = Home(home.name, home.kind, home.tier, nbytes, home.span(start, stop).memory)
+        mine = home if nbytes == home.nbytes else _cut(home, start, stop)
         used = [handle for part in over for handle in (part.home.ready, *part.home.readers) if handle is not None]
         mine.ready, mine.readers = None, newest(used)
-        parts[:] = [part for part in parts if part not in over] + [_Part(start, stop, mine)]
+        kept = [part for part in parts if part not in over]
+        for part in over:  # whoever writes what is left of it comes after what used all of it
+            for bounds in ((part.start, start), (stop, part.stop)):
+                if bounds[0] < bounds[1]:
+                    left = _cut(home, *bounds)
+                    left.ready, left.readers = part.home.ready, part.home.readers
+                    kept.append(_Part(*bounds, left))
+        parts[:] = [*kept, _Part(start, stop, mine)]
         return mine
 
     def begin_forward(self) -> None:
