@@ -7,7 +7,8 @@ import torch
 from transformers import Trainer, TrainingArguments
 from transformers.optimization import Adafactor
 
-from outcore.integrations.optimizers import AdafactorOfTransformers, optimizer_for
+from outcore.core.errors import UnsupportedError
+from outcore.integrations.optimizers import OPTIMIZERS, AdafactorOfTransformers, optimizer_for
 from outcore.optim import Lion, check
 
 from .test_refusals import Streamed, llama
@@ -21,6 +22,21 @@ def arguments(folder, name, **more):
 def test_what_the_trainer_takes_is_taken(name, tmp_path):
     args = arguments(tmp_path, name, learning_rate=0.3, adam_beta2=0.7, adam_epsilon=1e-3)
     assert optimizer_for(args) == Trainer.get_optimizer_cls_and_kwargs(args)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"), [("sgd", "momentum=0.9,nesterov=true"), ("adagrad", "lr_decay=0.1"), ("rmsprop", "alpha=0.5")]
+)
+def test_further_arguments(name, given, tmp_path):
+    args = arguments(tmp_path, name, optim_args=given)
+    assert optimizer_for(args) == Trainer.get_optimizer_cls_and_kwargs(args)
+    assert len(optimizer_for(args)[1]) > len(optimizer_for(arguments(tmp_path, name))[1])
+
+
+@pytest.mark.parametrize("name", sorted({*OPTIMIZERS} - {"sgd", "adagrad", "rmsprop"}))
+def test_further_arguments_that_nobody_reads(name, tmp_path):
+    with pytest.raises(UnsupportedError, match=f"expected no optim_args with optim '{name}'.*, but got 'beta=1'"):
+        Streamed(llama(), arguments(tmp_path, name, optim_args="beta=1"))
 
 
 def test_names_of_bitsandbytes_are_its_storage(tmp_path):

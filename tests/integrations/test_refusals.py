@@ -168,6 +168,8 @@ def test_fp16_models(tmp_path):
         outcore.UnsupportedError, match="train in fp32 or bf16, but 'model.embed_tokens.weight' is in fp16"
     ):
         built(tmp_path, model=llama(torch.float16))
+    with pytest.raises(outcore.UnsupportedError, match="expected precision to be .*, but got 'fp16'; use 'bf16'"):
+        built(tmp_path, model=llama(), precision="fp16")
 
 
 def test_budget_that_does_not_suffice(tmp_path):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
-from outcore.core.errors import ConfigError
+from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.optim import Lion, Rule, State
 from outcore.spec.model import StateFormat
 
@@ -92,6 +92,8 @@ _NAMED = {
     "adagrad": _Named(torch.optim.Adagrad),
     "rmsprop": _Named(torch.optim.RMSprop),
 }
+_WITH_ARGS = ("sgd", "adagrad", "rmsprop")
+"""Those with which Transformers uses ``optim_args``."""
 OPTIMIZERS = tuple(_NAMED)
 """Names of ``TrainingArguments.optim`` with a streamed update."""
 
@@ -102,8 +104,19 @@ def optimizer_for(args: Any, model: nn.Module | None = None) -> tuple[type[torch
     Args:
         args: With one of ``OPTIMIZERS`` as ``optim``.
         model: Its embeddings keep states in fp32, as with bitsandbytes.
+
+    Raises:
+        UnsupportedError: ``optim_args`` for an optimizer with which Transformers does not use them.
     """
-    named = _NAMED[getattr(args.optim, "value", args.optim)]
+    name = getattr(args.optim, "value", args.optim)
+    if name in _WITH_ARGS:
+        return Trainer.get_optimizer_cls_and_kwargs(args, model)
+    if args.optim_args:
+        raise UnsupportedError(
+            f"training arguments: expected no optim_args with optim '{name}', for which Transformers does not use "
+            f"them, but got {args.optim_args!r}; drop them, or choose one of {', '.join(_WITH_ARGS)}"
+        )
+    named = _NAMED[name]
     options = {"lr": args.learning_rate, **named.options}
     if named.kind in (torch.optim.AdamW, Lion):
         options["betas"] = args.adam_beta1, args.adam_beta2

@@ -8,18 +8,19 @@ import torch
 from torch import nn
 
 from outcore.core.errors import ConfigError, UnsupportedError
-from outcore.integrations.optimizers import OPTIMIZERS
+from outcore.integrations.optimizers import OPTIMIZERS, optimizer_for
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import TrainingArguments
 
+_NO_SCALER = "a gradient scaler has no way to skip a streamed step here, only in a loop of your own"
 _ARGUMENTS = {
     "deepspeed": "drop the DeepSpeed config; budget= says what may be taken on device, host and disk",
     "fsdp": "drop it; outcore trains in one process on one device",
     "parallelism_config": "drop it; outcore trains in one process on one device",
     "auto_find_batch_size": "choose per_device_train_batch_size yourself; a plan is made once, for one batch size",
-    "fp16": "use bf16=True; a gradient scaler has no way to skip a streamed step here, only in a loop of your own",
+    "fp16": f"use bf16=True; {_NO_SCALER}",
     "fp16_full_eval": "drop it; evaluation runs in the precision of training",
     "bf16_full_eval": "drop it; evaluation runs in the precision of training",
     "torch_compile": "drop it; compile=True beside budget=, in the command --compile, compiles the blocks",
@@ -46,10 +47,10 @@ def refuse_arguments(args: TrainingArguments) -> None:
 
 
 def refuse_optimizer(args: TrainingArguments) -> None:
-    """Refuse the name of an optimizer before a package is looked for that would not help.
+    """Refuse the name of an optimizer, or its arguments, before a package is looked for that would not help.
 
     Raises:
-        UnsupportedError: There is no streamed update for it.
+        UnsupportedError: There is no streamed update for it, or its arguments would be ignored.
     """
     chosen = getattr(args, "optim", OPTIMIZERS[0])
     name = getattr(chosen, "value", chosen)
@@ -57,6 +58,19 @@ def refuse_optimizer(args: TrainingArguments) -> None:
         raise UnsupportedError(
             f"training arguments: expected optim to be one of {', '.join(OPTIMIZERS)}, but got {name!r}; choose one of "
             "these, or give the Trainer an optimizer of your own (docs/updates.md)"
+        )
+    optimizer_for(args)
+
+
+def refuse_precision(precision: str | None) -> None:
+    """Refuse to train in fp16 under a Trainer, whatever the weights were loaded in.
+
+    Raises:
+        UnsupportedError: It is fp16.
+    """
+    if precision == "fp16":
+        raise UnsupportedError(
+            f"expected precision to be None, 'bf16', 'pure_bf16' or 'fp32', but got 'fp16'; use 'bf16': {_NO_SCALER}"
         )
 
 

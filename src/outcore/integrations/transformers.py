@@ -45,6 +45,7 @@ from outcore.integrations.refusals import (
     refuse_model,
     refuse_optimizer,
     refuse_pieces,
+    refuse_precision,
 )
 from outcore.integrations.saves import TrainerSaves
 from outcore.integrations.versions import scores_in_tiles
@@ -120,6 +121,7 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
             UnsupportedError: A setting that cannot work on streamed weights.
         """
         refuse_several_processes(type(self).__name__)
+        refuse_precision(precision)
         self._outcore_options: dict[str, Any] = {"budget": budget, "plan": plan, "weights": weights, "units": units}
         self._outcore_options |= {"hardware": hardware, "compile": compile, "activations": activations}
         self._outcore_options |= {"micro_batches_in_unit": micro_batches_in_unit}
