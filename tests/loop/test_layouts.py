@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from outcore.spec.layout import StateSpec
-from outcore.spec.model import UnitSpec
+from outcore.spec.model import StateForm, UnitSpec
 
 from .rig import KINDS, same, train
 
@@ -23,7 +23,8 @@ def unequal(spec: UnitSpec, names: Iterable[str]) -> dict[str, StateSpec]:
     states, start = {}, 0
     for i, name in enumerate(names if spec.trainable else ()):
         parts = tuple(part._replace(offset=part.offset + 512 * i) for part in spec.update_parts)
-        states[name] = StateSpec(name, start, spec.update_bytes + 4096 * i, parts)
+        forms = tuple(StateForm(name, param.update_dtype) for param in spec.trainable)
+        states[name] = StateSpec(name, start, spec.update_bytes + 4096 * i, parts, forms)
         start = states[name].stop
     return states
 

@@ -73,7 +73,7 @@ class TestRefusals:
             MODEL, units=(*MODEL.units[:-1], dataclasses.replace(spec, params=(*spec.params[1:], frozen)))
         )
         plan = place(model, AMPLE, accumulation_steps=1)
-        with pytest.raises(ConfigError, match="expected weights in host memory to be trained as a whole"):
+        with pytest.raises(ConfigError, match="weights in host memory that are trained as a whole"):
             check_plan(model, early(plan, -1, weights="host", gradients="host", states="host"))
 
     def test_no_bool(self):

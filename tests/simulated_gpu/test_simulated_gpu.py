@@ -58,7 +58,7 @@ RUNS = {
     ],
     "machine": [
         *("-m", "gpu", FOLDER / "devices_tests.py", FOLDER / "machine_tests.py"),
-        *(GPU / "test_device_cuda.py", GPU / "test_recorder_cuda.py"),
+        *(GPU / "test_device_cuda.py", GPU / "test_recorder_cuda.py", GPU / "test_update_memory.py"),
     ],
 }
 

@@ -30,7 +30,8 @@ def visit_s(open_device: Callable[[], Device], steps: int) -> float:
     device = open_device()
     plain_s = _step_s(*_model(device), device, steps)
     model, optimizer = _model(device)
-    rule, cut = rule_for(optimizer), partition(model, units=[nn.Linear], state_names=("exp_avg", "exp_avg_sq"))
+    rule = rule_for(optimizer)
+    cut = partition(model, units=[nn.Linear], keeps=rule.kept(optimizer.param_groups))
     choice = Choice(cut.spec, policy="recompute", accumulation_steps=None, may_be_early=False)
     engine = Engine(cut, choice.plan(choice.uniform(ALL_HOST)), device, [], rule, Promises())
     try:

@@ -94,9 +94,10 @@ class PlainUpdates:
         for step in steps[0]:
             apply(step)
             torch.autograd.graph.increment_version(step.targets)  # a graph of the old weights must not be walked
+            number = counts(step.hyper)
             for param in step.targets:
                 unit, i = self._places[id(param)]
-                unit.steps[i] += counts(step.hyper)
+                unit.steps[i] += number
         for unit, i, grad, hyper in steps[1]:
             update_blocks([self._piece(unit, i, grad, hyper)], self._room)
             unit.steps[i] += counts(hyper)

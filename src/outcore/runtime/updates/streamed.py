@@ -123,6 +123,7 @@ class StreamedUpdates:
         self, unit: Unit, held: Mapping[int, GradHandle], hypers: Mapping[int, Hyper], factors: Factors
     ) -> tuple[dict[int, Change], list[Handle]]:
         changes, copied, on_host = {}, [], unit.plan.is_updated_on_host
+        of_group, number = None, True
         for i, handle in held.items():
             hyper = hypers.get(id(unit.params[i]))
             if hyper is None:  # trainable, but given to no optimizer: it keeps its gradient, as in a plain loop
@@ -132,7 +133,9 @@ class StreamedUpdates:
                 mine, ready = factors.of(handle)
                 copied += ready
             step = unit.steps[i] + 1
-            unit.steps[i] += counts(hyper)
+            if hyper is not of_group:  # one for all parameters of a group
+                of_group, number = hyper, counts(hyper)
+            unit.steps[i] += number
             before = self._early.numbers.advance(unit, i, hyper, step) if unit.views.numbers[i] else _NONE
             changes[i] = Change(step, hyper, tuple(mine), handle.is_zero, before)
         return changes, copied
