@@ -23,6 +23,7 @@ from outcore.optim.joined import as_one, members
 from outcore.optim.rules import UpdateRule, rule_for
 from outcore.planning.timing.simulate import Simulation
 from outcore.planning.units.partition import Partition, partition
+from outcore.ranks.agreement import agreed
 from outcore.ranks.world import World
 from outcore.runtime.attached import switch_off_checkpointing
 from outcore.runtime.engine import Engine, Promises
@@ -341,14 +342,14 @@ def _prepare(
     compiling = Compiling(options.compile)
     options, together = joined(options)
     rule, cut = _cut(model, optimizer, options)
-    resumed = None if options.checkpoint is None else Resumed(options.checkpoint)
-    first_values = FirstValues(
-        model, options.weights, later=() if resumed is None else resumed.names, quantized=cut.quantized
-    )
     device, world = open_device(options.device, faults, race_checker), None
     try:
-        compiling.check(cut, device.torch_device)
         world = World(device) if together else None
+        with agreed(world, "prepare"):
+            compiling.check(cut, device.torch_device)
+            resumed = None if options.checkpoint is None else Resumed(options.checkpoint)
+            names = () if resumed is None else resumed.names
+            first_values = FirstValues(model, options.weights, later=names, quantized=cut.quantized)
         cut, plan = chosen(cut, options, device, world)
     except BaseException:
         device.close()

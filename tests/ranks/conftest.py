@@ -39,5 +39,9 @@ def launch_and_wait(
         )
         for rank in range(num_ranks)
     ]
-    said = [rank.communicate(timeout=250) for rank in ranks]
+    try:
+        said = [rank.communicate(timeout=250) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
     return [(rank.returncode, *one) for rank, one in zip(ranks, said, strict=True)]

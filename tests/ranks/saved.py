@@ -89,7 +89,23 @@ def fail(folder: Path) -> list[Any]:
         with pytest.raises(outcore.ConfigError, match="there is none"):
             outcore.load_checkpoint(model, optimizer, folder / "none")
         assert outcore.load_checkpoint(model, optimizer, folder / "full")["step"] == 2
+        refuses_what_differs(model, optimizer, folder)
+    with pytest.raises(outcore.OutcoreError, match="expected a checkpoint in '.*/1', but there is none"):
+        begun(case, folder, checkpoint=folder / ("1" if RANK else "full"))
     return []
+
+
+def refuses_what_differs(model: Any, optimizer: Any, folder: Path) -> None:
+    """What is wrong on rank 1 alone is said on both, and nobody waits."""
+    for name, value in {"step": RANK, "keep": 1 + RANK, "directory": folder / str(RANK)}.items():
+        asked = {"directory": folder / "full", "step": 1, name: value}
+        with pytest.raises(outcore.ConfigError, match=f"^save_checkpoint: .* but {name}=.* of rank 1 differs"):
+            outcore.save_checkpoint(model, optimizer, **asked)
+    for wrong, said in (({"step": -RANK}, "but got -1"), ({"extra": {"it": {1} if RANK else 1}}, "is a builtins.set")):
+        with pytest.raises(outcore.OutcoreError, match=said):
+            outcore.save_checkpoint(model, optimizer, folder / "full", **{"step": 1, **wrong})
+    with pytest.raises(outcore.OutcoreError, match="expected a checkpoint in '.*/1', but there is none"):
+        outcore.load_checkpoint(model, optimizer, folder / ("1" if RANK else "full"))
 
 
 def main() -> None:

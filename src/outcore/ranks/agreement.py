@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
-from outcore.core.errors import ConfigError
+from outcore.core.errors import ConfigError, OutcoreError
 from outcore.ranks.world import World
 from outcore.spec.budget import Limits
 
 
-def agree(world: World, facts: Mapping[str, str]) -> None:
+def agree(world: World, facts: Mapping[str, str], *, call: str = "prepare") -> None:
     """Compare facts with rank 0's. A collective.
 
     Args:
         world: The ranks.
         facts: By what they are called; the order counts, too.
+        call: For errors.
 
     Raises:
         ConfigError: They differ; names the rank and the first that does. Raised on all ranks.
@@ -27,9 +29,40 @@ def agree(world: World, facts: Mapping[str, str]) -> None:
             known = dict(said[0])
             name = next((name for name, digest in theirs if known.get(name) != digest), "the order of units")
             raise ConfigError(
-                f"prepare: expected the same model, optimizer and arguments on all ranks, but {name} of rank {rank} "
+                f"{call}: expected the same model, optimizer and arguments on all ranks, but {name} of rank {rank} "
                 "differs from rank 0's; build them from the same settings on every rank"
             )
+
+
+@contextmanager
+def agreed(world: World | None, call: str) -> Iterator[None]:
+    """All ranks leave the block, or all raise: nobody waits for one that has failed. A collective behind the block.
+
+    Args:
+        world: The ranks; None: there is one.
+        call: For errors.
+
+    Raises:
+        OutcoreError: Another rank raised.
+    """
+    if world is None:
+        yield
+        return
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    refuse_failed(world.all_of(None if error is None else str(error)), call, error)
+
+
+def refuse_failed(said: Sequence[str | None], call: str, mine: Exception | None) -> None:
+    """Raise if a rank has failed. Args: said: By rank, what went wrong. call: For errors. mine: This rank's error."""
+    if mine is not None:
+        raise mine
+    failed = next(((rank, text) for rank, text in enumerate(said) if text is not None), None)
+    if failed is not None:
+        raise OutcoreError(f"{call}: expected all ranks to go on, but rank {failed[0]} said: {failed[1]}")
 
 
 def least_limits(world: World, mine: Limits) -> Limits:

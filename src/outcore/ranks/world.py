@@ -179,7 +179,7 @@ class World:
 
     def _compare(self, what: str, group: Any, facts: str) -> None:
         said = what.encode()[:_SAID_BYTES].ljust(_SAID_BYTES, b"\0")
-        tag = said + hashlib.sha256(facts.encode()).digest()[:_DIGEST_BYTES]
+        tag = said + hashlib.sha256(f"{what}\0{facts}".encode()).digest()[:_DIGEST_BYTES]
         found = torch.empty(len(tag) * self.size, dtype=torch.uint8, device="cpu")
         _gather_single(found, torch.frombuffer(bytearray(tag), dtype=torch.uint8), group=group)
         for rank, theirs in enumerate(part.numpy().tobytes() for part in found.split(len(tag))):

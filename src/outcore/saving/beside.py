@@ -45,8 +45,8 @@ def begun(
     unfinished = UnfinishedCheckpoint(target) if shared is None else shared.unfinished
     save = Save(unfinished.target, unfinished.abandon, unfinished.error)
     try:
-        saves.begin(save)
         with shared.agreed(save) if shared is not None else nullcontext():
+            saves.begin(save)
             yield unfinished, save
         name = f"commit {target.name}"
         if isinstance(unfinished, UnfinishedCheckpoint) and shared is None:

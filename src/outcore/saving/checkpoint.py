@@ -26,7 +26,7 @@ from outcore.core.quantities import PAGE_BYTES, align_up
 from outcore.memory.files.checkpoint_file import CheckpointFile, PartOfCheckpoint
 from outcore.memory.files.weights_file import WeightsDirectory, write_safetensors
 from outcore.memory.files.weights_layout import safetensors_header
-from outcore.ranks.agreement import agree
+from outcore.ranks.agreement import agree, agreed
 from outcore.runtime.engine import Engine
 from outcore.runtime.module_guard import engine_of
 from outcore.runtime.optimizer import StreamedOptimizer
@@ -99,27 +99,33 @@ def save_checkpoint(
 def _begin_save(
     engine: Engine, optimizer: StreamedOptimizer, directory: Path, step: int, extra: Mapping[str, Any], keep: int | None
 ) -> Save:
-    _refuse_other_optimizer(engine, optimizer, "save_checkpoint")
-    _refuse_unfit(engine, step, extra, keep)
-    world, random = engine.access.world, random_states(engine.device)
-    small = {"extra": dict(extra), "random": random} | ({} if world is None else {"ranks": world.all_of(random)})
-    encode(small["extra"], {})  # before anything is written
-    groups = [
-        {"params": names, **{k: plain_setting(k, v) for k, v in group.items() if k != "params"}}
-        for group, names in zip(optimizer.param_groups, _group_names(optimizer), strict=True)
-    ]
-    for unit in engine.units:
-        take_edits(unit, engine.access)
-    described = _description(engine, groups, step)
-    target = directory / f"step-{step:08d}"
-    _refuse_to_replace(target)
-    later = [path.name for number, path in found_in(directory) if number > step]
-    if later:
-        warnings.warn(
-            f"save_checkpoint: '{directory}' has checkpoints of later steps than {step}, up to {later[0]}, and the "
-            "highest step is what load_checkpoint takes; remove them if this run takes their place",
-            stacklevel=3,
-        )
+    engine.refuse_if_closed()
+    world = engine.access.world
+    with agreed(world, "save_checkpoint"):  # nothing is written yet
+        _refuse_other_optimizer(engine, optimizer, "save_checkpoint")
+        _refuse_unfit(engine, step, extra, keep)
+        small: dict[str, Any] = {"extra": dict(extra), "random": random_states(engine.device)}
+        encode(small["extra"], {})
+        groups = [
+            {"params": names, **{k: plain_setting(k, v) for k, v in group.items() if k != "params"}}
+            for group, names in zip(optimizer.param_groups, _group_names(optimizer), strict=True)
+        ]
+        for unit in engine.units:
+            take_edits(unit, engine.access)
+        described = _description(engine, groups, step)
+        target = directory / f"step-{step:08d}"
+        _refuse_to_replace(target)
+        later = [path.name for number, path in found_in(directory) if number > step]
+        if later:
+            warnings.warn(
+                f"save_checkpoint: '{directory}' has checkpoints of later steps than {step}, up to {later[0]}, and the "
+                "highest step is what load_checkpoint takes; remove them if this run takes their place",
+                stacklevel=3,
+            )
+    if world is not None:
+        said = {"step": step, "directory": os.path.abspath(directory), "keep": keep}
+        agree(world, {f"{name}={value!r}": "" for name, value in said.items()}, call="save_checkpoint")
+        small["ranks"] = world.all_of(small["random"])
 
     def tidy_up() -> None:
         if keep is not None:
@@ -170,14 +176,16 @@ def load_checkpoint(
     in another order here.
     """
     engine = engine_of(model, "load_checkpoint")
-    _refuse_other_optimizer(engine, optimizer, "load_checkpoint")
     if not isinstance(engine.weights.refusal, _HalfLoadedError):
         engine.refuse_if_closed()
-    engine.device.check()
     failed = engine.opened.saves.make_room()
     if failed is not None:
         warnings.warn(f"load_checkpoint: the last checkpoint was not saved: {failed.error}", stacklevel=2)
-    return Resumed(directory, step=step, verify=verify).take_over(optimizer)
+    with agreed(engine.access.world, "load_checkpoint"):
+        engine.device.check()
+        _refuse_other_optimizer(engine, optimizer, "load_checkpoint")
+        resumed = Resumed(directory, step=step, verify=verify)
+    return resumed.take_over(optimizer)
 
 
 class Resumed:
@@ -200,11 +208,12 @@ class Resumed:
         Raises:
             ConfigError: It is of another model, optimizer or precision. Nothing was changed.
         """
-        engine, path, manifest = optimizer.engine, self._path, self._manifest
+        engine, path, manifest, call = optimizer.engine, self._path, self._manifest, "load_checkpoint"
         if engine.access.world is not None:
-            agree(engine.access.world, {f"step of the newest checkpoint in '{path.parent}'": str(manifest.step)})
-        _refuse_others(optimizer, path, manifest)
-        small = _read_state(path)
+            agree(engine.access.world, {f"step of the checkpoint in '{path.parent}'": str(manifest.step)}, call=call)
+        with agreed(engine.access.world, call):
+            _refuse_others(optimizer, path, manifest)
+            small = _read_state(path)
         with _whole_or_refused(engine, path):
             for unit in engine.units:
                 take_edits(unit, engine.access)
@@ -269,7 +278,6 @@ def _refuse_other_optimizer(engine: Engine, optimizer: object, what: str) -> Non
 
 
 def _refuse_unfit(engine: Engine, step: int, extra: Mapping[str, Any], keep: int | None) -> None:
-    engine.refuse_if_closed()
     engine.device.check()
     for name, value in (("step", step), ("keep", 1 if keep is None else keep)):
         least = 1 if name == "keep" else 0

@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from outcore.core.errors import OutcoreError
 from outcore.memory.files.checkpoint_file import Files, PartOfCheckpoint
 from outcore.memory.files.checkpoint_folder import UnfinishedCheckpoint
+from outcore.ranks.agreement import agreed, refuse_failed
 from outcore.ranks.world import World
 from outcore.runtime.saves import Save
 from outcore.spec.checkpoint import Manifest
+
+_CALL = "save_checkpoint"
 
 
 class SharedCheckpoint:
@@ -56,15 +58,13 @@ class SharedCheckpoint:
 
         Args: save: Ended on its lane, it lets the block fail for no reason of its own.
         """
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as caught:
-            error = caught if save is None or not isinstance(save.error, Exception) else save.error
-        said = self._world.all_of(None if error is None else str(error))
-        if error is not None:
-            raise error
-        _refuse_failed(said)
+        with agreed(self._world, _CALL):
+            try:
+                yield
+            except Exception as error:
+                if save is None or not isinstance(save.error, Exception):
+                    raise
+                raise save.error from error
 
     def meet(self, save: Save) -> None:
         """All ranks have written, or all fail. A collective, on the lane that saves."""
@@ -79,7 +79,7 @@ class SharedCheckpoint:
         said = self._world.all_have_saved((None if error is None else str(error), files))
         self._files = [files for _, files in said]
         if error is None:
-            _refuse_failed([text for text, _ in said])
+            refuse_failed([text for text, _ in said], _CALL, None)
 
     def commit(self, describe: Callable[[Files], Manifest]) -> None:
         """Rank 0 commits; the others hear of it. A collective, on the lane that saves."""
@@ -90,17 +90,9 @@ class SharedCheckpoint:
         except Exception as caught:
             error = caught
         said = self._world.all_have_saved(None if error is None else str(error))
-        if error is not None:
-            raise error
-        _refuse_failed(said)
+        refuse_failed(said, _CALL, error)
 
     def first(self, tidy_up: Callable[[], object]) -> None:
         """Rank 0 tidies up."""
         if self._whole is not None:
             tidy_up()
-
-
-def _refuse_failed(said: list[str | None]) -> None:
-    failed = next(((rank, text) for rank, text in enumerate(said) if text is not None), None)
-    if failed is not None:
-        raise OutcoreError(f"save_checkpoint: expected all ranks to save, but rank {failed[0]} said: {failed[1]}")

@@ -114,8 +114,8 @@ class Quantized:
     def quantize(self, value: torch.Tensor, device: torch.device) -> list[torch.Tensor]:
         """The packed weight and its parts of a weight in full precision, made on a device by the library's kernels.
 
-        Memory: device, the quantised weight, and what the library takes for a million elements: some 20 bytes for
-        each on the CPU.
+        Memory: device, twice the quantised weight, whose pieces become one, and what the library takes for a million
+        elements: some 20 bytes for each on the CPU.
         """
         if issubclass(getattr(self.module, "source_cls", nn.Linear), _transposed()):
             value = value.T
