@@ -162,11 +162,31 @@ def test_exported_with_the_base_in_full_precision(kind, folder, tmp_path):
     with prepared(model, trained(model), "host", tmp_path) as (model, optimizer):
         save_checkpoint(model, optimizer, tmp_path / "saved", step=2, wait=True)
         outcore.save_pretrained(model, tmp_path / "adapters")
-    export_checkpoint(tmp_path / "saved", tmp_path / "merged", "hf", merge=True)
+    with pytest.warns(UserWarning, match="were quantised before outcore had them"):
+        export_checkpoint(tmp_path / "saved", tmp_path / "merged", "hf", merge=True)
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     want = PeftModel.from_pretrained(base, tmp_path / "adapters").merge_and_unload()
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.bfloat16)
     assert_same(dict(want.state_dict()), dict(merged.state_dict()))
+
+
+@pytest.mark.parametrize("kind", ["nf4 nested", "int8"])
+def test_another_base_is_not_merged_into(kind, folder, tmp_path):
+    """One layer of it was changed since."""
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    base.save_pretrained(tmp_path / "base")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(sizable().config, dtype=torch.bfloat16)
+    model.config.name_or_path = model.name_or_path = str(tmp_path / "base")
+    model = adapted(outcore.quantized(model, copy.deepcopy(KINDS[kind])))
+    with prepared(model, trained(model), "host", tmp_path, weights=tmp_path / "base") as (model, optimizer):
+        save_checkpoint(model, optimizer, tmp_path / "saved", step=2, wait=True)
+    export_checkpoint(tmp_path / "saved", tmp_path / "merged", "hf", merge=True)
+    with torch.no_grad():
+        base.model.layers[1].mlp.up_proj.weight.neg_()
+    base.save_pretrained(tmp_path / "base")
+    with pytest.raises(outcore.ConfigError, match="layers.1.mlp.up_proj.base_layer.weight' has other values"):
+        export_checkpoint(tmp_path / "saved", tmp_path / "other", "hf", merge=True)
 
 
 def unadapted(folder, kind):

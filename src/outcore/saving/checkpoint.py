@@ -26,6 +26,7 @@ from outcore.core.quantities import PAGE_BYTES, align_up
 from outcore.memory.files.checkpoint_file import CheckpointFile, PartOfCheckpoint
 from outcore.memory.files.weights_file import WeightsDirectory, write_safetensors
 from outcore.memory.files.weights_layout import safetensors_header
+from outcore.planning.units.quantized import FULL_CHECKSUM
 from outcore.ranks.agreement import agree, agreed
 from outcore.runtime.engine import Engine
 from outcore.runtime.module_guard import engine_of
@@ -308,6 +309,8 @@ def _description(engine: Engine, groups: list[dict[str, Any]], step: int) -> Any
         for i, spec in enumerate(unit.spec.params)
         if i >= unit.num_trainable
     }
+    quantized = ((spec, p) for u in engine.units for spec, p in zip(u.spec.params, u.params, strict=True))
+    full = {spec.name: getattr(param, FULL_CHECKSUM) for spec, param in quantized if hasattr(param, FULL_CHECKSUM)}
     steps = {u.spec.params[i].name: u.steps[i] for u in engine.units for i in range(u.num_trainable)}
     for name, buffer in _buffers(engine).items():
         dtype = str(buffer.dtype).removeprefix("torch.")
@@ -315,7 +318,8 @@ def _description(engine: Engine, groups: list[dict[str, Any]], step: int) -> Any
         tensors[f"model.{name}"] = TensorRecord(dtype, tuple(buffer.shape), parts)
 
     def describe(files: Mapping[str, Any]) -> Manifest:
-        return Manifest(step=step, files=files, tensors=tensors, frozen=frozen, steps=steps, groups=tuple(groups))
+        known = {"frozen": frozen, "full": full, "steps": steps}
+        return Manifest(step=step, files=files, tensors=tensors, groups=tuple(groups), **known)
 
     return describe
 

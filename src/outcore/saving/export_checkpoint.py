@@ -21,6 +21,7 @@ from outcore.core.extra import refuse_missing
 from outcore.memory.files.checkpoint_folder import mapped_tensors
 from outcore.memory.files.staged_files import copy_files
 from outcore.memory.files.weights_file import write_safetensors
+from outcore.planning.units.quantized import full_checksum
 from outcore.runtime.values.access import sample_of
 from outcore.saving.checkpoint import LIBRARY
 from outcore.saving.found import find
@@ -172,14 +173,23 @@ def _merged(saved: _Saved, model: Any, adapters: Path) -> Any:
     config = transformers.AutoConfig.from_pretrained(saved.library)
     plain = getattr(transformers, config.architectures[0]).from_pretrained(base, dtype=config.dtype)
     whole: Any = PeftModel.from_pretrained(plain, str(adapters))
-    known = saved.manifest.frozen
+    frozen, full, unknown = saved.manifest.frozen, saved.manifest.full, list[str]()
     for name, param in whole.named_parameters():
-        frozen = None if f"{name}.absmax" in known or f"{name}.SCB" in known else known.get(name)
-        if frozen is not None and frozen != zlib.crc32(sample_of(param)):
+        is_quantized = f"{name}.absmax" in frozen or f"{name}.SCB" in frozen
+        want = (full if is_quantized else frozen).get(name)
+        if want is None:
+            unknown += [name] * is_quantized
+        elif want != (full_checksum(param) if is_quantized else zlib.crc32(sample_of(param))):
             raise ConfigError(
                 f"--merge: expected the base model that the adapters were trained on, but of '{base}' the weight "
                 f"'{name}' has other values; put the base model's files back that the run had"
             )
+    if unknown:
+        warnings.warn(
+            f"--merge: {len(unknown)} weights such as '{unknown[0]}' were quantised before outcore had them, so "
+            f"nothing says whether those of '{base}' are the ones that the adapters were trained on",
+            stacklevel=2,
+        )
     return whole.merge_and_unload()
 
 

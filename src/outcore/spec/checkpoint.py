@@ -58,6 +58,8 @@ class Manifest:
     """``model.<parameter or buffer>`` and ``optimizer.<parameter>.<state>``."""
     frozen: Mapping[str, int] = field(default_factory=dict)
     """Checksums of frozen parameters, which are not saved: they are what the model is built with."""
+    full: Mapping[str, int] = field(default_factory=dict)
+    """Of those that were quantised as they were read: checksums of the weights in full precision."""
     steps: Mapping[str, int] = field(default_factory=dict)
     """Updates of each trained parameter."""
     groups: tuple[Mapping[str, Any], ...] = ()
@@ -92,6 +94,7 @@ class Manifest:
                 files={name: tuple(Block(*b) for b in blocks) for name, blocks in fields["files"].items()},
                 tensors={name: _tensor(record) for name, record in fields["tensors"].items()},
                 frozen=fields["frozen"],
+                full=fields.get("full", {}),
                 steps=fields["steps"],
                 groups=tuple(fields["groups"]),
             )
@@ -102,7 +105,7 @@ class Manifest:
 
     def _refuse_unfit(self) -> None:
         """Raises: ValueError: Names that leave the folder, numbers that no checkpoint has."""
-        numbers = [self.step, *self.steps.values(), *self.frozen.values()]
+        numbers = [self.step, *self.steps.values(), *self.frozen.values(), *self.full.values()]
         for name, blocks in self.files.items():
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts or str(path) != name or name in (".", MANIFEST_NAME):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ _CHANGED = ("state", "compute_dtype", "compute_type_is_set", _REPACKS)
 """What a forward changes, or is kept from changing."""
 _PIECE = 2**20
 """Elements that are quantised at a time: whole blocks, of whatever size."""
+FULL_CHECKSUM = "_outcore_full_checksum"
+"""Attribute of a quantised weight: ``full_checksum`` of what it was made from."""
+_SAMPLED = 2048
 FULL_DTYPE = "_outcore_full_dtype"
 """Attribute of a module on the meta device: the dtype of the weight that will be quantised."""
 
@@ -122,6 +126,14 @@ class Quantized:
         if kind_of(self.param) == "Int8Params":
             return _to_8_bits(value, getattr(self.module, FULL_DTYPE, torch.float16), device)
         return _to_4_bits(value, self.param, device)
+
+
+def full_checksum(value: torch.Tensor) -> int:
+    """Of a sample of a weight in full precision, the same in whatever dtype it is read that holds it in bf16."""
+    flat = value.detach().reshape(-1)
+    count = min(flat.numel(), _SAMPLED)
+    sample = flat.narrow(0, (flat.numel() - count) // 2, count).to("cpu", torch.bfloat16, copy=True)
+    return zlib.crc32(sample.view(torch.uint8).numpy().tobytes())
 
 
 def _to_8_bits(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:

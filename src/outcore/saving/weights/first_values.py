@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from outcore.core.errors import ConfigError
-from outcore.planning.units.quantized import Quantized, is_quantized
+from outcore.planning.units.quantized import FULL_CHECKSUM, Quantized, full_checksum, is_quantized
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.unit.views import nothing
 from outcore.runtime.values.fill import Values
@@ -102,6 +102,7 @@ class FirstValues:
                 weight = self._quantized.get(id(param))
                 if weight is None:
                     return read
+                setattr(param, FULL_CHECKSUM, full_checksum(read))
                 read, *parts = weight.quantize(read, self._device)
                 made.update(zip(map(id, weight.parts), parts, strict=True))
                 return read
