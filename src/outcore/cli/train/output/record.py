@@ -50,6 +50,7 @@ _LENGTHS = ("max_steps", "num_train_epochs")  # what they come to is compared, i
 _PACKING = ("packing", "packing_strategy")  # follow from the data where they are not given
 _WITH_FLAGS = ("max_grad_norm", "packing", "seed", "report_to", *(field.name for field in dataclasses.fields(Own)))
 _FLAGS = {name: name for name in _WITH_FLAGS} | {full: short for short, full in reversed(list(SHORT_NAMES.items()))}
+_FLAGS["base"] = "load_in_4bit/--load-in-8bit"
 _NOT_OF_A_MODEL = ("_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype")
 _BATCH_ROWS = 1000
 
