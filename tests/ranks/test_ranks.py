@@ -78,7 +78,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(tmp_path):
     ],
 )
 def test_a_rank_that_fails_ends_all(what, seen):
-    ended = launch_and_wait("from ranks.faults import main; main()", 3, [what], timeout_s=TIMEOUT_S)
+    ended = launch_and_wait("from ranks.faults import main; main()", 3, [what], timeout_s=60)
     assert [status for status, _, _ in ended] == [3, -9 if what == "dies" else 3, 3], ended
     for rank in (0, 2):
         seconds, _, error = ended[rank][1].partition(" ")
