@@ -17,6 +17,7 @@ import outcore
 from outcore.api import prepare_for_test
 from outcore.memory.files.checkpoint_file import CheckpointFile
 from outcore.planning.homes.pools import LEAST
+from outcore.saving.shared import SharedCheckpoint
 
 from .cases import DEVICE, Block, Case, adamw, build, digest, states_digest, train
 
@@ -84,6 +85,7 @@ def fail(folder: Path) -> list[Any]:
         CheckpointFile.write = write  # type: ignore[method-assign]
         with pytest.raises(outcore.OutcoreError, match="/proc/none"):
             outcore.save_checkpoint(model, optimizer, "/proc/none", step=1, wait=True)
+        gives_up_late(model, optimizer, folder)
         outcore.save_checkpoint(model, optimizer, folder / "full", step=2, wait=True)
         train(model, optimizer, case, num_ranks=NUM_RANKS, rank=RANK, own_norm=False)
         with pytest.raises(outcore.ConfigError, match="there is none"):
@@ -93,6 +95,21 @@ def fail(folder: Path) -> list[Any]:
     with pytest.raises(outcore.OutcoreError, match="expected a checkpoint in '.*/1', but there is none"):
         begun(case, folder, checkpoint=folder / ("1" if RANK else "full"))
     return []
+
+
+def gives_up_late(model: Any, optimizer: Any, folder: Path) -> None:
+    """Rank 0, when all have written and nobody has committed."""
+    meet = SharedCheckpoint.meet
+
+    def meet_and_fail(self: SharedCheckpoint, save: Any) -> None:
+        meet(self, save)
+        if RANK == 0:
+            save.fail(outcore.OutcoreError("given up late"))
+
+    SharedCheckpoint.meet = meet_and_fail  # type: ignore[method-assign]
+    with pytest.raises(outcore.OutcoreError, match="given up late"):
+        outcore.save_checkpoint(model, optimizer, folder / "full", step=1).wait()
+    SharedCheckpoint.meet = meet  # type: ignore[method-assign]
 
 
 def refuses_what_differs(model: Any, optimizer: Any, folder: Path) -> None:

@@ -106,11 +106,11 @@ class Save:
         if self.num_written < self.num_pieces:
             raise OutcoreError("expected whole updates to save, but one has failed; see its own error")
 
-    def commit(self, work: Callable[[], None]) -> None:
-        """Do what makes it durable, unless it has failed. Meanwhile nobody else may end it."""
+    def commit(self, work: Callable[[], None]) -> bool:
+        """Do what makes it durable, unless it has failed. Meanwhile nobody else may end it. Returns: whether it was."""
         with self._failing:
             if self.done:
-                return
+                return False
             self._is_committing = True
         began_s = time.monotonic()
         try:
@@ -119,6 +119,7 @@ class Save:
             self.busy_s += time.monotonic() - began_s
         finally:
             self._is_committing = False
+        return True
 
     @property
     def done(self) -> bool:
@@ -244,13 +245,31 @@ class Saves:
         self._order.homes([(unit, home) for unit, home, _, _ in sources], spans, work)
 
     def last(
-        self, save: Save, name: str, commit: Callable[[], None], tidy_up: Callable[[], object], meet: Meet = _alone
+        self,
+        save: Save,
+        name: str,
+        commit: Callable[[], None],
+        tidy_up: Callable[[], object],
+        *,
+        meet: Meet = _alone,
+        miss: Meet = _alone,
     ) -> None:
-        """Behind everything that was submitted. Args: meet: With other ranks; raises if one failed."""
-        end = partial(self._end, save, commit, tidy_up, meet)
+        """Behind everything that was submitted.
+
+        Args:
+            save: It.
+            name: Of the operation.
+            commit: Makes it durable; a collective if there are other ranks.
+            tidy_up: Behind it.
+            meet: With other ranks; raises if one failed.
+            miss: In place of ``commit``, where it has failed on this rank by then.
+        """
+        end = partial(self._end, save, commit, tidy_up, meet, miss)
         save.ends_with(self._device.submit(Lane.SAVE, name, end), self._device)
 
-    def _end(self, save: Save, commit: Callable[[], None], tidy_up: Callable[[], object], meet: Meet) -> None:
+    def _end(
+        self, save: Save, commit: Callable[[], None], tidy_up: Callable[[], object], meet: Meet, miss: Meet
+    ) -> None:
         try:
             if save.error is None:
                 save.refuse_missing()
@@ -258,9 +277,9 @@ class Saves:
             save.fail(error)
         try:
             meet(save)
-            if save.error is not None:
+            if not save.commit(commit):
+                miss(save)
                 return
-            save.commit(commit)
         except Exception as error:
             save.fail(error)
             return

@@ -52,7 +52,8 @@ def begun(
         if isinstance(unfinished, UnfinishedCheckpoint) and shared is None:
             saves.last(save, name, partial(unfinished.commit, describe), tidy_up)
         elif shared is not None:
-            saves.last(save, name, partial(shared.commit, describe), partial(shared.first, tidy_up), shared.meet)
+            commit, first = partial(shared.commit, describe), partial(shared.first, tidy_up)
+            saves.last(save, name, commit, first, meet=shared.meet, miss=shared.miss)
     except BaseException as error:
         save.fail(error)
         save.wait()

@@ -29,6 +29,8 @@ class SharedCheckpoint:
         self._world = world
         self._files: list[Files] = []
         """Of the other ranks."""
+        self._is_written = False
+        """On all ranks."""
         whole: UnfinishedCheckpoint | None = None
         with self.agreed():
             if world.rank == 0:
@@ -78,6 +80,7 @@ class SharedCheckpoint:
             error = save.error
         said = self._world.all_have_saved((None if error is None else str(error), files))
         self._files = [files for _, files in said]
+        self._is_written = all(text is None for text, _ in said)
         if error is None:
             refuse_failed([text for text, _ in said], _CALL, None)
 
@@ -90,7 +93,12 @@ class SharedCheckpoint:
         except Exception as caught:
             error = caught
         said = self._world.all_have_saved(None if error is None else str(error))
-        refuse_failed(said, _CALL, error)
+        refuse_failed(said[:1], _CALL, error)  # what the others have written is durable, whatever happened since
+
+    def miss(self, save: Save) -> None:
+        """This rank gave the save up behind ``meet``, and does not commit; the others, in ``commit``, hear of it."""
+        if self._is_written:
+            self._world.all_have_saved(str(save.error))
 
     def first(self, tidy_up: Callable[[], object]) -> None:
         """Rank 0 tidies up."""
