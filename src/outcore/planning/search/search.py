@@ -157,7 +157,7 @@ class _Search:
         self._shed, self._fill = functools.cache(self._shedding), functools.cache(self._filling)
         units = len(job.model.units) * job.micro_batches
         self._is_small = len(job.model.units) - 1 <= SMALL
-        self._budget = max(8, min(_SIMULATED_UNITS // units, _MOST_SIMULATED))
+        self._budget = max(12, min(_SIMULATED_UNITS // units, _MOST_SIMULATED))
         self._share = round(balanced_share(job.rates, there=_BALANCED_BYTES[0], back=_BALANCED_BYTES[1]), 2)
 
     def found(self) -> Found:
@@ -166,8 +166,10 @@ class _Search:
         everything = self._choice.uniform(ALL_DEVICE, saves=self._job.ways[0])
         if self._fits(everything) and self._keeps_all(everything):  # nothing is moved where nothing must be
             return self.explain(looks.plan(everything), everything)
-        fillings = sorted(set(self._fillings()), key=lambda c: (looks.coarse_s(c), looks.busiest(c), repr(c)))
-        best = self._fastest(fillings[: self._budget // 4], _STARTS)
+        firsts = [] if self._is_small else self._firsts()
+        ways = self._job.ways if self._is_small else [candidate.saves for candidate in firsts]
+        fillings = sorted(set(self._fillings(ways)), key=lambda c: (looks.coarse_s(c), looks.busiest(c), repr(c)))
+        best = self._fastest([*firsts, *fillings[: self._budget // 4]], _STARTS)
         rest, units = self._budget - self._budget // 4, len(self._job.model.units) - 1
         turns = (rest // 2, rest // 4, rest // 4) if rest > _FEW else (rest,)
         changed = [self._descend(start, most) for start, most in zip(best, turns, strict=False)]
@@ -224,19 +226,16 @@ class _Search:
 
     # Finding some.
 
-    def _ways(self) -> list[Away | None]:
-        """Those with which fillings are fastest. All with a small model."""
-        ways = list(dict.fromkeys(self._job.ways))
-        if self._is_small or len(ways) == 1:
-            return ways
-        first = [best for away in ways for best in self._soonest(away)[:1]]
-        return [best.saves for best in self._fastest(sorted(first, key=self._looks.coarse_s), _MOST_WAYS)]
+    def _firsts(self) -> list[Candidate]:
+        """One filling with each of the ways of activations that are fastest."""
+        first = [best for away in dict.fromkeys(self._job.ways) for best in self._soonest(away)[:1]]
+        return self._fastest(sorted(first, key=self._looks.coarse_s), _MOST_WAYS)
 
-    def _fillings(self) -> Iterator[Candidate]:
+    def _fillings(self, ways: Iterable[Away | None]) -> Iterator[Candidate]:
         """See [Note: how it is found]."""
         today = self.like(self._looks.today, self._job.ways[0])
         yield from filter(self._fits, [today])
-        for away in self._ways():
+        for away in dict.fromkeys(ways):
             fitting = filter(self._fits, dict.fromkeys(self._filled(away)))
             ordered = sorted(fitting, key=lambda c: (self._looks.busiest(c), repr(c)))
             for filled in ordered[: _FILLINGS_OF_SMALL if self._is_small else _FILLINGS]:
