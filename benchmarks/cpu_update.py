@@ -86,11 +86,8 @@ def stream(b: Buffers) -> Callable[[], None]:
     return run
 
 
-def unblocked(b: Buffers) -> Callable[[], None]:
-    """torch's fused AdamW on whole buffers, with the casts around it."""
-    param = torch.nn.Parameter(b.master)
-    optimizer = torch.optim.AdamW([param], lr=HYPER.lr, weight_decay=HYPER.weight_decay, fused=True)
-    optimizer.state[param] = {"step": torch.tensor(float(STEP)), "exp_avg": b.exp_avg, "exp_avg_sq": b.exp_avg_sq}
+def with_casts(b: Buffers, param: torch.nn.Parameter, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """A step over a whole buffer, with the casts that a training loop needs around it."""
     param.grad = torch.empty_like(param)
 
     def run() -> None:
@@ -99,6 +96,14 @@ def unblocked(b: Buffers) -> Callable[[], None]:
         b.weights.copy_(param.detach())
 
     return run
+
+
+def unblocked(b: Buffers) -> Callable[[], None]:
+    """torch's fused AdamW on whole buffers, with the casts around it."""
+    param = torch.nn.Parameter(b.master)
+    optimizer = torch.optim.AdamW([param], lr=HYPER.lr, weight_decay=HYPER.weight_decay, fused=True)
+    optimizer.state[param] = {"step": torch.tensor(float(STEP)), "exp_avg": b.exp_avg, "exp_avg_sq": b.exp_avg_sq}
+    return with_casts(b, param, optimizer)
 
 
 def deepspeed(b: Buffers) -> Callable[[], None]:
@@ -106,14 +111,7 @@ def deepspeed(b: Buffers) -> Callable[[], None]:
     adam = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
     param = torch.nn.Parameter(b.master.clone())
     optimizer = adam([param], lr=HYPER.lr, weight_decay=HYPER.weight_decay, adamw_mode=True)
-    param.grad = torch.empty_like(param)
-
-    def run() -> None:
-        param.grad.copy_(b.grad)
-        optimizer.step()
-        b.weights.copy_(param.detach())
-
-    return run
+    return with_casts(b, param, optimizer)
 
 
 def bitsandbytes(b: Buffers) -> Callable[[], None]:
@@ -121,14 +119,7 @@ def bitsandbytes(b: Buffers) -> Callable[[], None]:
     adamw = importlib.import_module("bitsandbytes").optim.AdamW8bit
     param = torch.nn.Parameter(b.master.clone())
     optimizer = adamw([param], lr=HYPER.lr, weight_decay=HYPER.weight_decay)
-    param.grad = torch.empty_like(param)
-
-    def run() -> None:
-        param.grad.copy_(b.grad)
-        optimizer.step()
-        b.weights.copy_(param.detach())
-
-    return run
+    return with_casts(b, param, optimizer)
 
 
 def by_name(b: Buffers, workers: UpdateWorkers, name: str) -> Callable[[], None]:

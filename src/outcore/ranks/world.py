@@ -49,7 +49,9 @@ class World:
         self.num_steps = 0
         """That were begun."""
         self._groups: list[Any] = []
-        self._store = distributed.distributed_c10d._get_default_store()
+        # No public name gives the store; a torch without this one only makes errors say less.
+        found = getattr(distributed.distributed_c10d, "_get_default_store", None)
+        self._store = None if found is None else found()
         self._control = self._new_group("gloo")
         self._reduce = _Links(self._new_group, device.group_backend)
         self._save = self._new_group("gloo")
@@ -200,7 +202,8 @@ class World:
     def note(self, where: str) -> None:
         """What this rank begins. Others that wait for it in vain say it."""
         with suppress(RuntimeError):
-            self._store.set(f"outcore/{self.rank}", where)
+            if self._store is not None:
+                self._store.set(f"outcore/{self.rank}", where)
 
     def last_seen(self) -> str:
         """What the other ranks began last."""
@@ -208,6 +211,8 @@ class World:
         return ", ".join(f"rank {rank} {self._noted(rank)}" for rank in others)
 
     def _noted(self, rank: int) -> str:
+        if self._store is None:
+            return "unknown"
         try:
             key = f"outcore/{rank}"
             return f"in {self._store.get(key).decode()}" if self._store.check([key]) else "in prepare"
