@@ -171,7 +171,9 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--numel", type=int, default=64 * 2**20, help="parameters (default: 64 Mi)")
+    parser.add_argument(
+        "--numel", type=int, default=64 * 2**20, help="parameters, in whole rows of 1,024 (default: 64 Mi)"
+    )
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--workers", type=int, help="threads (default: one per core)")
     parser.add_argument(
@@ -179,6 +181,7 @@ def main() -> None:
     )
     parser.add_argument("--rules", nargs="*", default=RULES, choices=RULES, help="beside AdamW (default: all)")
     args = parser.parse_args()
+    args.numel -= args.numel % COLUMNS
     buffers, skipped = Buffers(args.numel), {}
     with UpdateWorkers(args.workers, has_whole=True) as workers:
         contestants = {

@@ -48,7 +48,7 @@ if [ -z "${TINY:-}" ]; then
   short=(--tokens 8192 --steps 3 --recorded-steps 1 --svg "$out")
   middle=(--tokens 16384 --steps 3 --recorded-steps 1 --svg "$out")
   step=(--turns 3 --steps 2 --batch-size 8 --seq-len 1024)
-  update=(--repeats 5) disk=(--nbytes 4GiB)
+  update=(--repeats 5 --rules lion adamw:8bit) disk=(--nbytes 4GiB)  # others take longer than the section may
   tests="" sanitized="delays and window or plain_bits and gpt2 and recompute"
 else
   tiny=(--layers 2 --hidden 64 --intermediate 160 --heads 2 --kv-heads 1 --vocabulary 1000 --seq-len 32)

@@ -25,7 +25,7 @@ LARGE = "--layers 5 --hidden 64 --intermediate 160 --heads 2 --kv-heads 1 --voca
 TINY = {
     "activation_peak.py": "--only 16384",
     "convergence.py": "--steps 1 --seeds 1",
-    "cpu_update.py": "--numel 65536 --repeats 1",
+    "cpu_update.py": "--numel 50000 --repeats 2",
     "disk_io.py": "--folder . --nbytes 8MiB --extent 4MiB --repetitions 1",
     "large.py": f"{LARGE} --tokens 16 32 --device-memory 100KiB 520KiB --disk-memory 0 --steps 1 --recorded-steps 1"
     " --against plain",
