@@ -212,11 +212,18 @@ def test_a_signal_in_the_last_save_changes_nothing(shared, whole, command, tmp_p
     ],
 )
 def test_what_does_not_fit_into_the_time_is_not_begun(grace, said, shared, command, tmp_path, monkeypatch):
-    """By the time that saves took."""
+    """By the time that saves took; the save of step 2 is there before the signal, for it is written beside training."""
     out, saving = tmp_path / "run", Saves.save_needs_s
+
+    def stop() -> None:
+        end = time.monotonic() + 60
+        while not (out / "checkpoint-2").exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        signal.raise_signal(signal.SIGTERM)
+
     if grace:
         monkeypatch.setattr(Saves, "save_needs_s", lambda self: 3000.0 if saving(self) > 0 else 0.0)
-    calls = then(monkeypatch, 2, SftTrainer, "training_step", 1, lambda: signal.raise_signal(signal.SIGTERM))
+    calls = then(monkeypatch, 2, SftTrainer, "training_step", 1, stop)
     stopped = command(*shared, "--out", out, "--save-every", EVERY, "--grace", grace)
     assert stopped.status == 143
     assert len(calls) == 1, "it stops in the middle of the step"
