@@ -24,6 +24,7 @@ from outcore.planning.homes.sending import Sending, undecided, workspace_bytes
 from outcore.planning.search.candidates import Candidate
 from outcore.planning.timing.counted import counted_work
 from outcore.planning.timing.profile import Profile, UnitWork, rates_for
+from outcore.planning.timing.ranks import ALONE, Ranks
 from outcore.planning.timing.simulate import Simulation
 from outcore.planning.units.activations import footprint_of
 from outcore.planning.units.casts import Autocast
@@ -114,10 +115,17 @@ class Timed:
     """Plans of a run in time. What the model computes and saves is worked out once, when that is first asked for."""
 
     def __init__(
-        self, cut: Partition, options: Options, device: DeviceFacts, *, profile: Profile | None = None
+        self,
+        cut: Partition,
+        options: Options,
+        device: DeviceFacts,
+        *,
+        profile: Profile | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """Args: as for ``choose_plan``. profile: Of the sample; None: the model is followed."""
+        """Args: as for ``choose_plan``. profile: Of the sample; None: the model is followed. ranks: That train."""
         self._cut, self._options, self._device, self._profile = cut, options, device, profile
+        self._ranks = ranks
         self._known: Forecast | None = None
 
     def predict(self, plan: Plan) -> Simulation | None:
@@ -144,7 +152,7 @@ class Timed:
         steps = options.accumulation_steps
         return Forecast(
             model=spec,
-            rates=rates_for(hardware, spec, work, in_bf16=autocast.is_on),
+            rates=rates_for(hardware, spec, work, in_bf16=autocast.is_on, ranks=self._ranks),
             loop=options.loop or Loop(steps or 1, clips=options.clipping, is_promised=steps is not None),
             footprint=self.footprint,
             activation_share=device.activation_share,

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from outcore.choice import Options, Timed, choose_plan, limits_of, plan_within
-from outcore.core.errors import ConfigError, OutcoreError, UnsupportedError
+from outcore.core.errors import ConfigError, OutcoreError, PlanInfeasibleError, UnsupportedError
 from outcore.device.device import Device
 from outcore.device.opening import device_of_rank
 from outcore.planning.homes.check import check_plan
+from outcore.planning.timing.ranks import Ranks
 from outcore.planning.units.partition import Partition
 from outcore.ranks.agreement import agree, least_limits
 from outcore.ranks.world import World, join_world
@@ -48,13 +50,15 @@ def chosen(cut: Partition, options: Options, device: Device, world: World | None
     if world is None:
         return cut, choose_plan(cut, options, device, Timed(cut, options, device))
     agree(world, _facts(cut, options))
-    _refuse_whole(cut.spec)
-    cut = dataclasses.replace(cut, spec=cut.spec.among(world.size, world.rank))
+    ranks = Ranks(world.size // world.local_size, world.local_size)
+    cut = among(cut, ranks, world.rank, "prepare")
     limits = least_limits(world, limits_of(options.budget, device, num_sharers=world.local_size))
     made, error = None, None
     if world.rank == 0:
+        timed = Timed(cut, options, device, ranks=ranks)
         try:
-            made = plan_within(limits, cut, options, device, Timed(cut, options, device)).to_json()
+            with of_a_node(world.local_size):
+                made = plan_within(limits, cut, options, device, timed).to_json()
         except OutcoreError as caught:
             error = caught
     text = world.from_first(made)
@@ -67,6 +71,34 @@ def chosen(cut: Partition, options: Options, device: Device, world: World | None
     plan = Plan.from_json(text, where="plan of rank 0")
     check_plan(cut.spec, plan, limits)
     return cut, plan
+
+
+def among(cut: Partition, ranks: Ranks, rank: int, call: str) -> Partition:
+    """The model as one of several ranks updates it. Args: call: For errors.
+
+    Raises:
+        UnsupportedError: A parameter that they cannot share.
+    """
+    if ranks.size == 1:
+        return cut
+    _refuse_whole(cut.spec, call)
+    return dataclasses.replace(cut, spec=cut.spec.among(ranks.size, rank))
+
+
+@contextmanager
+def of_a_node(num_ranks: int) -> Iterator[None]:
+    """Errors of plans for one rank speak of budgets as they are given: of host memory and disk those of a node."""
+    try:
+        yield
+    except PlanInfeasibleError as error:
+        if num_ranks == 1:
+            raise
+
+        def node(nbytes: Mapping[str, int]) -> dict[str, int]:
+            return {tier: (1 if tier == "device" else num_ranks) * n for tier, n in nbytes.items()}
+
+        text = f"{error}\nThese are budgets of one rank. {num_ranks} ranks share those of host memory and disk."
+        raise PlanInfeasibleError(text, node(error.required_bytes), node(error.raise_one_to)) from error
 
 
 def of_first_rank(world: World | None, model: nn.Module, values: Callable[[Unit], Values]) -> Callable[[Unit], Values]:
@@ -99,12 +131,12 @@ def _refuse_what_one_rank_can(options: Options) -> None:
         )
 
 
-def _refuse_whole(model: ModelSpec) -> None:
+def _refuse_whole(model: ModelSpec, call: str) -> None:
     """Each rank updates a part of a parameter."""
     for param in (param for unit in model.units for param in unit.trainable):
         if "float64" in (param.dtype, param.update_dtype):
             raise UnsupportedError(
-                f"prepare: expected fp32, bf16 or fp16 with several ranks, but '{param.name}' is trained in float64, "
+                f"{call}: expected fp32, bf16 or fp16 with several ranks, but '{param.name}' is trained in float64, "
                 "which cuts between ranks would round otherwise; convert it, or take one rank"
             )
         if param.is_coded:

@@ -160,7 +160,8 @@ def test_the_commands_and_options_are_these():
         "export": ["checkpoint", "directory", "form", "merge"],
         "plan": sorted(
             [
-                *("as_json", "batch_size", "clipping", "device_memory", "disk_size", "fit", "grad_accum", "hardware"),
+                *("as_json", "batch_size", "clipping", "device_memory", "disk_size", "fit", "gpus_per_node"),
+                *("grad_accum", "hardware"),
                 *(
                     "host_memory",
                     "html",
@@ -168,6 +169,7 @@ def test_the_commands_and_options_are_these():
                     "load_in_8bit",
                     "lora",
                     "model",
+                    "nodes",
                     "optim",
                     "out",
                     "precision",

@@ -245,6 +245,45 @@ def test_bytes_written_and_what_they_mean_to_a_drive(command: Run, config_json: 
     assert "written per 1,000 steps; the drive lasts" in text
 
 
+RANKS = ("--nodes", 2, "--gpus-per-node", 4)
+
+
+def test_ranks_share_a_node(command: Run, config_json: Path):
+    tight = ("--hardware", "a100-80gb", "--host-memory", "4MiB", "--device-memory", "900KiB", "--seq-len", 64)
+    alone, *both = (
+        command("plan", "--model", config_json, *tight, *options)
+        for options in (("--json",), (*RANKS, "--json"), RANKS)
+    )
+    assert all(done.status == 0 for done in (alone, *both)), both[0].err
+    one, found, text = json.loads(alone.out), json.loads(both[0].out), both[1].out
+    assert found["limits"]["host_bytes"] == 2**20
+    assert found["limits"]["device_bytes"] == one["limits"]["device_bytes"] == 900 * 2**10
+    assert found["predicted_tokens_per_s"] == pytest.approx(8 * 64 / found["predicted_step_s"])
+    assert found["node_peak_bytes"]["host"] == 4 * found["peak_bytes"]["host"] <= 4 * 2**20
+    trained = sum(unit["weights"] is not None for unit in found["plan"]["units"])
+    assert trained
+    assert 0 < found["received_bytes"]["gather"] <= found["received_bytes"]["reduce"]
+    assert one["received_bytes"] == {"reduce": 0, "gather": 0}
+    lines = dict(line.split(maxsplit=1) for line in text.splitlines() if line)
+    assert lines["ranks"].startswith("8 (2 nodes x 4)")
+    assert "8 ranks with 1 x 64 tokens" in lines["step"]
+    assert "of gradients" in lines["received"]
+    assert "by all ranks of a node" in text
+
+
+def test_a_plan_for_ranks_that_does_not_fit_says_what_a_node_needs(command: Run, config_json: Path):
+    options = ("--hardware", "h100+no-disk", "--host-memory", "40KiB", "--device-memory", "900KiB", *RANKS)
+    done = command("plan", "--model", config_json, *options)
+    assert done.status == 2
+    assert "These are budgets of one rank. 4 ranks share those of host memory and disk." in done.err
+
+
+def test_what_ranks_cannot_share(command: Run, config_json: Path):
+    done = command("plan", "--model", config_json, "--hardware", "h100", "--optim", "adamw_8bit", *RANKS)
+    assert (done.status, done.out) == (1, "")
+    assert "expected state_format 'fp32' with several ranks" in done.err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -34,7 +34,7 @@ from outcore.planning.timing.rates import LINKS, Pace, Rates, Shared
 from outcore.planning.timing.simulate import play, tasks_of
 from outcore.planning.units.partition import partition
 from outcore.runtime.updates.early import EarlyUpdates, _Attempt
-from outcore.spec.lanes import Lane
+from outcore.spec.lanes import RANK_LANES, Lane
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import TIERS, Plan, UnitPlan
 from outcore.spec.schedule import ROOT, Kind, Operation, Visit
@@ -56,7 +56,8 @@ ON_COMPUTE = (USE, "use activations of", "gradients of", "accumulate", "update")
 class Watch:
     """Notes everything that an engine submits."""
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, device: Any, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
         self.row: list[Operation] = []
         self._index: dict[Any, int] = {}
         self._computed = -1
@@ -69,6 +70,7 @@ class Watch:
         handle = self._submit(lane, name, work, is_due=is_due, **more)
         skipped = is_due is not None and not is_due()
         nbytes = 0 if skipped else _bytes(more.get("writes", ()))
+        nbytes -= nbytes // self.num_ranks if lane in RANK_LANES else 0  # a rank has its own run already
         after = [] if skipped else self.indices(more.get("after", {}).values())
         self._index[handle] = self._note(lane.value, name, nbytes, after)
         return handle
@@ -141,6 +143,39 @@ class Model(nn.Module):
         return self.head(x)
 
 
+class Echo:
+    """Ranks that all do what this one does. See ``World``."""
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size, self.local_size = 0, size, size
+        self.num_steps, self.failure = 0, None
+
+    def begin_step(self) -> None:
+        self.num_steps += 1
+
+    def note(self, where: str) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+    def all_of(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+    def from_first(self, value: Any) -> Any:
+        return value
+
+    def copy_first(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to("cpu", copy=True)
+
+    def exchange(self, bits: bytes, bucket: torch.Tensor, received: torch.Tensor, unit: str) -> list[bytes]:
+        received.view(self.size, -1).copy_(bucket[: len(bucket) // self.size])
+        return [bits] * self.size
+
+    def gather(self, facts: str, unit: str, whole: torch.Tensor) -> None:
+        """Nothing."""
+
+
 @dataclass
 class Program:
     """A model, a plan for it and a loop."""
@@ -152,13 +187,17 @@ class Program:
     micro_batches: int
     overtaken: frozenset[str]
 
+    @property
+    def num_ranks(self) -> int:
+        return self.spec.units[0].num_ranks
+
     def step(self) -> None:
         batch = torch.ones(ROWS, WIDTH, dtype=self.model.head.weight.dtype, device=zoo.DEVICE)
         for _ in range(self.micro_batches):
             self.model(batch).sum().backward()
 
 
-def make(seed: int) -> Program:
+def make(seed: int, num_ranks: int = 1) -> Program:
     chance = random.Random(seed)
     torch.manual_seed(seed)
     model, micro_batches = Model(chance), chance.randint(1, 2)
@@ -169,6 +208,7 @@ def make(seed: int) -> Program:
     names = rule_for(optimizer).state_names(optimizer.param_groups)
     units = [Block]
     spec = partition(model, units=units, state_names=names, precision=precision).spec
+    spec = spec.among(num_ranks, 0)
     plans = []
     sends_away = chance.random() < 0.5
     for of in spec.units:
@@ -202,18 +242,23 @@ def submitted(
     program: Program, visits: Sequence[Visit] | None, folder: Path
 ) -> tuple[list[Operation], tuple[Visit, ...]]:
     """What the engine submits. Args: visits: Expected of the first step; None: as usual."""
-    prepared = prepare_for_test(
-        program.model,
-        program.optimizer,
-        faults=Faults(),
-        race_checker=RaceChecker(),
-        plan=program.plan,
-        units=[Block],
-        budget=outcore.Budget(disk=str(folder)),
-        accumulation_steps=program.micro_batches,
-        clipping=False,
-        precision=program.plan.precision,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        if program.num_ranks > 1:
+            patch.setattr("outcore.together.join_world", lambda device: True)
+            patch.setattr("outcore.together.device_of_rank", lambda device: device)
+            patch.setattr("outcore.api.World", lambda device: Echo(program.num_ranks))
+        prepared = prepare_for_test(
+            program.model,
+            program.optimizer,
+            faults=Faults(),
+            race_checker=RaceChecker(),
+            plan=program.plan,
+            units=[Block],
+            budget=outcore.Budget(disk=str(folder)),
+            accumulation_steps=program.micro_batches,
+            clipping=False,
+            precision=program.plan.precision,
+        )
     _, optimizer = prepared
     engine = optimizer.engine
     if visits is not None:
@@ -221,7 +266,7 @@ def submitted(
         engine.weights._step.reset(nothing_held(program.plan))
         if any(visit.unit == ROOT for visit in visits):
             engine.units[ROOT].presence.hide()  # as after a step that updates it elsewhere than at once
-    watch, settle = Watch(engine.device), EarlyUpdates.settle
+    watch, settle = Watch(engine.device, program.num_ranks), EarlyUpdates.settle
 
     def settled(early: EarlyUpdates) -> None:
         if early._attempts:
@@ -268,7 +313,7 @@ def random_rates(model: ModelSpec, chance: random.Random) -> Rates:
     return Rates(
         forward_s={unit.name: chance.random() for unit in model.units},
         backward_s={unit.name: chance.random() for unit in model.units},
-        bytes_per_s={link: speed() for link in LINKS[:6]},
+        bytes_per_s={link: speed() for link in (*LINKS[:6], "reduce", "gather", "host gather")},
         parameters_per_s={link: speed() for link in ("compute", "update", "device_update")},
         latency_s={link: chance.choice([0.0, 0.01]) for link in LINKS},
         shared=(Shared(name="memory", parts=parts), Shared(name="bus", parts=ways))[: chance.randint(0, 2)],
@@ -283,9 +328,19 @@ def facts(op: Operation) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("seed", range(NUM_PLANS))
 def test_start_end_and_order_of_every_operation(seed: int, tmp_path: Path) -> None:
-    _, visits = submitted(make(seed), None, tmp_path)
-    program = make(seed)
-    found, again = submitted(program, visits, tmp_path)
+    compare(seed, tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(NUM_PLANS))
+def test_the_same_of_one_among_ranks(seed: int, tmp_path: Path) -> None:
+    """Exchanges in turns, and gathers of new weights: what is submitted, after what, and how many bytes come."""
+    compare(seed, tmp_path, num_ranks=2 + seed % 2)
+
+
+def compare(seed: int, folder: Path, num_ranks: int = 1) -> None:
+    _, visits = submitted(make(seed, num_ranks), None, folder)
+    program = make(seed, num_ranks)
+    found, again = submitted(program, visits, folder)
     assert again == visits
     expected, found = planned(program, visits), with_phases(found, visits)
     for i, (want, got) in enumerate(zip(expected, found, strict=False)):

@@ -47,9 +47,9 @@ class Step:
     is_roomy: bool
 
 
-def random_step(chance: random.Random) -> Step:
-    """Any model, plan and machine."""
-    model, is_roomy = random_model(chance), chance.random() < 0.4
+def random_step(chance: random.Random, num_ranks: int = 1) -> Step:
+    """Any model, plan and machine. Args: num_ranks: That train together."""
+    model, is_roomy = random_model(chance).among(num_ranks, 0), chance.random() < 0.4
     micro_batches = chance.choice([1, 1, 2, 3])
     plan = random_plan(model, chance, micro_batches, is_roomy=is_roomy)
     early = [u.name for u in plan.units if u.early]
@@ -129,12 +129,15 @@ def random_rates(model: ModelSpec, chance: random.Random) -> Rates:
     bytes_per_s = {link: pace(largest) for link in ("h2d", "d2h")}
     bytes_per_s |= {link: pace(4 * largest) for link in ("disk_read", "disk_write")}
     bytes_per_s |= {link: pace(30 * largest) for link in ("compute", "update")}
+    if model.units[0].num_ranks > 1:
+        bytes_per_s |= {way: pace(largest) for way in ("reduce", "gather", "host gather")}
+        shared += (Shared(name="between ranks", parts={"reduce": 1.0, "gather": 1.0, "d2h": 0.3}),)
     return Rates(
         forward_s=numels,
         backward_s={name: backward * s for name, s in numels.items()},
         bytes_per_s=bytes_per_s,
         parameters_per_s={"update": pace(numel), "device_update": pace(5 * numel), "compute": pace(20 * numel)},
-        shared=shared[: chance.choice([0, 0, 1, 2])],
+        shared=shared[: chance.choice([0, 0, 1, 2])] + shared[2:],
         host_runs_ahead=chance.random() < 0.8,
     )
 
@@ -199,9 +202,10 @@ def reordered(tasks: Sequence[Task], ends: Sequence[int], chance: random.Random)
 
 def main() -> None:
     ratios: dict[str, list[float]] = {"roomy": [], "others": [], "with activations away": [], "reordered": []}
-    for seed in range(*map(int, sys.argv[1:])):
+    first, last, *ranks = map(int, sys.argv[1:])
+    for seed in range(first, last):
         chance = random.Random(seed)
-        step = random_step(chance)
+        step = random_step(chance, *ranks)
         bound = bound_of(step.model, step.plan, step.rates, step.visits, step.circumstances)
         if not bound.seconds:
             continue

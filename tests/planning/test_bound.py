@@ -185,10 +185,11 @@ def test_order_of_updates_that_beat_a_sum_of_two_parts():
     assert found.seconds <= simulate(model, plan, rates, usual_visits(model)).step_s
 
 
+@pytest.mark.parametrize("num_ranks", [1, 3])
 @pytest.mark.parametrize("seed", range(NUM_STEPS))
-def test_no_order_beats_it(seed: int):
+def test_no_order_beats_it(seed: int, num_ranks: int):
     chance = random.Random(seed)
-    step = random_step(chance)
+    step = random_step(chance, num_ranks)
     found = bound_of(step.model, step.plan, step.rates, step.visits, step.circumstances)
     for seconds in steps_s(step, chance, num_orders=3, steps=8):
         assert seconds >= found.seconds * (1 - 1e-9)
@@ -206,6 +207,19 @@ def test_a_faster_machine_or_fewer_nodes_never_raise_it(seed: int):
     rates = dataclasses.replace(step.rates, bytes_per_s=faster)
     assert bound_of(step.model, step.plan, rates, *rest).seconds <= found.seconds * (1 + 1e-9)
     assert sum(found.parts.values()) == pytest.approx(found.seconds)
+
+
+def test_what_goes_between_ranks_binds():
+    """8 layers of 4 MiB, a quarter of which is a rank's own: 3 s of exchange, and 1.5 s of gathering, for each."""
+    model = layered(NUM_LAYERS, root=0, layer=MIB, precision="fp32").among(4, 0)
+    rates = rates_of(model)
+    slow = dataclasses.replace(rates, bytes_per_s={"reduce": MIB, "host gather": 2 * MIB})
+    found = bound_of(model, plan_of(model), slow, usual_visits(model))
+    assert found.total_s["reduce"] == pytest.approx(8 * 3)
+    assert found.total_s["gather"] == pytest.approx(8 * 1.5)
+    # Backward ends after 24 s. Then updates begin, and each unit is gathered before its next visit, the last one too.
+    assert found.seconds == pytest.approx(24 + 8 * 1.5 + 1)
+    assert found.seconds <= simulate(model, plan_of(model), slow, usual_visits(model)).step_s
 
 
 def test_a_hundred_units_take_a_fraction_of_a_second():

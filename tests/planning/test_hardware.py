@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from outcore.core.errors import ConfigError
-from outcore.planning.timing.known_hardware import BUSES, DEVICES, DISKS, HOSTS, known_hardware
+from outcore.planning.timing.known_hardware import BUSES, DEVICES, DISKS, HOSTS, LINKS, NETWORKS, known_hardware
 from outcore.spec.hardware import Hardware
 
+FIELDS = ["device.bf16_flops", "bus.h2d_bytes_per_s", "host.bytes_per_s", "disk.both"]
+FIELDS += ["links.bytes_per_s", "network.bytes_per_s"]
 NUMBERS = [0, -1, 1e30, float("inf"), float("nan"), "fast", None, True, [1], {}]
 
 
@@ -26,7 +28,8 @@ def test_known_machines_are_whole_and_come_back_from_json(name: str, tmp_path: P
 
 
 def test_every_figure_has_a_source():
-    for part in itertools.chain(DEVICES.values(), BUSES.values(), HOSTS.values(), DISKS.values()):
+    tables = (DEVICES, BUSES, HOSTS, DISKS, LINKS, NETWORKS)
+    for part in itertools.chain.from_iterable(table.values() for table in tables):
         fields = {f.name: f.default for f in dataclasses.fields(part) if f.name not in ("sources", "parts")}
         said = {name for name, default in fields.items() if getattr(part, name) != default}
         assert said <= set(part.sources), part
@@ -37,6 +40,8 @@ def test_parts_are_composed():
     machine = known_hardware("RTX-4090+pcie3+desktop-ddr4+laptop-nvme")
     assert (machine.bus, machine.host, machine.disk) == (BUSES["pcie3"], HOSTS["desktop-ddr4"], DISKS["laptop-nvme"])
     assert known_hardware("h100").bus == BUSES["pcie5"]
+    assert (known_hardware("h100").links, known_hardware("h100+200g").network) == (LINKS["nvlink4"], NETWORKS["200g"])
+    assert known_hardware("gh200").links is None
     assert known_hardware("h100+no-disk").disk is None
 
 
@@ -55,7 +60,17 @@ def test_unknown_parts(name: str, message: str):
 
 
 @pytest.mark.parametrize("value", NUMBERS, ids=repr)
-@pytest.mark.parametrize("field", ["device.bf16_flops", "bus.h2d_bytes_per_s", "host.bytes_per_s", "disk.both"])
+@pytest.mark.parametrize(
+    "field",
+    [
+        "device.bf16_flops",
+        "bus.h2d_bytes_per_s",
+        "host.bytes_per_s",
+        "disk.both",
+        "links.bytes_per_s",
+        "network.bytes_per_s",
+    ],
+)
 def test_absurd_numbers_are_refused(field: str, value: Any):
     data = json.loads(known_hardware("h100").to_json())
     part, name = field.split(".")
@@ -75,6 +90,8 @@ def test_absurd_numbers_are_refused(field: str, value: Any):
         (lambda data: data.update(name=3), "name: expected a string"),
         (lambda data: data["host"].update(parts={"h2d": 1.5}), "host: parts: expected numbers from 0 to 1"),
         (lambda data: data["host"].update(parts={"gpu": 0.5}), "host: parts: expected numbers from 0 to 1"),
+        (lambda data: data["links"].update(devices_per_port=0.5), "devices_per_port: expected a number from 1 to 64"),
+        (lambda data: data["links"].update(on_bus=2), "on_bus: expected a number from 0 to 1"),
         (lambda data: data.update(version=9), "expected version 1, but got 9"),
         (lambda data: data["device"].update(sources={"bytes_per_s": 3}), "sources: expected names of fields"),
     ],
@@ -100,3 +117,10 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path):
         Hardware.load(tmp_path / "bytes.json")
     with pytest.raises(ConfigError, match="cannot be written"):
         known_hardware("h100").save(tmp_path / "none" / "hardware.json")
+
+
+def test_links_may_be_missing():
+    data = json.loads(known_hardware("h100").to_json())
+    del data["links"], data["network"]
+    found = Hardware.from_json(json.dumps(data))
+    assert (found.links, found.network) == (None, None)

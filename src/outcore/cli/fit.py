@@ -105,7 +105,9 @@ def to_text(found: Fits) -> str:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     asked = found.question
     batch = f"{asked.grad_accum} x " if asked.grad_accum > 1 else ""
-    first = f"{found.machine}: the largest that it trains, as predicted for {batch}{asked.batch_size} x {asked.seq_len}"
+    ranks = f"{asked.ranks.size} ranks ({asked.ranks}, of which sizes are one's) with " if asked.ranks.size > 1 else ""
+    batch = f"{ranks}{batch}{asked.batch_size} x {asked.seq_len}"
+    first = f"{found.machine}: the largest that it trains, as predicted for {batch}"
     return "\n".join([f"{first} tokens in {asked.precision}", "", *lines, *_too_large(found)])
 
 

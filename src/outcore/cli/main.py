@@ -110,6 +110,8 @@ def plan(  # noqa: PLR0913 (one option each)
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a micro-batch.")] = 1,
     seq_len: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 2048,
     grad_accum: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines of this kind that train together.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="Ranks on each, with such a batch and device each.")] = 1,
     precision: Annotated[str, typer.Option(help="fp32, bf16 or pure_bf16.")] = "bf16",
     lora: Annotated[int | None, typer.Option(min=1, help="Train LoRA adapters of this rank, not the weights.")] = None,
     load_in_4bit: Annotated[
@@ -145,6 +147,8 @@ def plan(  # noqa: PLR0913 (one option each)
         batch_size=batch_size,
         seq_len=seq_len,
         grad_accum=grad_accum,
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
         precision=precision,
         optim=optim,
         clipping=clipping,
@@ -167,7 +171,8 @@ def _fit(asked: Asked, *, as_json: bool) -> None:
 
 
 def _plan(asked: Asked, out: Path | None, html: Path | None, *, as_json: bool) -> None:
-    from outcore.cli.plan import answer, to_json, to_text
+    from outcore.cli.plan import answer
+    from outcore.cli.plan_text import to_json, to_text
 
     found = answer(asked)
     if out is not None:

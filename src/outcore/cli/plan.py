@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +21,7 @@ from outcore.cli.train.model.quantization import Quantization, quantization_of
 from outcore.cli.train.model.source import ModelSource, build_model, find_model
 from outcore.cli.train.settings.own import RunPrecision
 from outcore.core.errors import ConfigError
-from outcore.core.quantities import format_bytes, parse_bytes
+from outcore.core.quantities import parse_bytes
 from outcore.device.device import ACCELERATOR_SHARE
 from outcore.device.opening import usual_device
 from outcore.forecast import NO_TIMES, Loop, hardware_for, token_batch
@@ -33,27 +32,26 @@ from outcore.planning.homes.occupancy import Load, occupancy, peak_of
 from outcore.planning.homes.placement import Least, least
 from outcore.planning.homes.pools import LEAST, pools_for
 from outcore.planning.homes.sending import Sending
-from outcore.planning.homes.table import plan_table
 from outcore.planning.paper.schedule import Circumstances, usual_visits
 from outcore.planning.search.changes import Change, best_changes
 from outcore.planning.search.search import Found, explain
 from outcore.planning.search.setting import Setting
 from outcore.planning.timing.counted import counted_work
 from outcore.planning.timing.profile import Profile, unit_work
+from outcore.planning.timing.ranks import Ranks
 from outcore.planning.timing.simulate import steps_until_settled
 from outcore.planning.units.activations import footprint_of
 from outcore.planning.units.footprint import as_run
 from outcore.planning.units.partition import Partition, partition
 from outcore.spec.budget import Limits
 from outcore.spec.hardware import Hardware
-from outcore.spec.layout import states_bytes
+from outcore.spec.lanes import RANK_LANES
 from outcore.spec.model import ModelSpec, Precision
 from outcore.spec.plan import TIERS, Plan, Tier
-from outcore.spec.timeline import COMPUTE
+from outcore.together import among, of_a_node
 
 _DEVICE_SHARE, _HOST_SHARE, _DISK_SHARE = 0.9, 0.8, 0.9
 """Of a machine's memory, where no option says otherwise: the rest is for the driver and for other programs."""
-_DAY_S = 86400.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +75,14 @@ class Question:
     """Rank of adapters; None: all weights are trained."""
     load_in_4bit: bool = False
     load_in_8bit: bool = False
+    nodes: int = 1
+    gpus_per_node: int = 1
+    """Ranks of a node. Batch and device memory are those of one, host memory and disk those of a node."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """That train together."""
+        return Ranks(self.nodes, self.gpus_per_node)
 
     @property
     def quantization(self) -> Quantization | None:
@@ -164,16 +170,26 @@ class Answer:
         return [{"policy": policy, "rest_on": tier, "units": count} for (policy, tier), count in self.policies.items()]
 
     def peak_bytes(self) -> dict[Tier, int]:
-        """Tier -> the most that is in use at once."""
+        """Tier -> the most that is in use at once by one rank."""
         return {tier: peak_of([load for load in self.loads if load.tier == tier]) for tier in TIERS}
+
+    def of_node(self, nbytes: Mapping[Tier, int], *, all_tiers: bool = False) -> dict[Tier, int]:
+        """What ranks of a node take together. Args: nbytes: Of one rank. all_tiers: Else of tiers that they share."""
+        count = self.setting.ranks.per_node
+        return {tier: (count if all_tiers or tier != "device" else 1) * n for tier, n in nbytes.items()}
 
     @property
     def written_bytes(self) -> float:
-        """To disk, per step."""
-        return self.moved_bytes()["disk_write"]
+        """To the disk of a node, per step."""
+        return self.setting.ranks.per_node * self.moved_bytes()["disk_write"]
+
+    def received_bytes(self) -> dict[str, float]:
+        """Lane between ranks -> bytes that one rank gets from others per step."""
+        moved = self.moved_bytes()
+        return {lane.value: moved[lane.value] for lane in RANK_LANES}
 
     def moved_bytes(self) -> dict[str, float]:
-        """Lane -> bytes per step."""
+        """Lane -> bytes per step of one rank."""
         return self._per_step(self.found.simulation.timeline.moved_bytes())
 
     def busy_s(self) -> dict[str, float]:
@@ -196,6 +212,7 @@ def answer(question: Question) -> Answer:
     Raises:
         ConfigError: An option that cannot be used.
         PlanInfeasibleError: It does not fit; says what would do.
+        UnsupportedError: What several ranks cannot do.
     """
     config = Path(question.model, "config.json")  # of a directory, whose weights may be missing
     source = find_model(str(config) if config.is_file() else question.model)
@@ -211,7 +228,8 @@ def answer_for(question: Question, source: ModelSource, hardware: Hardware) -> A
         model = with_adapters(model, {"r": question.lora, "target_modules": "all-linear", "task_type": "CAUSAL_LM"})
     optimizer = optimizer_named(question.optim, model)
     cut = partition(model, keeps=rule_for(optimizer).kept(optimizer.param_groups), precision=precision)
-    return _Asking(question, cut, hardware, limits).answer()
+    with of_a_node(question.ranks.per_node):
+        return _Asking(question, among(cut, question.ranks, 0, "outcore plan"), hardware, limits).answer()
 
 
 def machine_for(question: Question) -> Hardware:
@@ -257,7 +275,7 @@ class _Asking:
         profile = self._profile_of(asked.batch_size)
         hardware = NO_TIMES if self._guess else self._hardware  # without times a run follows the rule
         options = Options(sample=sample, precision=self._cut.spec.precision, hardware=hardware, loop=self._loop)
-        timed = Timed(self._cut, options, self._machine, profile=profile)
+        timed = Timed(self._cut, options, self._machine, profile=profile, ranks=asked.ranks)
         placed = Planner(self._cut, options, self._machine, self._limits, timed).placed()
         sending = placed.sending
         setting = Setting(
@@ -271,6 +289,7 @@ class _Asking:
             micro_batches=asked.grad_accum,
             clipping=asked.clipping,
             ways=tuple(dict.fromkeys([None if sending is None else sending.away, None])),
+            ranks=asked.ranks,
         )
         bare = dataclasses.replace(placed.bare, plain=placed.plan.plain)
         found = dataclasses.replace(explain(setting.job(), bare, placed.candidate), plan=placed.plan)
@@ -305,7 +324,7 @@ def _precision(name: str) -> Precision:
 
 
 def _limits(question: Question, hardware: Hardware) -> Limits:
-    """Budgets as they are given, else a share of what the machine has."""
+    """Of a rank: budgets as they are given, else a share of what the machine has, divided among ranks of a node."""
 
     def given(text: str | None, flag: str, default: float) -> int:
         nbytes = int(default) if text is None else parse_bytes(text, what=flag)
@@ -319,131 +338,11 @@ def _limits(question: Question, hardware: Hardware) -> Limits:
             f"--disk-size: expected a machine with a disk, but '{hardware.name}' has none; leave the option out, or "
             "name a machine with one, or measure this one with outcore probe --disk-dir"
         )
+    count = question.gpus_per_node
+    device = hardware.device.memory_bytes / (1 if hardware.device.runs_ahead else count)
+    disk_bytes = 0 if disk is None else given(question.disk_size, "--disk-size", _DISK_SHARE * disk.size_bytes)
     return Limits(
-        device_bytes=given(question.device_memory, "--device-memory", _DEVICE_SHARE * hardware.device.memory_bytes),
-        host_bytes=given(question.host_memory, "--host-memory", _HOST_SHARE * hardware.host.memory_bytes),
-        disk_bytes=None if disk is None else given(question.disk_size, "--disk-size", _DISK_SHARE * disk.size_bytes),
+        device_bytes=given(question.device_memory, "--device-memory", _DEVICE_SHARE * device),
+        host_bytes=given(question.host_memory, "--host-memory", _HOST_SHARE * hardware.host.memory_bytes) // count,
+        disk_bytes=None if disk is None else disk_bytes // count,
     )
-
-
-def to_text(found: Answer) -> str:
-    """For people: what is predicted, where everything lives, what lost and why."""
-    rows = [*_facts(found), *_memory(found), *_runners_up(found), *_helps(found)]
-    width = max(len(name) for name, _ in rows)
-    lines = (f"{name:<{width}}  {value}".rstrip() for name, value in rows)
-    return "\n".join([*lines, "", plan_table(found.spec, found.found.plan, found.limits)])
-
-
-def _facts(answer: Answer) -> Iterator[tuple[str, str]]:
-    found, asked = answer.found, answer.question
-    numel = sum(param.parameters for unit in answer.spec.units for param in unit.params)
-    yield "model", f"{asked.model}: {numel / 1e9:.2f}e9 parameters in {len(answer.spec.units) - 1} units"
-    trained = sum(unit.trainable_numel for unit in answer.spec.units)
-    nbytes = sum(states_bytes(s, u, answer.spec) for s, u in zip(answer.spec.units, found.plan.units, strict=True))
-    yield "optimizer", f"{asked.optim}: {nbytes / trained:.2f} bytes of states per parameter, masters included"
-    yield "machine", answer.hardware.name
-    batch = f"{asked.grad_accum} x " if asked.grad_accum > 1 else ""
-    yield "step", f"{found.simulation.step_s:.4g} s (predicted) for {batch}{asked.batch_size} x {asked.seq_len} tokens"
-    yield "tokens", f"{answer.tokens_per_s:.0f} per second (predicted)"
-    yield "bound", f"{found.bound.seconds:.4g} s: no order of this plan's operations is faster"
-    yield "binds", ", ".join(f"{link} {part:.0%}" for link, part in found.simulation.binding.items() if part >= 0.01)
-    busy = ", ".join(f"{lane} {seconds:.3g}" for lane, seconds in answer.busy_s().items())
-    yield "busy", f"{busy} s per step"
-    waits = ", ".join(f"{lane} {seconds:.3g}" for lane, seconds in answer.exposed_s().items() if lane != COMPUTE)
-    yield "waits", f"compute waits for {waits} s per step" if waits else "compute waits for nothing"
-    homes = Counter((unit.weights, unit.gradients, unit.states) for unit in found.plan.units[1:])
-    for (weights, gradients, states), count in homes.items():
-        yield "units", f"{count} with weights on {weights}, gradients on {gradients}, states on {states}"
-    yield from _activations(answer)
-    if found.plan.last_updated_first:
-        yield "order", f"updates begin with the last {found.plan.last_updated_first} units, whose gradients come first"
-    staged = sum(unit.update == "device" for unit in found.plan.units)
-    if staged:
-        yield "share", f"the device updates {staged} units whose states are in host memory"
-    if answer.written_bytes:
-        yield "disk", _wear(answer)
-
-
-_POLICIES = {"keep": "all that forward saves", "select": "what is dear to compute", "recompute": "arguments alone"}
-
-
-def _activations(answer: Answer) -> Iterator[tuple[str, str]]:
-    for (policy, tier), count in answer.policies.items():
-        yield "activations", f"of {count} units {_POLICIES[policy]} ({policy}), resting on {tier}"
-    if answer.guess:
-        yield "", f"not followed, so that a share is left to them, and homes follow the rule: {answer.guess}"
-
-
-def _memory(answer: Answer) -> Iterator[tuple[str, str]]:
-    yield (
-        "peak",
-        f"{_sizes(answer.peak_bytes())} in use at once, of it {format_bytes(answer.activation_bytes)} activations "
-        "and workspace",
-    )
-    yield "least", f"of one tier, with the others as they are: {_sizes(answer.least.with_others)}"
-    yield "", f"at all: {_sizes(answer.least.at_all)}"
-
-
-def _sizes(by_tier: Mapping[Tier, int]) -> str:
-    return ", ".join(f"{tier} {format_bytes(nbytes)}" for tier, nbytes in by_tier.items() if nbytes)
-
-
-def _helps(answer: Answer) -> Iterator[tuple[str, str]]:
-    for change in answer.changes:
-        yield "helps", f"{change.name}: {change.gain:.2f} times the tokens per second, {change.step_s:.4g} s per step"
-
-
-def _wear(answer: Answer) -> str:
-    life = drive_life(answer)
-    return f"{format_bytes(int(1000 * answer.written_bytes))} written per 1,000 steps" + (f"; {life}" if life else "")
-
-
-def drive_life(answer: Answer) -> str:
-    """How long the drive lasts, if that is known."""
-    disk = answer.hardware.disk
-    if disk is None or not disk.endurance_bytes or not answer.written_bytes:
-        return ""
-    steps = disk.endurance_bytes / answer.written_bytes
-    days = steps * answer.found.simulation.step_s / _DAY_S
-    return f"the drive lasts {steps:,.0f} steps, {days:,.0f} days"
-
-
-def _runners_up(answer: Answer) -> Iterator[tuple[str, str]]:
-    for other in answer.found.runners_up:
-        seconds = "" if other.step_s is None else f"{other.step_s:.4g} s, "
-        yield "not", f"{other.name}: {seconds}{other.reason}"
-
-
-def to_json(answer: Answer) -> str:
-    """The same as data."""
-    found, disk = answer.found, answer.hardware.disk
-    endurance = disk.endurance_bytes if disk is not None and answer.written_bytes else 0.0
-    facts: dict[str, Any] = {
-        **dataclasses.asdict(answer.question),
-        "predicted_step_s": found.simulation.step_s,
-        "predicted_tokens_per_s": answer.tokens_per_s,
-        "bound_s": found.bound.seconds,
-        "binding": dict(found.simulation.binding),
-        "busy_s": answer.busy_s(),
-        "exposed_s": answer.exposed_s(),
-        "limits": dataclasses.asdict(answer.limits),
-        "reserved_bytes": dict(found.plan.tier_bytes),
-        "activation_bytes": answer.activation_bytes,
-        "workspace_bytes": found.plan.workspace_bytes,
-        "kept_bytes": found.plan.kept_bytes,
-        "activations": answer.ways(),
-        "not_followed": answer.guess or None,
-        "peak_bytes": answer.peak_bytes(),
-        "peaks": [
-            {"tier": load.tier, "label": load.label, "reserved_bytes": load.reserved_bytes, "bytes": load.peak_bytes}
-            for load in answer.loads
-        ],
-        "least_bytes": answer.least.at_all,
-        "least_bytes_with_others_as_given": answer.least.with_others,
-        "changes": [dataclasses.asdict(change) for change in answer.changes],
-        "written_bytes_per_1000_steps": 1000 * answer.written_bytes,
-        "drive_life_steps": endurance / answer.written_bytes if endurance else None,
-        "runners_up": [dataclasses.asdict(other) for other in found.runners_up],
-        "plan": json.loads(found.plan.to_json()),
-    }
-    return json.dumps(facts, indent=2)

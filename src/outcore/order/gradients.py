@@ -142,8 +142,11 @@ class GradientOrder(Generic[H]):
     ) -> tuple[Taken[H], H]:
         """Runs of all ranks, in a slot on the device."""
         nbytes = unit.spec.bucket_bytes
-        bucket, _ = self.collect(unit, None, make_room)
-        work.put_in(bucket)
+        if unit.bucket is None:
+            bucket, _ = self.collect(unit, None, make_room)
+            work.put_in(bucket)
+        else:  # all gradients of the pass are in it
+            bucket = unit.bucket.slot.span(nbytes)
         taken = self._pools.take("device", "received", nbytes)
         received = taken.slot.span(nbytes)
         exchanged = self._port.submit(
@@ -153,7 +156,7 @@ class GradientOrder(Generic[H]):
             reads=[bucket],
             writes=[received],
             after={"gradients made": self._port.mark("gradients made", unit), "slot free": taken.slot.free_after},
-            work=Work(work.exchange(bucket, received), moved=nbytes - unit.spec.run_bytes),
+            work=Work(work.exchange(bucket, received), moved=unit.spec.others_bytes),
         )
         self._give_bucket(unit, exchanged)
         return taken, exchanged

@@ -162,7 +162,7 @@ class UpdateOrder(Generic[H]):
             reads=[],
             writes=[new],
             after={"weights updated": done},
-            work=Work(work.gather(new), moved=new.nbytes - unit.spec.run_bytes),
+            work=Work(work.gather(new), moved=unit.spec.others_bytes),
         )
 
     def _send_weights(self, unit: Ledger[H], new: Span, done: H, work: UpdateWork[H]) -> H:

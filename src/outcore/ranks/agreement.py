@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -74,3 +75,14 @@ def least_limits(world: World, mine: Limits) -> Limits:
         host_bytes=min(host for _, host, _ in said),
         disk_bytes=min(disks) if len(disks) == len(said) else None,
     )
+
+
+def core_sharers(world: World) -> int:
+    """Ranks of this machine, this one among them, that may run on cores of its own. A collective.
+
+    Launchers may bind ranks to cores near their GPUs (``torchrun --numa-binding``, Slurm).
+    """
+    mine = sorted(os.sched_getaffinity(0))
+    first = world.rank // world.local_size * world.local_size
+    near = world.all_of(mine)[first : first + world.local_size]
+    return sum(not set(mine).isdisjoint(cpus) for cpus in near)

@@ -11,6 +11,7 @@ from outcore.core.errors import LaneError
 from outcore.device.device import Device
 from outcore.device.lanes import Handle
 from outcore.order.step import StepOrder
+from outcore.ranks.agreement import core_sharers
 from outcore.ranks.world import World
 from outcore.runtime.saves import Saves
 from outcore.runtime.unit.port import LivePort, Traffic
@@ -49,7 +50,9 @@ class Opened:
             self._closing.callback(world.close)
         self._closing.callback(device.close)
         with self.closed_on_error():
-            self.tiers = Tiers(model, plan, device, paths)
+            first = 0 if world is None else world.rank % world.local_size % max(len(paths), 1)
+            # Ranks that do the same at the same time begin with different drives.
+            self.tiers = Tiers(model, plan, device, [*paths[first:], *paths[:first]])
             self._closing.callback(self.tiers.close)
             port = LivePort(device, self.traffic, self.tiers.store)
             self.order: StepOrder[Handle] = StepOrder(model, plan, port)
@@ -60,7 +63,7 @@ class Opened:
             spare = 0 if device.computes_on_host else 1  # for whoever gives the device its work
             whole = has_updates and any(p.is_whole for unit in model.units for p in unit.trainable)
             on_host |= whole and device.computes_on_host  # where staged updates need the same threads
-            sharers = 1 if world is None else world.local_size
+            sharers = 1 if world is None else core_sharers(world)
             self.workers = UpdateWorkers(spare_cores=spare, num_sharers=sharers, has_whole=whole) if on_host else None
             if self.workers is not None:
                 self._closing.callback(self.workers.close)

@@ -122,7 +122,9 @@ class Weights:
 
     def units_to_update(self) -> list[Unit]:
         """All units in the order of ``update_order``, as they were used since the last step."""
-        return [self._units[i] for i in update_order(self._step.seen, len(self._units), self._last_first)]
+        is_alone = all(unit.spec.num_ranks == 1 for unit in self._units)
+        seen = self._step.seen if is_alone else None
+        return [self._units[i] for i in update_order(seen, len(self._units), self._last_first)]
 
     def unbind(self, unit: Unit) -> None:
         """Make a unit's parameters absent again; its slot may go to another unit once compute is done with it."""

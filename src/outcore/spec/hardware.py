@@ -88,9 +88,40 @@ class DiskPart:
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-_ZERO_IS_FINE = {"latency_s", "visit_s", "kernel_s", "endurance_bytes", "runs_ahead"}
+@dataclass(frozen=True, kw_only=True)
+class LinksPart:
+    """What connects the devices of a node with one another, while all of them send and receive at once."""
+
+    bytes_per_s: float
+    """Into one device, and out of it at the same time."""
+    on_bus: float = 0
+    """1: over the bus, beside copies from and to host memory; 0: links of their own, such as NVLink."""
+    through_host: float = 0
+    """1: and through host memory, since devices do not reach one another's."""
+    devices_per_port: float = 1
+    """Devices behind one switch, which share its way to host memory."""
+    host_bytes_per_s: float = 2.4e9
+    """Into one process from another one's host memory."""
+    latency_s: float = 0
+    """Of every exchange besides."""
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkPart:
+    """What connects nodes with one another, while all of them send and receive at once."""
+
+    bytes_per_s: float
+    """Into one node, over all of its adapters, and out of it at the same time."""
+    latency_s: float = 0
+    """Of every exchange besides."""
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+_ZERO_IS_FINE = {"latency_s", "visit_s", "kernel_s", "endurance_bytes", "runs_ahead", "on_bus", "through_host"}
 _AT_MOST = {"both": 2.0, "runs_ahead": 1.0, "latency_s": 10.0, "visit_s": 10.0, "kernel_s": 10.0}
-_AT_LEAST = {"both": 0.5}
+_AT_MOST |= {"on_bus": 1.0, "through_host": 1.0, "devices_per_port": 64.0}
+_AT_LEAST = {"both": 0.5, "devices_per_port": 1.0}
 _SHARING = ("compute", "h2d", "d2h", "update", "disk_read", "disk_write")
 
 
@@ -106,6 +137,10 @@ class Hardware(Described):
     host: HostPart
     disk: DiskPart | None = None
     """None: there is no disk tier."""
+    links: LinksPart | None = None
+    """Between devices; None: not known, see ``planning.timing.ranks``."""
+    network: NetworkPart | None = None
+    """Between nodes of this kind; None: not known, as above."""
     version: int = HARDWARE_VERSION
 
     @classmethod
@@ -123,13 +158,16 @@ class Hardware(Described):
             )
         if not isinstance(data["name"], str):
             raise ConfigError(f"{where}: name: expected a string, but got {data['name']!r}")
-        kinds = {"device": DevicePart, "bus": BusPart, "host": HostPart, "disk": DiskPart}
+        kinds = {"device": DevicePart, "bus": BusPart, "host": HostPart, **_MAY_BE_MISSING}
         parts = {name: _part(kind, data.get(name), f"{where}: {name}") for name, kind in kinds.items()}
         return cls(name=data["name"], **parts)  # type: ignore[arg-type]
 
 
+_MAY_BE_MISSING: dict[str, type] = {"disk": DiskPart, "links": LinksPart, "network": NetworkPart}
+
+
 def _part(kind: type, data: object, where: str) -> object:
-    if kind is DiskPart and data is None:
+    if data is None and kind in _MAY_BE_MISSING.values():
         return None
     fields = fields_of(kind, data, where)
     _refuse_numbers(fields, where)

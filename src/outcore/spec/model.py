@@ -278,6 +278,11 @@ class UnitSpec:
         """Size of the run of a rank."""
         return self.trainable_bytes // self.num_ranks
 
+    @property
+    def others_bytes(self) -> int:
+        """Size of the runs of the other ranks: what this one gets of them."""
+        return self.trainable_bytes - self.run_bytes
+
     @cached_property
     def weight_bytes(self) -> int:
         """Size of the weights layout."""

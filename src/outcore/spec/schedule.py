@@ -89,7 +89,7 @@ class Operation:
     unit: str
     """Name; "" for the root."""
     nbytes: int
-    """What it writes; 0 for forward and backward."""
+    """What it writes; between ranks, what it gets from others; 0 for forward and backward."""
     after: tuple[int, ...]
     """Indices of operations that come first, ascending. Negative ones count from the end of the step before."""
     slot: int | None = None

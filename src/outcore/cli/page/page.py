@@ -10,11 +10,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from outcore.cli.plan import Answer, drive_life
+from outcore.cli.plan import Answer
+from outcore.cli.plan_text import drive_life, received_text
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import format_bytes
 from outcore.planning.homes.reservations import reservations
 from outcore.planning.search.changes import Point, over_batch, over_device_memory, over_host_memory
+from outcore.planning.timing.ranks import links_of, network_of
 from outcore.spec.plan import TIERS, UnitPlan
 from outcore.spec.timeline import COMPUTE, Span
 
@@ -103,18 +105,24 @@ def _asked(answer: Answer) -> str:
     asked = answer.question
     steps = f"{asked.grad_accum} micro-batches of " if asked.grad_accum > 1 else ""
     numel = sum(param.parameters for unit in answer.spec.units for param in unit.params)
-    return (
+    ranks = asked.ranks
+    each = " on each rank" if ranks.size > 1 else ""
+    text = (
         f"{numel / 1e9:.2f} billion parameters in {len(answer.spec.units) - 1} units. A step is {steps}"
-        f"{asked.batch_size} x {asked.seq_len} tokens in {asked.precision}, "
+        f"{asked.batch_size} x {asked.seq_len} tokens in {asked.precision}{each}, "
         f"{'with' if asked.clipping else 'without'} clipping."
     )
+    shown = f" {ranks.size} ranks train together ({ranks}); memory, lanes and homes are those of one."
+    return text + (shown if each else "")
 
 
 def _facts(answer: Answer) -> Iterator[tuple[str, str, str]]:
     found = answer.found
     step_s = found.simulation.step_s
     yield "Step", f"{step_s:.4g} s", f"no order of this plan's operations takes less than {found.bound.seconds:.4g} s"
-    yield "Tokens", f"{answer.tokens_per_s:,.0f} / s", f"{answer.setting.tokens:,} per step"
+    ranks = answer.setting.ranks
+    of_all = f" of {ranks.size} ranks" if ranks.size > 1 else ""
+    yield "Tokens", f"{answer.tokens_per_s:,.0f} / s", f"{answer.setting.tokens:,} per step{of_all}"
     binds = sorted(found.simulation.binding.items(), key=lambda item: -item[1])
     rest = ", ".join(f"{link.replace('_', ' ')} {part:.0%}" for link, part in binds[1:3] if part >= 0.01)
     if binds:
@@ -123,9 +131,19 @@ def _facts(answer: Answer) -> Iterator[tuple[str, str, str]]:
     room = "at most on the device, with workspace" + (f"; {_about(kept)} are left to keep more" if kept else "")
     how = ", ".join(f"{count} x {policy} on {tier}" for (policy, tier), count in answer.policies.items())
     yield "Activations", _about(answer.activation_bytes), f"{room}; units: {how}"
+    if ranks.size > 1:
+        received = sum(answer.received_bytes().values())
+        yield "Between ranks", _about(received), f"received by each per step: {received_text(answer)}"
+        peaks = answer.of_node(answer.peak_bytes())
+        yield (
+            "Node",
+            _about(peaks["host"]),
+            f"of host memory in use by its {ranks.per_node} ranks"
+            + (f", and {_about(peaks['disk'])} of disk" if peaks["disk"] else ""),
+        )
     if answer.written_bytes:
-        life = drive_life(answer)
-        yield "Disk writes", _about(answer.written_bytes), "per step" + (f"; {life}" if life else "")
+        life, node = drive_life(answer), " by the ranks of a node" if ranks.per_node > 1 else ""
+        yield "Disk writes", _about(answer.written_bytes), f"per step{node}" + (f"; {life}" if life else "")
 
 
 def _about(nbytes: float) -> str:
@@ -245,6 +263,9 @@ def _sources(answer: Answer) -> Iterator[tuple[str, str, float, str]]:
         yield from _figures(name, part)
     if hardware.disk is not None:
         yield from _figures("disk", hardware.disk)
+    if answer.setting.ranks.size > 1:
+        yield from _figures("links", links_of(hardware))
+        yield from _figures("network", network_of(hardware))
 
 
 def _figures(name: str, part: Any) -> Iterator[tuple[str, str, float, str]]:

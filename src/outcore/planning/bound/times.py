@@ -111,6 +111,9 @@ class Times:
 
     def _collecting_s(self, spec: UnitSpec, plan: UnitPlan) -> tuple[float, float]:
         """Of copying gradients into a bucket, or of adding up those that live on the device."""
+        if spec.num_ranks > 1:  # the root's in the last visit of a pass alone
+            copied_s = self.rates.move_s("compute", spec.bucket_bytes)
+            return (copied_s if spec.name else 0.0), copied_s
         if plan.gradients == "device":
             return 0.0, self.rates.move_s("compute", spec.update_bytes)
         copied_s = self.rates.move_s("compute", spec.bucket_bytes) if spec.name else 0.0
@@ -176,10 +179,27 @@ class Times:
 
     def home(self, unit: Trained) -> Moment:
         """When the last gradient is where the update finds it."""
+        if unit.spec.num_ranks > 1:
+            return unit.made[-1].plus(sum(self.exchanged_s(unit)))
         if unit.plan.gradients == "device":
             return unit.made[-1]
         added_s = self.rates.move_s("update", unit.spec.update_bytes) if len(unit.made) > 1 else 0.0
         return unit.made[-1].plus(self.rates.move_s("d2h", unit.spec.bucket_bytes) + added_s)
+
+    def exchanged_s(self, unit: Trained) -> tuple[float, float, float]:
+        """Of gradients between ranks, of their way to host memory, and of adding up those of all ranks."""
+        rates, spec, is_there = self.rates, unit.spec, unit.plan.gradients == "device"
+        left_s = 0.0 if is_there else rates.move_s("d2h", spec.bucket_bytes)
+        return rates.exchange_s(spec), left_s, rates.add_s("device_update" if is_there else "update", spec)
+
+    def left_s(self, unit: Trained) -> float:
+        """Until gradients have left a bucket."""
+        is_alone = unit.spec.num_ranks == 1
+        return self.rates.move_s("d2h", unit.spec.bucket_bytes) if is_alone else self.rates.exchange_s(unit.spec)
+
+    def gathered_s(self, unit: Trained) -> float:
+        """Of what the others have updated."""
+        return self.rates.gather_s(unit.spec, unit.plan)
 
     def update_s(self, unit: Trained) -> float:
         """Of the update alone."""
@@ -192,7 +212,7 @@ class Times:
 
     def from_update_s(self, unit: Trained) -> float:
         """From an update to the unit's next visit: new weights on their way."""
-        return self.sent_s(unit) + sum(self.bring_s(unit.spec, unit.plan))
+        return self.gathered_s(unit) + self.sent_s(unit) + sum(self.bring_s(unit.spec, unit.plan))
 
     def sent_s(self, unit: Trained) -> float:
         """Of new weights on their way home, if the update does not write them there."""

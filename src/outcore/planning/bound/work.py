@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -138,6 +138,10 @@ class _Listing:
 
     def _gradients(self, unit: Trained) -> None:
         spec, plan, made = unit.spec, unit.plan, unit.made
+        if spec.num_ranks > 1:
+            for way in _exchanged(unit, self._times):
+                self._add(*way)
+            return
         if plan.gradients == "device":
             return
         left_s = self._times.rates.move_s("d2h", spec.bucket_bytes)
@@ -157,12 +161,12 @@ class _Listing:
 
     def _buckets(self, trained: Sequence[Trained]) -> None:
         """When a bucket is filled, all that were filled before but for some have left."""
-        users = [u for u in trained if u.spec.name and u.plan.gradients != "device"]
+        users = [u for u in trained if u.spec.name and (u.plan.gradients != "device" or u.spec.num_ranks > 1)]
         pools = [self._pool("device", "bucket", u.spec.bucket_bytes) for u in users]
         for nbytes, num_slots in sorted(set(pools)):
             mine = [u for u, pool in zip(users, pools, strict=True) if pool[0] == nbytes]
-            left = sorted((m, self._times.rates.move_s("d2h", u.spec.bucket_bytes)) for u in mine for m in u.made)
-            name = f"d2h with {num_slots} buckets of {nbytes} bytes"
+            left = sorted((m, self._times.left_s(u)) for u in mine for m in u.made)
+            name = f"{'d2h' if mine[0].spec.num_ranks == 1 else 'reduce'} with {num_slots} buckets of {nbytes} bytes"
             following = [m.visit for m, _ in left[1:]] + [left[0][0].visit + len(self._times.visits)]
             for (moment, seconds), then in zip(left, following, strict=True):
                 self.work.jobs.append(Job(name, seconds, *moment, then + 1, 0.0, is_slack=True))
@@ -225,6 +229,8 @@ class _Listing:
         self.work.chains.append((begin.visit, unit.first, begin.head_s + seconds + tail_s))
         link = "compute" if unit.plan.states == "device" else self._times.updater(unit)
         self._add(link, seconds, begin, unit, tail_s)
+        if gathered_s := self._times.gathered_s(unit):
+            self._add("gather", gathered_s, begin.plus(seconds), unit, tail_s - gathered_s)
         if unit.plan.states == "device":
             return
         if unit.plan.update == "device":
@@ -236,16 +242,17 @@ class _Listing:
     def _sent(self, unit: Trained, begin: Moment) -> None:
         """New weights, if they must be sent; behind the update, and behind ``step()``."""
         seconds, tail_s = self._times.sent_s(unit), sum(self._times.bring_s(unit.spec, unit.plan))
-        updated = begin.plus(self._times.update_s(unit))
+        updated_s = self._times.update_s(unit) + self._times.gathered_s(unit)
         if not seconds:
             return
+        updated = begin.plus(updated_s)
         if unit.plan.update == "device":
             self._add("device_update" if unit.plan.weights == "device" else "d2h", seconds, updated, unit, tail_s)
             return
         sent = updated if not unit.is_early else max(unit.after, updated)
         self._add("disk_write" if unit.plan.weights == "disk" else "h2d", seconds, sent, unit, tail_s)
         if not unit.is_early:
-            held = _Held(0.0, self._times.update_s(unit) + seconds, 0.0)
+            held = _Held(0.0, updated_s + seconds, 0.0)
             self._hold("new_weights", unit.spec.trainable_bytes, held, unit, tail_s)
 
     def _on_host(self, unit: Trained, begin: Moment) -> None:
@@ -298,6 +305,7 @@ class _Listing:
         if unit.plan.weights == "device":  # new weights are copied beside the way home of states
             self._hold("staging", scratch[1], _Held(there_s, update_s, max(home_s, sent_s)), unit, tail_s)
         else:
+            sent_s += self._times.gathered_s(unit)
             self._hold("staging", scratch[1], _Held(there_s, update_s + sent_s, home_s), unit, tail_s - sent_s)
 
     # Slots.
@@ -313,7 +321,7 @@ class _Listing:
         size, num_slots = self._pool("device" if kind == "staging" else "host", kind, nbytes)
         name = f"{num_slots} slots for {kind} of {size} bytes"
         self.work.total_s[name] += sum(held) / num_slots
-        self._most(name, held.before_s + held.after_s)
+        self.work.slack_s[name] = max(self.work.slack_s[name], held.before_s + held.after_s)
         if not unit.is_early and self._times.waits:
             job = Job(name, sum(held) / num_slots, *unit.after, unit.first, tail_s, is_slack=True)
             self.work.jobs.append(job)
@@ -338,9 +346,6 @@ class _Listing:
         size, num_slots = self._pool("device" if kind == "staging" else "host", kind, nbytes)
         key = (link, kind, size)
         self._largest_s[key] = max(self._largest_s.get(key, 0.0), num_slots * seconds)
-
-    def _most(self, name: str, seconds: float) -> None:
-        self.work.slack_s[name] = max(self.work.slack_s[name], seconds)
 
     def _take_off(self) -> None:
         """What is left out of sums, and of what a step must read: states and gradients that slots keep."""
@@ -397,10 +402,23 @@ class _Listing:
     def _first(self, link: str, unit: Trained, seconds: float) -> Job:
         """Of updated weights: they come behind the update."""
         read_s, fetch_s = self._times.bring_s(unit.spec, unit.plan)
-        head_s = self._times.sent_s(unit) + (read_s if link == "h2d" else 0.0)
+        head_s = self._times.gathered_s(unit) + self._times.sent_s(unit) + (read_s if link == "h2d" else 0.0)
         ready = unit.after.plus(head_s if unit.is_early else head_s + self._times.update_s(unit))
         return Job(link, seconds, *ready, unit.first, fetch_s if link == "disk_read" else 0.0)
 
     def _add(self, link: str, seconds: float, begin: Moment, unit: Trained, tail_s: float) -> None:
         self.work.jobs.append(Job(link, seconds, *begin, unit.first, tail_s))
         self.work.total_s[link] += seconds
+
+
+def _exchanged(unit: Trained, times: Times) -> Iterator[tuple[str, float, Moment, Trained, float]]:
+    """Gradients of all ranks come, go home, and are added up there, pass by pass: what ``_Listing._add`` takes."""
+    exchange_s, left_s, added_s = times.exchanged_s(unit)
+    is_on_device, tail_s = unit.plan.gradients == "device", times.from_gradients_s(unit)
+    for i, moment in enumerate(unit.made):
+        to_come_s = added_s * (len(unit.made) - i)
+        yield "reduce", exchange_s, moment, unit, left_s + to_come_s + tail_s
+        if not is_on_device:
+            yield "d2h", left_s, moment.plus(exchange_s), unit, to_come_s + tail_s
+        adder, arrived = "device_update" if is_on_device else "update", moment.plus(exchange_s + left_s)
+        yield adder, added_s, arrived, unit, to_come_s - added_s + tail_s

@@ -9,7 +9,7 @@ from typing import Any
 from outcore.order.ledger import After, Dependency, Home, Ledger, Slot, Span
 from outcore.order.port import COPY, NOTHING, Work
 from outcore.planning.paper.weight_cache import Move
-from outcore.spec.lanes import Lane
+from outcore.spec.lanes import RANK_LANES, Lane
 from outcore.spec.schedule import Access, Kind, Operation
 from outcore.spec.timeline import COMPUTE, HOST
 
@@ -53,7 +53,8 @@ class Paper:
         """Write an operation of a lane down; one that is not due moves nothing and waits for nothing."""
         if work.is_due is not None and not work.is_due():
             return self._append(lane.value, kind, unit.spec.name, (), (), NOTHING)
-        return self._append(lane.value, kind, unit.spec.name, reads, writes, after)
+        moved = work.moved if lane in RANK_LANES else None
+        return self._append(lane.value, kind, unit.spec.name, reads, writes, after, moved)
 
     def compute(
         self,
@@ -80,7 +81,14 @@ class Paper:
         """Nothing happens."""
 
     def _append(
-        self, lane: str, kind: Kind, unit: str, reads: Sequence[Span], writes: Sequence[Span], after: After[Entry]
+        self,
+        lane: str,
+        kind: Kind,
+        unit: str,
+        reads: Sequence[Span],
+        writes: Sequence[Span],
+        after: After[Entry],
+        moved: int | None = None,
     ) -> Entry:
         place: dict[str, Any] = {}
         if self.move is not None:
@@ -92,7 +100,7 @@ class Paper:
                 lane=lane,
                 kind=kind,
                 unit=unit,
-                nbytes=sum([span.nbytes for span in writes]),
+                nbytes=sum([span.nbytes for span in writes]) if moved is None else moved,
                 after=tuple([index - begin for index in sorted(order) if index >= 0]),
                 reads=tuple([Access(span.of.name, span.start, span.stop) for span in reads]),
                 writes=tuple([Access(span.of.name, span.start, span.stop) for span in writes]),

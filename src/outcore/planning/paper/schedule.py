@@ -21,6 +21,7 @@ from outcore.order.activations import SavedCall
 from outcore.order.ledger import Ledger, Span
 from outcore.order.slots import SlotPool
 from outcore.order.step import StepOrder
+from outcore.order.turns import Turns
 from outcore.planning.paper.port import Entry, Paper
 from outcore.planning.paper.weight_cache import (
     Held,
@@ -126,6 +127,8 @@ class _Progress:
     """This pass is among them."""
     is_attempted: bool = False
     """It was updated inside backward."""
+    is_loose: bool = False
+    """Other units have its bucket, while it waits for its turn among ranks."""
 
 
 class _Steps:
@@ -144,6 +147,8 @@ class _Steps:
         self.factors: list[Entry] = []
         """What makes the clip factor of the step."""
         self._reached: dict[int, Ledger[Entry]] = {}  # by this backward pass
+        is_alone = all(unit.num_ranks == 1 for unit in model.units)
+        self._turns = None if is_alone else Turns(unit for unit in self._units if unit.spec.trainable)
         self._weights.on_host.holders[:] = held.host
         for slot, index in enumerate(held.device):
             self._weights.on_device.holders[slot] = index
@@ -179,7 +184,8 @@ class _Steps:
             self._reached[unit.index], self._progress[unit.index].is_open = unit, True
             if unit.index != ROOT and (unit.gradients.tier != "device" or unit.spec.num_ranks > 1):  # else loose
                 progress = self._progress[unit.index]
-                _, progress.made = self._gradients.collect(unit, progress.made, self._make_room)
+                if not progress.is_loose:
+                    _, progress.made = self._gradients.collect(unit, progress.made, self._make_room)
         if saved is not None:
             self._activations.end_backward(saved)
         for _ in range(1, self._num_pieces if phase is Phase.BACKWARD else 0):  # of the batch, in the same visit
@@ -204,26 +210,36 @@ class _Steps:
         calls += reversed(made)
 
     def _make_room(self, pool: SlotPool[Entry]) -> None:
+        if self._turns is not None:  # see ``RankedGradients``
+            taken = (u for u in self._turns.order if u.bucket is not None and u.bucket.pool is pool)
+            unit = next(taken)
+            self._gradients.let_go(unit)
+            self._progress[unit.index].is_loose = True
+            return
         self._send(next(u for u in self._reached.values() if u.bucket is not None and u.bucket.pool is pool))
 
     def _end_visit(self, unit: Ledger[Entry], ahead: _Ahead) -> None:
         """Send home what is complete: a unit's gradients with its last visit of the pass, the root's with the pass."""
+        root = self._units[ROOT]
         if unit.index != ROOT and not ahead.comes_again and self._progress[unit.index].is_open:
-            self._send(unit)
+            for turn in (unit,) if self._turns is None else self._turns.come(unit):
+                self._send(turn)
         if ahead.ends_pass:
-            root = self._units[ROOT]
-            if root.spec.trainable:
-                self._send(root)
+            last = [root] if root.spec.trainable else []
+            for turn in last if self._turns is None else self._turns.rest():
+                self._send(turn)
             for reached in (root, *self._reached.values()):
                 self._progress[reached.index].is_counted = False
             self._reached.clear()
 
     def _send(self, unit: Ledger[Entry]) -> None:
         progress = self._progress[unit.index]
-        progress.is_open, progress.made = False, None
+        progress.is_open, progress.made, progress.is_loose = False, None, False
         is_first = not progress.has_gradients
-        if unit.spec.num_ranks > 1:
+        if self._turns is not None:
             self._gradients.share(unit, _Nothing(self, unit), self._make_room, is_first=is_first)
+            if unit.index not in self._reached and unit.index != ROOT:
+                return
         else:
             self._gradients.send(unit, _Nothing(self, unit), is_first=is_first)
         progress.num_passes += not progress.is_counted
@@ -240,7 +256,8 @@ class _Steps:
             self.paper.wait("backward is over", backward)
         self.factors = [backward] if self._circumstances.clips else []
         changed = changed_units(self._model, visits)
-        indices = [i for i in update_order(visits, len(self._units), self._plan.last_updated_first) if i in changed]
+        seen = visits if self._turns is None else None
+        indices = [i for i in update_order(seen, len(self._units), self._plan.last_updated_first) if i in changed]
         for unit in self._units:
             if self._progress[unit.index].is_attempted and not self.is_made_early(unit):
                 self._updates.forget_attempt(unit)

@@ -268,16 +268,17 @@ def _after(
     return tuple(None if unit in changed else unit for unit in slots)
 
 
-def update_order(visits: Iterable[Visit], num_units: int, last_first: int = 0) -> list[int]:
+def update_order(visits: Iterable[Visit] | None, num_units: int, last_first: int = 0) -> list[int]:
     """In which order ``step()`` updates units: first used, first updated. The root comes first if it is not visited.
 
     Args:
-        visits: Of the step before.
+        visits: Of the step before. None: of several ranks, which may visit different units and must go the same way:
+            in module order.
         num_units: The root among them.
         last_first: So many of those used last come before all others, the last one first. The root is not among them:
             its gradient comes home last.
     """
-    used = dict.fromkeys(visit.unit for visit in visits)
+    used = dict.fromkeys(range(1, num_units) if visits is None else (visit.unit for visit in visits))
     first = [] if ROOT in used else [ROOT]
     order = [*first, *used, *(i for i in range(1, num_units) if i not in used)]
     late = dict.fromkeys([unit for unit in reversed(used) if unit != ROOT][:last_first])

@@ -77,7 +77,9 @@ def _changed(setting: Setting) -> Iterator[tuple[str, float, Setting]]:
         with_drive = replace(setting.with_limits(**more), hardware=replace(hardware, disk=faster))
         yield "as many drives again", 2, with_drive
     host_bytes, device_bytes = 2 * limits.host_bytes, 2 * limits.device_bytes
-    yield f"{format_bytes(host_bytes)} of host memory", 2, setting.with_limits(host_bytes=host_bytes)
+    on_node = " of every node" if setting.ranks.nodes > 1 else ""
+    host_text = f"{format_bytes(setting.ranks.per_node * host_bytes)} of host memory{on_node}"
+    yield host_text, 2, setting.with_limits(host_bytes=host_bytes)
     faster_bus = _times(bus, 2, "h2d_bytes_per_s", "d2h_bytes_per_s")
     yield "a bus that is twice as fast", 3, replace(setting, hardware=replace(hardware, bus=faster_bus))
     faster_host = _times(host, 2, "bytes_per_s", "update_parameters_per_s")

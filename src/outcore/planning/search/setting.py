@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from outcore.planning.homes.sending import Away
 from outcore.planning.search.job import Job
 from outcore.planning.timing.profile import Profile, rates_for
+from outcore.planning.timing.ranks import ALONE, Ranks
 from outcore.spec.budget import Limits
 from outcore.spec.hardware import Hardware
 from outcore.spec.model import ModelSpec
@@ -19,7 +20,9 @@ class Setting:
 
     model: ModelSpec
     hardware: Hardware
+    """Of a node."""
     limits: Limits
+    """Of a rank."""
     profile_of: Callable[[int], Profile]
     """What a micro-batch of so many sequences computes and saves."""
     batch_size: int
@@ -31,11 +34,13 @@ class Setting:
     clipping: bool = True
     ways: tuple[Away | None, ...] = (None,)
     """What may become of activations: see ``Job``."""
+    ranks: Ranks = ALONE
+    """That train together. Batches are those of each."""
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
-        return self.batch_size * self.seq_len * self.micro_batches
+        """Of a step of all ranks."""
+        return self.batch_size * self.seq_len * self.micro_batches * self.ranks.size
 
     @property
     def profile(self) -> Profile:
@@ -48,7 +53,7 @@ class Setting:
         return Job(
             model=self.model,
             limits=self.limits,
-            rates=rates_for(self.hardware, self.model, profile.work),
+            rates=rates_for(self.hardware, self.model, profile.work, ranks=self.ranks),
             micro_batches=self.micro_batches,
             is_promised=not self.clipping,
             clipping=self.clipping,

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from outcore.core.errors import ConfigError
-from outcore.spec.hardware import BusPart, DevicePart, DiskPart, Hardware, HostPart
+from outcore.spec.hardware import BusPart, DevicePart, DiskPart, Hardware, HostPart, LinksPart, NetworkPart
 
 GB, GIB, TB = 1e9, 2.0**30, 1e12
 TERA = 1e12
@@ -175,6 +175,7 @@ HOSTS: Mapping[str, HostPart] = {
     "server-ddr4": _host(512 * GIB, 204.8 * GB, f"8 channels of DDR4-3200, {_JEDEC}"),
     "server-ddr4-2s": _host(768 * GIB, 409.6 * GB, f"16 channels of DDR4-3200 in two sockets, {_JEDEC}"),
     "server-ddr5": _host(1024 * GIB, 460.8 * GB, f"12 channels of DDR5-4800, {_JEDEC}"),
+    "server-ddr5-2s": _host(2048 * GIB, 614.4 * GB, f"16 channels of DDR5-4800 in two sockets, {_JEDEC}"),
     "grace": _host(480 * GB, 512 * GB, f"LPDDR5X, NVIDIA GH200 datasheet ({_NVIDIA}/grace-hopper-superchip/)"),
 }
 DISKS: Mapping[str, DiskPart] = {
@@ -189,14 +190,91 @@ DISKS: Mapping[str, DiskPart] = {
         "(https://www.solidigm.com/products/data-center/d7/p5510.html)",
     ),
 }
+DISKS = {
+    **DISKS,
+    "server-nvme-x8": dataclasses.replace(
+        DISKS["server-nvme"],
+        **{
+            field: 8 * getattr(DISKS["server-nvme"], field)
+            for field in ("size_bytes", "read_bytes_per_s", "write_bytes_per_s", "endurance_bytes")
+        },
+    ),
+}
+_NCCL_TESTS = "https://github.com/NVIDIA/nccl-tests/issues"
+_GLOO_SOURCE = (
+    "gloo over TCP, one rank: 20 Gbit/s of algorithm bandwidth between two processes on one machine "
+    "(https://github.com/meta-pytorch/torchft/pull/199)"
+)
+
+
+def _links(
+    bytes_per_s: float, source: str, *, per_port: int = 1, over_bus: bool = False, direct: bool = True
+) -> LinksPart:
+    ports = f"{per_port} devices behind each switch, which has one way to the host"
+    where = "bytes pass the bus" + ("" if direct else ", and host memory")
+    return LinksPart(
+        bytes_per_s=bytes_per_s,
+        on_bus=float(over_bus),
+        through_host=float(not direct),
+        devices_per_port=per_port,
+        sources={
+            "bytes_per_s": source,
+            "on_bus": where,
+            "through_host": where,
+            "devices_per_port": ports,
+            "host_bytes_per_s": _GLOO_SOURCE,
+        },
+    )
+
+
+def _network(adapters: int, gigabits: float) -> NetworkPart:
+    per_adapter = _NETWORK * gigabits / 8 * GB
+    return NetworkPart(
+        bytes_per_s=adapters * per_adapter,
+        sources={"bytes_per_s": f"{adapters} x {gigabits:g} Gbit/s, {_NETWORK_SOURCE}"},
+    )
+
+
+_NETWORK = 48 / 50
+_NETWORK_SOURCE = f"times 0.96: 48 GB/s of a ConnectX-7 with 400 Gbit/s, as its makers say ({_NCCL_TESTS}/267)"
+_NO_P2P = (
+    "what NCCL takes for paths between GPUs of two sockets when it looks for rings: 10 GB/s, of RTX 4090s, which do "
+    f"not reach one another's memory (log in {_NCCL_TESTS}/307)"
+)
+LINKS: Mapping[str, LinksPart] = {
+    "nvlink3": _links(
+        230 * GB, f"230 GB/s of the 300 of an A100, as NCCL's makers say ({_NCCL_TESTS}/149)", per_port=2
+    ),
+    "nvlink4": _links(370 * GB, f"370 GB/s of the 450 of an H100, as NCCL's makers say ({_NCCL_TESTS}/212)"),
+    "p2p-pcie4": _links(
+        20.5 * GB,
+        "41 GB/s both ways at once between A100s with PCIe 4.0, P2P on, over the slowest pair of eight "
+        "(p2pBandwidthLatencyTest in https://github.com/NVIDIA/nccl/issues/841)",
+        over_bus=True,
+    ),
+    "switch-pcie4": _links(
+        24 * GB,
+        f"what NCCL takes for PCIe 4.0 x16 when it looks for rings: 24 GB/s (log in {_NCCL_TESTS}/307)",
+        per_port=4,
+        over_bus=True,
+    ),
+    "no-p2p": _links(10 * GB, _NO_P2P, over_bus=True, direct=False),
+}
+NETWORKS: Mapping[str, NetworkPart] = {
+    "8x400g": _network(8, 400),
+    "8x200g": _network(8, 200),
+    "400g": _network(1, 400),
+    "200g": _network(1, 200),
+    "100g": _network(1, 100),
+}
 _USUAL = {
-    "rtx-4090": ("pcie4", "desktop-ddr5", "desktop-nvme"),
-    "a100-40gb": ("pcie4", "server-ddr4", "server-nvme"),
-    "a100-80gb": ("pcie4", "server-ddr4", "server-nvme"),
-    "h100": ("pcie5", "server-ddr5", "server-nvme"),
-    "h200": ("pcie5", "server-ddr5", "server-nvme"),
-    "gh200": ("nvlink-c2c", "grace", "server-nvme"),
-    "mi300x": ("pcie5", "server-ddr5", "server-nvme"),
+    "rtx-4090": ("pcie4", "desktop-ddr5", "desktop-nvme", "no-p2p", "100g"),
+    "a100-40gb": ("pcie4", "server-ddr4", "server-nvme", "nvlink3", "8x200g"),
+    "a100-80gb": ("pcie4", "server-ddr4", "server-nvme", "nvlink3", "8x200g"),
+    "h100": ("pcie5", "server-ddr5", "server-nvme", "nvlink4", "8x400g"),
+    "h200": ("pcie5", "server-ddr5", "server-nvme", "nvlink4", "8x400g"),
+    "gh200": ("nvlink-c2c", "grace", "server-nvme", None, "400g"),
+    "mi300x": ("pcie5", "server-ddr5", "server-nvme", None, "8x400g"),
 }
 
 
@@ -214,6 +292,8 @@ def known_hardware(name: str) -> Hardware:
         "bus": BUSES,
         "host": HOSTS,
         "disk": {**DISKS, "no-disk": None},
+        "links": LINKS,
+        "network": NETWORKS,
     }
     found: dict[str, str] = {}
     for part in name.lower().split("+"):
@@ -230,6 +310,9 @@ def known_hardware(name: str) -> Hardware:
         found[kind] = part
     if "device" not in found:
         raise ConfigError(f"--hardware '{name}': expected a device among the parts, one of {', '.join(DEVICES)}")
-    usual = dict(zip(("bus", "host", "disk"), _USUAL[found["device"]], strict=True))
-    chosen = {kind: parts[found.get(kind) or usual[kind]] for kind, parts in kinds.items()}
+    usual: dict[str, str | None] = dict(
+        zip(("bus", "host", "disk", "links", "network"), _USUAL[found["device"]], strict=True)
+    )
+    named = {kind: found.get(kind) or usual[kind] for kind in kinds}
+    chosen: dict[str, Any] = {kind: named[kind] and parts[named[kind]] for kind, parts in kinds.items()}
     return Hardware(name=name, **chosen)

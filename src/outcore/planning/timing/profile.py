@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from outcore.planning.timing.ranks import ALONE, Ranks, between, share_of
 from outcore.planning.timing.rates import LINKS, Link, Rates, Shared
 from outcore.planning.units.blocks import output_embeddings
 from outcore.planning.units.footprint import Footprint
@@ -21,6 +22,7 @@ from outcore.spec.hardware import Hardware, HostPart
 from outcore.spec.model import ModelSpec
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_IN_HOST_MEMORY = ("h2d", "d2h", "disk_read", "disk_write")
 _UPDATE_BYTES = 28.0
 """What an update on the host moves per parameter: fp32 master and moments, bf16 weight and gradient."""
 
@@ -102,15 +104,24 @@ def _channels(config: Any) -> int:
     return int(heads * size)
 
 
-def rates_for(hardware: Hardware, spec: ModelSpec, work: Mapping[str, UnitWork], *, in_bf16: bool = False) -> Rates:
-    """The rates of a machine with a model.
+def rates_for(
+    hardware: Hardware,
+    spec: ModelSpec,
+    work: Mapping[str, UnitWork],
+    *,
+    in_bf16: bool = False,
+    ranks: Ranks = ALONE,
+) -> Rates:
+    """The rates of a machine with a model, or what of them one of several ranks has.
 
     Args:
         hardware: The machine.
         spec: The model's units.
         work: What each of them computes.
         in_bf16: Whatever the weights are in, as under autocast.
+        ranks: That train together, on this machine and others like it.
     """
+    others, hardware = between(hardware, ranks), share_of(hardware, ranks)
     device, bus, host, disk = hardware.device, hardware.bus, hardware.host, hardware.disk
     flops = device.fp32_flops if spec.precision == "fp32" and not in_bf16 else device.bf16_flops
     attention = min(device.attention_flops, flops)
@@ -124,13 +135,13 @@ def rates_for(hardware: Hardware, spec: ModelSpec, work: Mapping[str, UnitWork],
     backward = {
         n: seconds(w, 2 * w.product_flops - w.frozen_flops, 2.5 * w.attention_flops, 2) for n, w in work.items()
     }
-    bytes_per_s = {"h2d": bus.h2d_bytes_per_s, "d2h": bus.d2h_bytes_per_s}
+    bytes_per_s = {"h2d": bus.h2d_bytes_per_s, "d2h": bus.d2h_bytes_per_s, **others.bytes_per_s}
     if disk is not None:
         bytes_per_s |= {"disk_read": disk.read_bytes_per_s, "disk_write": disk.write_bytes_per_s}
     updates = device.update_parameters_per_s
-    shared = [Shared(name="host memory", parts=_parts_of(host, bytes_per_s))]
+    shared = [Shared(name="host memory", parts={**_parts_of(host, bytes_per_s), **others.host_parts}), *others.shared]
     shared.append(Shared(name="bus", parts=dict.fromkeys(("h2d", "d2h"), 1 / bus.both)))
-    latency = dict.fromkeys(("h2d", "d2h"), bus.latency_s)
+    latency = {**dict.fromkeys(("h2d", "d2h"), bus.latency_s), **others.latency_s}
     if disk is not None:
         shared.append(Shared(name="disk", parts=dict.fromkeys(("disk_read", "disk_write"), 1 / disk.both)))
         latency |= dict.fromkeys(("disk_read", "disk_write"), disk.latency_s)
@@ -139,7 +150,12 @@ def rates_for(hardware: Hardware, spec: ModelSpec, work: Mapping[str, UnitWork],
         backward_s=backward,
         selected_forward_s={n: seconds(w, 0, 0, 1) for n, w in work.items()},
         # A copy on the device reads and writes; adding up in host memory moves 10 bytes for 4 that it writes.
-        bytes_per_s={**bytes_per_s, "compute": device.bytes_per_s / 2, "update": host.bytes_per_s / 2.5},
+        bytes_per_s={
+            **bytes_per_s,
+            **others.bytes_per_s,
+            "compute": device.bytes_per_s / 2,
+            "update": host.bytes_per_s / 2.5,
+        },
         parameters_per_s={"update": host.update_parameters_per_s, "device_update": updates, "compute": updates},
         latency_s=latency,
         shared=tuple(shared),
@@ -153,6 +169,6 @@ def _parts_of(host: HostPart, bytes_per_s: Mapping[str, float]) -> dict[Link, fl
     """What links take of host memory: as it was measured, else by the bytes that they move there."""
     parts: dict[str, float] = dict(host.parts)
     if not parts:
-        parts = {link: rate / host.bytes_per_s for link, rate in bytes_per_s.items()}
+        parts = {link: bytes_per_s[link] / host.bytes_per_s for link in _IN_HOST_MEMORY if link in bytes_per_s}
         parts["update"] = host.update_parameters_per_s * _UPDATE_BYTES / host.bytes_per_s
-    return {link: min(parts[link], 1.0) for link in LINKS if link in parts}
+    return {link: parts[link] for link in LINKS if link in parts}

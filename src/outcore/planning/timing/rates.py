@@ -14,11 +14,11 @@ from typing import Literal, get_args
 
 from outcore.spec.lanes import Lane
 from outcore.spec.model import ModelSpec, UnitSpec
-from outcore.spec.plan import Plan
+from outcore.spec.plan import Plan, UnitPlan
 from outcore.spec.schedule import Operation
 from outcore.spec.timeline import COMPUTE, HOST
 
-Link = Literal["compute", "h2d", "d2h", "disk_read", "disk_write", "update", "device_update", "ranks"]
+Link = Literal["compute", "h2d", "d2h", "disk_read", "disk_write", "update", "device_update", "reduce", "gather"]
 LINKS: tuple[Link, ...] = get_args(Link)
 
 LINK_OF: Mapping[str, Link] = {
@@ -34,8 +34,8 @@ LINK_OF: Mapping[str, Link] = {
     Lane.SAVE.value: "disk_write",
     Lane.UPDATE.value: "update",
     Lane.DEVICE_UPDATE.value: "device_update",
-    Lane.REDUCE.value: "ranks",
-    Lane.GATHER.value: "ranks",
+    Lane.REDUCE.value: "reduce",
+    Lane.GATHER.value: "gather",
 }
 """Lane -> its link."""
 
@@ -60,7 +60,7 @@ class Rates:
     """Unit -> seconds of its backward over one micro-batch, without recompute."""
     bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     """``h2d``, ``d2h``, ``disk_read``, ``disk_write`` -> bandwidth; ``compute``: of copies on the device; ``update``:
-    of gradients added up in host memory; ``ranks``: between ranks, which nothing measures yet."""
+    of gradients added up in host memory; ``reduce``, ``gather`` and ``host gather``: see ``timing.ranks``."""
     parameters_per_s: Mapping[str, float] = field(default_factory=dict)
     """``update`` (by the CPU), ``device_update`` (states from host memory, beside compute), ``compute`` (states that
     live on the device, in ``step()``) -> parameters updated per second."""
@@ -77,9 +77,21 @@ class Rates:
     host_runs_ahead: bool = True
     """Compute is given its work, as an accelerator is; False: the thread that submits computes."""
 
-    def move_s(self, link: Link, nbytes: int) -> float:
+    def move_s(self, link: Link | Literal["host gather"], nbytes: int) -> float:
         """Seconds to move bytes, alone."""
         return nbytes / self.bytes_per_s.get(link, math.inf) + (self.latency_s.get(link, 0.0) if nbytes else 0.0)
+
+    def exchange_s(self, spec: UnitSpec) -> float:
+        """Seconds in which a rank gets its run of a unit's gradients from all others, alone."""
+        return self.move_s("reduce", spec.others_bytes)
+
+    def gather_s(self, spec: UnitSpec, plan: UnitPlan) -> float:
+        """Seconds in which a rank gets the others' runs of new weights, alone: where they were updated."""
+        return self.move_s("host gather" if plan.is_updated_on_host else "gather", spec.others_bytes)
+
+    def add_s(self, link: Link, spec: UnitSpec) -> float:
+        """Seconds to add gradients up, alone: those of every rank."""
+        return self.move_s("compute" if link == "device_update" else link, spec.num_ranks * spec.update_bytes)
 
     def update_s(self, link: Link, spec: UnitSpec) -> float:
         """Seconds to update a unit, alone."""
@@ -93,6 +105,7 @@ class Pace:
     def __init__(self, model: ModelSpec, plan: Plan, rates: Rates) -> None:
         self._rates = rates
         self._specs = {spec.name: spec for spec in model.units}
+        self._plans = {unit.name: unit for unit in plan.units}
         forward_s = {"keep": {}, "select": rates.selected_forward_s, "recompute": rates.forward_s}
         self._again_s = {unit.name: forward_s[unit.policy].get(unit.name, 0.0) for unit in plan.units}
         self._is_plain = plan.plain
@@ -105,11 +118,19 @@ class Pace:
             return self.forward_s(op.unit)
         if op.kind == "backward":
             return self.backward_s(op.unit)
-        link = LINK_OF[op.lane]
+        return self._work_s(op, LINK_OF[op.lane])
+
+    def _work_s(self, op: Operation, link: Link) -> float:
+        """Of what is no visit."""
+        rates, spec = self._rates, self._specs[op.unit]
         if op.kind in ("update", "update early"):
-            return self._rates.update_s(link, self._specs[op.unit]) if op.nbytes else 0.0
+            return rates.update_s(link, spec) if op.nbytes else 0.0
+        if link == "gather":
+            return rates.gather_s(spec, self._plans[op.unit])
+        if op.kind == "accumulate" and link != "compute":
+            return rates.add_s(link, spec)
         # What the update on the device gives to weights there is a copy as compute makes it.
-        return self._rates.move_s("compute" if link == "device_update" else link, op.nbytes)
+        return rates.move_s("compute" if link == "device_update" else link, op.nbytes)
 
     def forward_s(self, unit: str) -> float:
         """Of one visit."""

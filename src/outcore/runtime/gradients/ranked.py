@@ -16,6 +16,7 @@ from outcore.device.lanes import Handle
 from outcore.optim.sums import Sum, Work, add_works
 from outcore.order.ledger import Span
 from outcore.order.slots import SlotPool
+from outcore.order.turns import Turns
 from outcore.ranks.world import World
 from outcore.runtime.gradients.handle import GradHandle
 from outcore.runtime.gradients.homes import GradientHomes, PassWork
@@ -65,9 +66,7 @@ class RankedGradients(Gradients):
         self.average = torch.tensor(1 / world.size, dtype=torch.float64, device="cpu")
         mine = [cast(RankedUnitGradients, self.of[unit.name]) for unit in units if unit.num_trainable]
         self.norms = RankNorms(mine, homes, world)
-        self._turns = mine[::-1]  # as backward goes; the root, which is whole when the pass is over, comes last
-        self._next = 0
-        self._ready: set[str] = set()
+        self._turns = Turns(mine)
         self._sent: list[_Sent] = []
         self._is_broken = False
 
@@ -82,7 +81,7 @@ class RankedGradients(Gradients):
 
     def break_off(self) -> None:
         """End the pass after an exception; other ranks wait for exchanges that will not come."""
-        if self._tasks or self._sent or self._next:
+        if self._tasks or self._sent:
             self._is_broken = True
         super().break_off()
 
@@ -96,7 +95,7 @@ class RankedGradients(Gradients):
 
     def _make_room(self, pool: SlotPool[Handle]) -> None:
         """Units whose turn has not come hold all buckets of a pool: one is emptied into tensors beside the plan."""
-        taken = ((g, g.unit.ledger.bucket) for g in self._turns)
+        taken = ((g, g.unit.ledger.bucket) for g in self._turns.order)
         gradients = next(g for g, bucket in taken if bucket is not None and bucket.pool is pool)
         unit, current = gradients.unit, gradients.open
         if current is None or unit.ledger.bucket is None:
@@ -124,18 +123,14 @@ class RankedGradients(Gradients):
         if current is None:
             return
         self._take_over(gradients.unit, current)
-        self._ready.add(gradients.unit.name)
-        while self._next < len(self._turns) and self._turns[self._next].unit.name in self._ready:
-            self._send_next()
+        for turn in self._turns.come(cast(RankedUnitGradients, gradients)):
+            self._send(turn)
 
     @torch.no_grad()
     def _finish(self) -> None:
-        while self._next < len(self._turns):
-            gradients = self._turns[self._next]
-            self._send_next()
+        for turn in self._turns.rest():
+            self._send(turn)
         sent, self._sent = self._sent, []
-        self._next = 0
-        self._ready.clear()
         device = self._device.torch_device
         for gradients, work, held, exchanged in sent:
             exchanged.wait_issued()
@@ -147,9 +142,8 @@ class RankedGradients(Gradients):
                 handle.averaging = (self.average,)
                 unit.params[i].grad = gradients.handles[i] = handle
 
-    def _send_next(self) -> None:
-        gradients = self._turns[self._next]
-        if not self._next:
+    def _send(self, gradients: RankedUnitGradients) -> None:
+        if not self._sent:
             self._world.note(f"backward {self._num_passes}")
         unit, current = gradients.unit, gradients.open or Pass(0)
         if gradients.open is not None:
@@ -168,7 +162,6 @@ class RankedGradients(Gradients):
         exchanged = self._order.share(unit.ledger, work, self._make_room, is_first=not held)
         gradients.open = None  # last, so that whatever is interrupted before is known to be lost
         self._sent.append(_Sent(gradients, work, set(held), exchanged))
-        self._next += 1
 
 
 class _Sent(NamedTuple):

@@ -81,12 +81,9 @@ class StreamedUpdates:
         held, hypers = steps
         factors = Factors(self._access.device)
         self._early.settle()
-        if self._access.world is None:
-            units = self._weights.units_to_update()
-        else:  # ranks may have used units in different orders, and gather weights in one
-            units = list(self._units)
+        if self._access.world is not None:
             self._gather = partial(self._access.world.gather, self._facts(held, hypers))
-        ledgers = (unit.ledger for unit in units)
+        ledgers = (unit.ledger for unit in self._weights.units_to_update())
         self._order.step(ledgers, lambda ledger: self._update_of(self._units[ledger.index], held, hypers, factors))
         self._gradients.after_step()
         self._weights.prefetch_after_update()

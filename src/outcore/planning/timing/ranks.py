@@ -1,0 +1,125 @@
+"""What one of several ranks has of its node, and how fast ranks reach one another.
+
+[Note: between ranks] A rank gets the same bytes from every other one. In an exchange of gradients each sends another
+run to each, so what comes from other nodes passes the network once for every rank. In a gather all get the same, so it
+passes the network once for every node. Links of a node and the network work side by side. For exchanges this is what
+the makers of NCCL say, too: https://github.com/NVIDIA/nccl-tests/issues/130.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from outcore.planning.timing.rates import Link, Shared
+from outcore.spec.hardware import DevicePart, Hardware, LinksPart, NetworkPart
+
+_GBE_100 = NetworkPart(
+    bytes_per_s=100e9 / 8, sources={"bytes_per_s": "not known; taken to be one adapter of 100 Gbit/s"}
+)
+
+
+class Ranks(NamedTuple):
+    """Processes that train together, each with a device of its own."""
+
+    nodes: int = 1
+    per_node: int = 1
+
+    @property
+    def size(self) -> int:
+        """Of all."""
+        return self.nodes * self.per_node
+
+    def __str__(self) -> str:
+        """For people."""
+        return f"{self.nodes} node{'s' * (self.nodes > 1)} x {self.per_node}"
+
+
+ALONE = Ranks()
+
+
+def links_of(hardware: Hardware) -> LinksPart:
+    """Between devices of a node. Where nothing is known: half of the bus, through host memory."""
+    if hardware.links is not None:
+        return hardware.links
+    bus, said = hardware.bus, "not known; taken to be half of the bus, through host memory"
+    sources = dict.fromkeys(("bytes_per_s", "on_bus", "through_host"), said)
+    rate = min(bus.h2d_bytes_per_s, bus.d2h_bytes_per_s) / 2
+    return LinksPart(bytes_per_s=rate, on_bus=1, through_host=1, sources=sources)
+
+
+def network_of(hardware: Hardware) -> NetworkPart:
+    """Between nodes. Where nothing is known: one adapter of 100 Gbit/s."""
+    return hardware.network or _GBE_100
+
+
+def share_of(hardware: Hardware, ranks: Ranks) -> Hardware:
+    """What one rank has, while all others of its node do the same: of memory, cores, drives and ways to them."""
+    if ranks.per_node == 1:
+        return hardware
+    count, host, disk = ranks.per_node, hardware.host, hardware.disk
+    port = min(links_of(hardware).devices_per_port, count)
+    more = {link: part * count / port for link, part in host.parts.items() if link in ("h2d", "d2h")}
+    host = _over(host, count, "memory_bytes", "bytes_per_s", "update_parameters_per_s")
+    return dataclasses.replace(
+        hardware,
+        device=_device(hardware.device, count),
+        bus=_over(hardware.bus, port, "h2d_bytes_per_s", "d2h_bytes_per_s"),
+        host=dataclasses.replace(host, parts={**host.parts, **more}),
+        disk=disk and _over(disk, count, "size_bytes", "read_bytes_per_s", "write_bytes_per_s", "endurance_bytes"),
+    )
+
+
+def _device(device: DevicePart, count: int) -> DevicePart:
+    """An accelerator is a rank's own; where the host computes, its cores are shared."""
+    if device.runs_ahead:
+        return device
+    rates = ("bf16_flops", "fp32_flops", "attention_flops", "bytes_per_s", "update_parameters_per_s")
+    return _over(device, count, "memory_bytes", *rates)
+
+
+def _over(part: Any, count: float, *fields: str) -> Any:
+    return dataclasses.replace(part, **{field: getattr(part, field) / count for field in fields})
+
+
+class Between(NamedTuple):
+    """Ways between ranks."""
+
+    bytes_per_s: Mapping[str, float]
+    """``reduce``: exchanged gradients; ``gather``: gathered weights; ``host gather``: the same in host memory."""
+    latency_s: Mapping[str, float]
+    shared: Sequence[Shared]
+    host_parts: Mapping[Link, float]
+    """Of the host memory that a rank has for itself."""
+
+
+def between(hardware: Hardware, ranks: Ranks) -> Between:
+    """Rates of what a rank gets from others. See [Note: between ranks].
+
+    Args:
+        hardware: Of a node.
+        ranks: If it is one, nothing passes.
+    """
+    if ranks.size == 1:
+        return Between({}, {}, (), {})
+    links, network, bus = links_of(hardware), network_of(hardware), hardware.bus
+    inside = (ranks.per_node - 1) / (ranks.size - 1)
+    outside, meets = 1 - inside, float(ranks.per_node > 1)
+    exchange_s = max(inside / links.bytes_per_s, outside * ranks.per_node / network.bytes_per_s)
+    gather_s = max(meets / links.bytes_per_s, outside / network.bytes_per_s)
+    on_host_s = max(meets / links.host_bytes_per_s, outside / network.bytes_per_s)
+    rates = {"reduce": 1 / exchange_s, "gather": 1 / gather_s, "host gather": 1 / on_host_s}
+    latency_s = max(meets * links.latency_s, network.latency_s if ranks.nodes > 1 else 0.0)
+    shared, host_parts = [Shared(name="between ranks", parts={"reduce": 1.0, "gather": 1.0})], dict[Link, float]()
+    if links.on_bus and meets:
+        inner: dict[Link, float] = {"reduce": inside * rates["reduce"], "gather": rates["gather"]}
+        port = min(links.devices_per_port, ranks.per_node)
+        into = {link: rate / bus.h2d_bytes_per_s for link, rate in inner.items()}
+        out = {link: rate / bus.d2h_bytes_per_s for link, rate in inner.items()}
+        shared.append(Shared(name="into the device", parts={"h2d": 1 / port, **into}))
+        shared.append(Shared(name="out of the device", parts={"d2h": 1 / port, **out}))
+        if links.through_host:  # written there and read again
+            here = hardware.host.bytes_per_s / ranks.per_node
+            host_parts = {link: 2 * rate / here for link, rate in inner.items()}
+    return Between(rates, dict.fromkeys(rates, latency_s), shared, host_parts)
