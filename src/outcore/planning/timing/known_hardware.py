@@ -313,6 +313,6 @@ def known_hardware(name: str) -> Hardware:
     usual: dict[str, str | None] = dict(
         zip(("bus", "host", "disk", "links", "network"), _USUAL[found["device"]], strict=True)
     )
-    named = {kind: found.get(kind) or usual[kind] for kind in kinds}
+    named: dict[str, Any] = {kind: found.get(kind) or usual[kind] for kind in kinds}
     chosen: dict[str, Any] = {kind: named[kind] and parts[named[kind]] for kind, parts in kinds.items()}
     return Hardware(name=name, **chosen)
