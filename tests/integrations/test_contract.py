@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from transformers import Trainer
 
 from outcore.integrations import refusals
+from outcore.integrations.streamed_checkpoints import StreamedCheckpoints
 from outcore.integrations.transformers import _ACCELERATE_PREPARED, OutcoreMixin
 
 from .rig import CHECKPOINTING, ON_CPU, WARNINGS, llama
@@ -23,7 +24,8 @@ VERSIONS = f"transformers {transformers.__version__}, trl {trl.__version__}: ada
 OWN = {"__init__", "train", "compute_ref_log_probs"}
 OVERRIDDEN = sorted(
     name
-    for name, value in vars(OutcoreMixin).items()
+    for kind in (OutcoreMixin, StreamedCheckpoints)
+    for name, value in vars(kind).items()
     if inspect.isfunction(value) and name not in OWN and not name.startswith("_outcore_")
 )
 
@@ -80,6 +82,13 @@ def test_prepared_optimizers_are_left_alone():
     assert accelerator.optimizer_step_was_skipped is False
     assert (accelerator.distributed_type, accelerator.mixed_precision) == ("NO", "no")
     assert accelerator.state.dynamo_plugin.backend == "NO"
+
+
+def test_prepared_models_are_left_alone():
+    """On several ranks Accelerate would put DDP around the others."""
+    source = inspect.getsource(Accelerator.prepare_model)
+    prepared, wraps = source.index(f'"{_ACCELERATE_PREPARED}"'), source.index("DistributedDataParallel(")
+    assert prepared < source.index("if not evaluation_mode:") < wraps, VERSIONS
 
 
 def test_activation_checkpointing_is_an_attribute_of_modules():

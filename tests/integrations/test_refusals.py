@@ -14,7 +14,7 @@ from trl import DPOConfig, SFTConfig, SFTTrainer
 
 import outcore
 from outcore.integrations.optimizers import OPTIMIZERS
-from outcore.integrations.refusals import refuse_accelerator
+from outcore.integrations.refusals import refuse_accelerator, refuse_unranked
 from outcore.integrations.transformers import OutcoreMixin
 from outcore.optim.rules import rule_for
 
@@ -100,19 +100,28 @@ def test_what_the_environment_asks_for(variable, value, message, tmp_path, monke
         built(tmp_path, model=llama())
 
 
-def test_several_processes():
-    accelerator = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU)
-    with pytest.raises(
-        outcore.UnsupportedError, match="expected one process .*, but got MULTI_CPU; start with plain python"
-    ):
+def test_plugins():
+    accelerator = SimpleNamespace(distributed_type=DistributedType.FSDP)
+    with pytest.raises(outcore.UnsupportedError, match="expected ranks without .*, but got FSDP; start with python"):
         refuse_accelerator(accelerator)
 
 
-def test_one_of_several_ranks(monkeypatch):
+def test_ranks_that_accelerate_does_not_see(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "1")
-    with pytest.raises(outcore.UnsupportedError, match="Streamed: expected one process .* rank 1 of 2 .*plain python"):
-        Streamed()
+    accelerator = SimpleNamespace(distributed_type=DistributedType.NO, num_processes=1)
+    with pytest.raises(outcore.UnsupportedError, match="to see the 2 ranks .*, but it sees 1; start with torchrun"):
+        refuse_accelerator(accelerator)
+
+
+@pytest.mark.parametrize("name", ["save_on_each_node", "split_batches", "enable_jit_checkpoint"])
+def test_what_several_ranks_refuse(name):
+    given = {"save_on_each_node": False, "enable_jit_checkpoint": False, name: True}
+    batches = SimpleNamespace(split_batches=name == "split_batches")
+    args = SimpleNamespace(world_size=2, accelerator_config=batches, **given)
+    with pytest.raises(outcore.UnsupportedError, match=f"expected .*{name} to be off with several ranks; drop it"):
+        refuse_unranked(args)
+    args.world_size = 1
+    refuse_unranked(args)
 
 
 @pytest.mark.parametrize("name", ["adamw_torch_4bit", "ademamix", "galore_adamw"])

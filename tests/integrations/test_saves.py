@@ -139,7 +139,7 @@ def test_uploads_come_behind_it(tmp_path, monkeypatch):
             read_manifest(Path(folder), check=True)
             pushed.append((Path(folder).name, trainer.state.global_step))
 
-        monkeypatch.setattr(type(trainer).__mro__[2], "_push_from_checkpoint", lambda self, folder: push(folder))
+        monkeypatch.setattr(Trainer, "_push_from_checkpoint", lambda self, folder: push(folder))
         trainer.args.push_to_hub = True
         monkeypatch.setattr(trainer, "_finish_current_push", lambda: None)
         trainer.train()

@@ -108,7 +108,8 @@ def refuse_incomplete(checkpoint: str) -> None:
             "resume_from_checkpoint out"
         )
     _refuse_mixed(folder)
-    if not any((folder / name).is_file() for name in (f"{RANDOM_STATE}.json", _PLAIN_RANDOM_STATE)):
+    saved = {f"{RANDOM_STATE}.json", *(path.name for path in folder.glob(f"{RANDOM_STATE}*.pth"))}  # of a plain rank
+    if not any((folder / name).is_file() for name in saved):
         warnings.warn(
             f"resume_from_checkpoint: '{checkpoint}' has no {_PLAIN_RANDOM_STATE}, so dropout and the like go on with "
             "other random numbers than the interrupted run",

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.core.ranks import launched
 from outcore.integrations.optimizers import OPTIMIZERS, optimizer_for
 
 if TYPE_CHECKING:
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 _NO_SCALER = "a gradient scaler has no way to skip a streamed step here, only in a loop of your own"
 _ARGUMENTS = {
     "deepspeed": "drop the DeepSpeed config; budget= says what may be taken on device, host and disk",
-    "fsdp": "drop it; outcore trains in one process on one device",
-    "parallelism_config": "drop it; outcore trains in one process on one device",
+    "fsdp": "drop it; under torchrun, outcore shares the work among the ranks itself",
+    "parallelism_config": "drop it; under torchrun, outcore shares the work among the ranks itself",
     "auto_find_batch_size": "choose per_device_train_batch_size yourself; a plan is made once, for one batch size",
     "fp16": f"use bf16=True; {_NO_SCALER}",
     "fp16_full_eval": "drop it; evaluation runs in the precision of training",
@@ -44,6 +45,30 @@ def refuse_arguments(args: TrainingArguments) -> None:
             f"expected one GPU, but this process sees {args.n_gpu} and the Trainer would copy the model to each "
             "(DataParallel); set CUDA_VISIBLE_DEVICES to one of them"
         )
+
+
+def refuse_unranked(args: TrainingArguments) -> None:
+    """Refuse what ranks that train together cannot have.
+
+    Raises:
+        UnsupportedError: Naming it.
+    """
+    if args.world_size == 1:
+        return
+    refused = {
+        "save_on_each_node": (args.save_on_each_node, "drop it; all ranks write one folder, which all must see"),
+        "accelerator_config.split_batches": (
+            args.accelerator_config.split_batches,
+            "drop it, and give per_device_train_batch_size what a rank is to compute at once",
+        ),
+        "enable_jit_checkpoint": (
+            getattr(args, "enable_jit_checkpoint", False),
+            "drop it, since ranks would stop at different steps; outcore train saves on SIGTERM",
+        ),
+    }
+    for name, (value, remedy) in refused.items():
+        if value:
+            raise UnsupportedError(f"training arguments: expected {name} to be off with several ranks; {remedy}")
 
 
 def refuse_optimizer(args: TrainingArguments) -> None:
@@ -102,13 +127,22 @@ def refuse_accelerator(accelerator: Accelerator) -> None:
     """Refuse what a launcher or the environment asked Accelerate for, past the training arguments.
 
     Raises:
-        UnsupportedError: Several processes, a plugin, or a mixed precision other than bf16.
+        UnsupportedError: A plugin, ranks that Accelerate does not see, or a mixed precision other than bf16.
     """
     kind = accelerator.distributed_type
-    if kind != "NO":
+    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
         raise UnsupportedError(
-            f"accelerate: expected one process without DeepSpeed, FSDP or the like, but got {kind.value}; start with "
-            "plain python, without a launcher and without ACCELERATE_* variables"
+            f"accelerate: expected ranks without DeepSpeed, FSDP or the like, but got {kind.value}; start with python "
+            "or torchrun, without ACCELERATE_* variables"
+        )
+    found = launched()
+    count = 1 if found is None else found.size
+    if distributed.is_available() and distributed.is_initialized():
+        count = distributed.get_world_size()
+    if count != accelerator.num_processes:
+        raise UnsupportedError(
+            f"accelerate: expected it to see the {count} ranks that train together, but it sees "
+            f"{accelerator.num_processes}; start with torchrun, which sets LOCAL_RANK beside RANK and WORLD_SIZE"
         )
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise UnsupportedError(

@@ -22,9 +22,12 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from outcore.integrations.checkpoints import rotate
+from outcore.ranks.agreement import agreed
 from outcore.runtime.saves import Save
 from outcore.saving.beside import begun
 from outcore.saving.library_files import LibraryFiles
+from outcore.saving.shared import all_random_states
+from outcore.saving.small_state import random_states
 from outcore.spec.checkpoint import Block, Manifest
 
 
@@ -55,7 +58,9 @@ class TrainerSaves:
         self.aside: Path | None = None
         """Where the Trainer writes its small files now."""
         self.before_commit: Callable[[], None] = lambda: None
-        """On the save lane."""
+        """On the save lane; with several ranks on that of rank 0."""
+        self.random: dict[str, Any] = {}
+        """States of random generators, of all ranks, for the checkpoint that is begun."""
         self._trainer, self._on_durable = trainer, on_durable
         self._under_way: _UnderWay | None = None
         self._inner = Path()
@@ -66,7 +71,7 @@ class TrainerSaves:
         return self._files if Path(folder) == self._inner else None
 
     def save(self, folder: Path, write: Callable[[], None]) -> None:
-        """Begin a checkpoint; the one before is ended first.
+        """Begin a checkpoint; the one before is ended first. With several ranks a collective.
 
         Args:
             folder: Of the checkpoints.
@@ -80,6 +85,8 @@ class TrainerSaves:
         trainer, state = self._trainer, self._trainer.state
         self._hear_of_on_save()
         engine, step, before = trainer.optimizer.engine, state.global_step, state.best_model_checkpoint
+        world = engine.access.world
+        self.random = random_states(engine.device) if world is None else {"ranks": all_random_states(engine)}
         target = folder / f"{PREFIX_CHECKPOINT_DIR}-{step}"
         kept = {target}
 
@@ -88,21 +95,26 @@ class TrainerSaves:
 
         def describe(files: Mapping[str, tuple[Block, ...]]) -> Manifest:
             self.before_commit()
-            return Manifest(step=step, files=files)
+            return Manifest(step=step, files=files, **library.described)
 
         try:
             with begun(engine, target, describe, tidy_up) as (unfinished, save):
-                self.aside, self._files = unfinished.path, LibraryFiles(engine, unfinished, save)
+                self.aside = unfinished.path
+                self._files = library = LibraryFiles(engine, unfinished, save)
                 self._inner = inner = unfinished.path / target.name
-                write()
+                with agreed(world, "checkpoint"):
+                    write()
                 best = folder / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
-                if best == target or best.is_dir():  # the Trainer looked for it in the hidden folder
+                is_found = best == target or best.is_dir()  # the Trainer looked for it in the hidden folder
+                if is_found:
                     state.best_model_checkpoint = str(best)
-                    state.save_to_json(inner / TRAINER_STATE_NAME)
                 kept |= {Path(best) for best in [state.best_model_checkpoint] if best}
-                for path in sorted(inner.iterdir()):
-                    path.rename(unfinished.path / path.name)
-                inner.rmdir()
+                if world is None or world.rank == 0:
+                    if is_found:
+                        state.save_to_json(inner / TRAINER_STATE_NAME)
+                    for path in sorted(inner.iterdir()):
+                        path.rename(unfinished.path / path.name)
+                    inner.rmdir()
         except BaseException:
             state.best_model_checkpoint = before
             raise
@@ -111,8 +123,14 @@ class TrainerSaves:
         self._under_way = _UnderWay(save, _as_it_is(state), before, time.monotonic() - begun_s)
 
     def look(self) -> None:
-        """End the one that is under way, if it is done. Raises: As ``settle``."""
-        if self._under_way is not None and self._under_way.save.done:
+        """End the one that is under way, if it is done; with several ranks on all, in the same step.
+
+        Raises: As ``settle``.
+        """
+        if self._under_way is None:
+            return
+        world, is_done = self._trainer.optimizer.engine.access.world, self._under_way.save.done
+        if is_done if world is None else all(world.all_of(is_done)):
             self.settle()
 
     def settle(self) -> None:

@@ -11,7 +11,6 @@ they always do. ``tests/integrations/test_contract.py`` lists the library's name
 from __future__ import annotations
 
 import inspect
-import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -25,19 +24,11 @@ from outcore.core.extra import TRAINER, refuse_missing
 
 refuse_missing(*TRAINER)  # before Python does, who knows of no extra
 
-from transformers import Trainer, TrainerState, TrainingArguments
-from transformers.trainer import OPTIMIZER_NAME, TRAINING_ARGS_NAME
+from transformers import Trainer, TrainingArguments
 
-from outcore.api import close, prepare_in_loop, save_pretrained
+from outcore.api import close, prepare_in_loop
 from outcore.core.errors import ConfigError, OutcoreError
 from outcore.forecast import Loop, NamedHardware, token_batch
-from outcore.integrations.checkpoints import (
-    RANDOM_STATE,
-    newest_to_resume,
-    refuse_incomplete,
-    save_schedule,
-    saved_schedule,
-)
 from outcore.integrations.optimizers import optimizer_or_other
 from outcore.integrations.refusals import (
     refuse_accelerator,
@@ -46,17 +37,14 @@ from outcore.integrations.refusals import (
     refuse_optimizer,
     refuse_pieces,
     refuse_precision,
+    refuse_unranked,
 )
 from outcore.integrations.saves import TrainerSaves
+from outcore.integrations.streamed_checkpoints import StreamedCheckpoints
 from outcore.integrations.versions import scores_in_tiles
-from outcore.memory.files.locked_folder import held
-from outcore.memory.files.weights_file import WeightsDirectory
 from outcore.runtime.module_guard import attachment_of
 from outcore.runtime.optimizer import StreamedOptimizer
-from outcore.runtime.saves import Save
-from outcore.runtime.unit.one_process import refuse_several_processes
-from outcore.saving.small_state import random_states, read_small, restore_random_states, write_small
-from outcore.saving.training_state import check_adapters, has_states, load_states, load_weights, save_states
+from outcore.saving.training_state import load_weights
 from outcore.saving.weights.conversions import is_adapter_model
 from outcore.spec.budget import Budget
 from outcore.spec.model import Precision
@@ -68,20 +56,19 @@ _PREPARED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models that a Trainer prepared: the next one may take them over."""
 
 
-class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types here
+class OutcoreMixin(StreamedCheckpoints):
     """Train with any Trainer within a memory budget: ``class MyTrainer(OutcoreMixin, SFTTrainer)``.
 
     Logs, weights and checkpoints are those of the plain Trainer on one device (with the optimizer's fused
-    implementation, Transformers' default). ``trainer.optimizer`` is the prepared optimizer, and
-    ``outcore.close(trainer.model)`` ends the run.
+    implementation, Transformers' default). Under ``torchrun`` ranks train together, without DDP: weights are those of
+    one rank with as many times the accumulation (``docs/ranks.md``). ``trainer.optimizer`` is the prepared optimizer,
+    and ``outcore.close(trainer.model)`` ends the run.
 
     A reference model (DPO and others) may be prepared with ``outcore.prepare(ref_model, None, budget=...)`` before it
     is passed in.
     """
 
-    optimizer: Any  # a StreamedOptimizer from the first use on
     get_optimizer_cls_and_kwargs = staticmethod(optimizer_or_other)
-    state: TrainerState
 
     def __init__(  # noqa: PLR0913 (as prepare)
         self,
@@ -120,15 +107,13 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
         Raises:
             UnsupportedError: A setting that cannot work on streamed weights.
         """
-        refuse_several_processes(type(self).__name__)
         refuse_precision(precision)
         self._outcore_options: dict[str, Any] = {"budget": budget, "plan": plan, "weights": weights, "units": units}
         self._outcore_options |= {"hardware": hardware, "compile": compile, "activations": activations}
         self._outcore_options |= {"micro_batches_in_unit": micro_batches_in_unit}
         self._outcore_sample = sample
         self._outcore_precision = precision
-        self._outcore_checkpoint: str | None = None  # to begin from, until the model is prepared
-        self._outcore_reading = ExitStack()  # holds the checkpoint that training goes on from
+        self._outcore_checkpoint, self._outcore_reading = None, ExitStack()
         self._outcore_saves = TrainerSaves(self, self._outcore_saved)
         self._outcore_logged = (0, 0.0)
         training = next((a for a in (*args, *kwargs.values()) if isinstance(a, TrainingArguments)), None)
@@ -158,6 +143,7 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
         refuse_arguments(self.args)
         super().create_accelerator_and_postprocess()
         refuse_accelerator(self.accelerator)
+        refuse_unranked(self.args)
         if self.model is not None:
             refuse_model(self.model)
 
@@ -175,6 +161,9 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:  # noqa: FBT001, FBT002
         """Prepare the model; the Trainer comes here before its first step and its first evaluation."""
         self._outcore_prepare_once(training=training)
+        if self.accelerator.distributed_type != "NO":  # all that Accelerate does, but DDP around the model
+            self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
+            setattr(self.model, _ACCELERATE_PREPARED, True)
         return super()._wrap_model(model, training, dataloader)
 
     def compute_ref_log_probs(self, model: nn.Module, inputs: Any) -> Any:
@@ -232,130 +221,6 @@ class OutcoreMixin(Trainer):  # type: ignore[misc]  # the library has no types h
             return self._outcore_sample
         pairs = any(kind.__name__ == "DPOConfig" for kind in type(self.args).__mro__)
         return token_batch(self.args.per_device_train_batch_size * (1 + pairs), length)
-
-    # Checkpoints.
-
-    def train(
-        self,
-        resume_from_checkpoint: str | bool | None = None,  # noqa: FBT001 (the Trainer's)
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
-    ) -> Any:
-        """Take the newest checkpoint that is as it was saved, where the newest is asked for."""
-        if resume_from_checkpoint is True:
-            found = newest_to_resume(Path(self.args.output_dir), self._outcore_reading)
-            resume_from_checkpoint = True if found is None else str(found)  # or let the Trainer say it
-        with self._outcore_saves.settled(), self._outcore_reading:
-            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
-
-    def _maybe_log_save_evaluate(  # noqa: PLR0913 (the Trainer's)
-        self,
-        tr_loss: torch.Tensor,
-        grad_norm: torch.Tensor | float | None,
-        model: nn.Module,
-        trial: Any,
-        epoch: float,
-        ignore_keys_for_eval: list[str] | None,
-        start_time: float,
-        learning_rate: float | None = None,
-    ) -> None:
-        """Look after the save that is under way; the Trainer comes here behind steps and behind epochs."""
-        self._outcore_saves.look()
-        super()._maybe_log_save_evaluate(
-            tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate
-        )
-
-    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
-        """Wait for the last checkpoint: the best one may be loaded, and others removed."""
-        self._outcore_saves.settle()
-        return super()._finalize_training(trial, num_train_samples, start_time)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save beside training. The checkpoint will be there as a whole, with checksums, or not at all."""
-        self._outcore_reading.close()
-        save = super()._save_checkpoint
-        self._outcore_saves.save(Path(self._get_output_dir(trial)), lambda: save(model, trial))
-
-    def _outcore_saved(self, save: Save, state: TrainerState, held_s: float) -> None:
-        """A checkpoint is durable. Args: state: Of its step. held_s: So long training stood still for it."""
-        if self.args.push_to_hub:
-            now, self.state = self.state, state
-            try:
-                self._push_from_checkpoint(str(save.path))
-            finally:
-                self.state = now
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return str(self._outcore_saves.aside or super()._get_output_dir(trial))
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Not before it is whole."""
-        if self._outcore_saves.aside is None:
-            super()._push_from_checkpoint(checkpoint_folder)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        write_small(Path(output_dir), RANDOM_STATE, random_states(self.optimizer.engine.device))
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is not None and Path(checkpoint, f"{RANDOM_STATE}.json").is_file():
-            restore_random_states(read_small(Path(checkpoint), RANDOM_STATE), self.optimizer.engine.device)
-        else:
-            super()._load_rng_state(checkpoint)
-        self._outcore_reading.close()  # all is loaded
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Stream a checkpoint's weights in: now, or when the model is prepared. Without its other parts, refuse."""
-        self._outcore_reading.enter_context(held(Path(resume_from_checkpoint)))
-        refuse_incomplete(resume_from_checkpoint)
-        if attachment_of(self.model) is not None:
-            load_weights(self.model, resume_from_checkpoint)
-            return
-        if is_adapter_model(self.model):
-            check_adapters(self.model, resume_from_checkpoint)
-        elif not WeightsDirectory.is_there(resume_from_checkpoint, "model"):
-            raise ConfigError(
-                f"resume_from_checkpoint: expected model.safetensors in '{resume_from_checkpoint}', but there is none"
-                "; name a folder that a run of this model saved"
-            )
-        self._outcore_checkpoint = resume_from_checkpoint
-
-    def _load_best_model(self) -> None:
-        load_weights(self.model, self.state.best_model_checkpoint)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if state_dict is not None or attachment_of(self.model) is None:
-            super()._save(output_dir, state_dict)
-            return
-        directory = output_dir if output_dir is not None else self.args.output_dir
-        files = self._outcore_saves.files(directory)
-        if files is None:
-            save_pretrained(self.model, directory)
-        else:
-            files.weights(Path(directory))
-        tokenizer = self.processing_class
-        tokenizer = tokenizer if tokenizer is not None else getattr(self.data_collator, "tokenizer", None)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(directory)
-        torch.save(self.args, os.path.join(directory, TRAINING_ARGS_NAME))
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        files = self._outcore_saves.files(output_dir)
-        if files is None:
-            save_states(self.optimizer, output_dir)
-        else:
-            files.states(self.optimizer, step=self.state.global_step)
-        save_schedule(self.lr_scheduler.state_dict(), Path(output_dir))
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Resume from a checkpoint of this Trainer, or of the plain one; that it is whole was checked before."""
-        if checkpoint is None:
-            return
-        if has_states(checkpoint):
-            load_states(self.optimizer, checkpoint)
-        else:
-            plain = os.path.join(checkpoint, OPTIMIZER_NAME)
-            self.optimizer.load_state_dict(torch.load(plain, map_location="cpu", weights_only=True, mmap=True))
-        self.lr_scheduler.load_state_dict(saved_schedule(Path(checkpoint)))
 
     # Logs.
 

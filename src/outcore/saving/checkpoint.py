@@ -22,23 +22,21 @@ import torch
 from torch import nn
 
 from outcore.core.errors import ConfigError, OutcoreError, UnsupportedError
-from outcore.core.quantities import PAGE_BYTES, align_up
-from outcore.memory.files.checkpoint_file import CheckpointFile, PartOfCheckpoint
 from outcore.memory.files.weights_file import WeightsDirectory, write_safetensors
-from outcore.memory.files.weights_layout import safetensors_header
 from outcore.planning.units.quantized import FULL_CHECKSUM
 from outcore.ranks.agreement import agree, agreed
 from outcore.runtime.engine import Engine
 from outcore.runtime.module_guard import engine_of
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.runtime.saves import Save
-from outcore.runtime.unit.unit import Beneath, Unit
+from outcore.runtime.unit.unit import Beneath
 from outcore.runtime.values.edits import take_edits
-from outcore.saving.beside import begun, refuse_full
+from outcore.saving.beside import begun
 from outcore.saving.found import found, found_in, prune
-from outcore.saving.small_state import encode, random_states, read_small, restore_random_states, write_small
+from outcore.saving.shared import all_random_states, restore_random_states_of
+from outcore.saving.small_state import encode, random_states, read_small, write_small
 from outcore.saving.training_state import like_setting, plain_setting
-from outcore.saving.unit_files import Section, file_name, load_param, records, sections, tensors_in
+from outcore.saving.unit_files import load_param, records, sections, write_units
 from outcore.saving.weights.conversions import is_adapter_model, is_pretrained_model
 from outcore.saving.weights.state_names import places
 from outcore.spec.checkpoint import MANIFEST_NAME, Manifest, PartRecord, TensorRecord
@@ -126,7 +124,7 @@ def _begin_save(
     if world is not None:
         said = {"step": step, "directory": os.path.abspath(directory), "keep": keep}
         agree(world, {f"{name}={value!r}": "" for name, value in said.items()}, call="save_checkpoint")
-        small["ranks"] = world.all_of(small["random"])
+        small["ranks"] = all_random_states(engine)
 
     def tidy_up() -> None:
         if keep is not None:
@@ -135,7 +133,7 @@ def _begin_save(
     with begun(engine, target, described, tidy_up) as (unfinished, save):
         if world is None or world.rank == 0:
             _write_small(unfinished.path, engine, small)
-        _submit(engine, unfinished, save)
+        write_units(engine, unfinished, save, sections)
     return save
 
 
@@ -224,7 +222,7 @@ class Resumed:
             _load_buffers(engine, path, manifest)
             for group, settings in zip(optimizer.param_groups, manifest.groups, strict=True):
                 group.update({k: like_setting(group.get(k), v) for k, v in settings.items() if k != "params"})
-            _restore_random_states(small, engine)
+            restore_random_states_of(small["ranks"], engine, call)
         self._let_go()
         return {**small["extra"], "step": manifest.step}
 
@@ -237,19 +235,6 @@ def _read_state(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"checkpoint '{path}': expected its small state as it was saved, but got {error!r}"
         ) from error
-
-
-def _restore_random_states(small: Mapping[str, Any], engine: Engine) -> None:
-    """Those of this rank, if as many ranks saved them."""
-    world, saved = engine.access.world, small["ranks"]
-    if len(saved) != engine.num_ranks:
-        warnings.warn(
-            f"load_checkpoint: {len(saved)} ranks saved the states of their random generators, and {engine.num_ranks} "
-            "go on: generators stay as they are",
-            stacklevel=4,
-        )
-        return
-    restore_random_states(saved[0 if world is None else world.rank], engine.device)
 
 
 class _HalfLoadedError(OutcoreError):
@@ -363,24 +348,6 @@ def _write_library(folder: Path, model: nn.Module) -> None:
         base.generation_config.save_pretrained(folder)
     if adapters.keys() == {"default"}:
         adapters["default"].save_pretrained(folder)
-
-
-def _submit(engine: Engine, unfinished: PartOfCheckpoint, save: Save) -> None:
-    """Let every unit be written, each behind its update."""
-    files: list[tuple[Unit, list[Section], CheckpointFile, bytes]] = []
-    for unit in engine.weights.units_to_update():  # whose turn comes first in the next step
-        found = sections(unit)
-        if found:
-            specs = [spec for section in found for spec in tensors_in(section)]
-            header = safetensors_header(specs, {"format": "pt"}, align=PAGE_BYTES)
-            nbytes = len(header) + sum(align_up(s.stop - s.start, PAGE_BYTES) for s in found)
-            files.append((unit, found, unfinished.create(file_name(unit, unit.spec.rank), nbytes), header))
-    refuse_full(unfinished, sum(file.nbytes for _, _, file, _ in files))
-    for unit, found, file, header in files:
-        for home, start, stop, _ in found:
-            spans = [(start, start + align_up(stop - start, PAGE_BYTES))]
-            engine.opened.saves.home(unit.ledger, home, spans, save, file, header=header)
-            header = b""
 
 
 # Reading.

@@ -4,6 +4,8 @@
 order of tensors within a file is another. A file is written front to back, so it begins with what is written at once
 (buffers, and weights that live on the device). Then homes follow, those first whose turn comes first in the next step.
 Bytes that stand in a file as they lie in their home go there piece by piece. What is converted is in memory meanwhile.
+Several ranks have parts of states: each writes files of units, as ``save_checkpoint`` does, and the manifest says where
+each part lies.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from outcore.runtime.unit.views import shaped, torch_dtype
 from outcore.runtime.values.access import own_states
 from outcore.runtime.values.edits import take_edits
 from outcore.saving.beside import refuse_full
-from outcore.saving.training_state import STATES, described_states, trained_params
+from outcore.saving.training_state import STATES, described_states, plain_settings, trained_params
+from outcore.saving.unit_files import is_state, records, state_sections, write_units
 from outcore.saving.weights.conversions import Group, saving_groups
 from outcore.saving.weights.export import read_tensor, save_beside_weights, saved_state, saves_adapters, without_bytes
 from outcore.spec.model import ParamSpec, Part
@@ -69,11 +72,15 @@ class LibraryFiles:
     def __init__(self, engine: Engine, unfinished: PartOfCheckpoint, save: Save) -> None:
         """Nothing of it is there. What the user changed in parameters is taken over."""
         self._engine, self._unfinished, self._save = engine, unfinished, save
+        self.described: dict[str, Any] = {}
+        """Fields of the manifest, if states are in files of units."""
         for unit in engine.units:
             take_edits(unit, engine.access)
 
     def weights(self, small: Path) -> None:
         """Have the files of ``save_pretrained`` written. Adapters are small: they are read and written at once.
+
+        With several ranks by one of them: each has all weights.
 
         Args:
             small: A new folder, for what the library writes by itself.
@@ -92,7 +99,17 @@ class LibraryFiles:
         self._submit("model", [self._weights(group, state) for group in groups], {})
 
     def states(self, optimizer: StreamedOptimizer, *, step: int) -> None:
-        """Have the files of ``save_states`` written. Raises: OSError; UnsupportedError: As ``save_states``."""
+        """Have the files of ``save_states`` written, with several ranks this one's files of units.
+
+        Raises:
+            OSError: The system's.
+            UnsupportedError: As ``save_states``.
+        """
+        if self._engine.access.world is not None:
+            tensors = (pair for unit in self._engine.units for pair in records(unit) if is_state(pair[0]))
+            self.described = {"tensors": dict(tensors), **plain_settings(optimizer)}
+            write_units(self._engine, self._unfinished, self._save, state_sections)
+            return
         items = [item for _, (unit, i) in trained_params(optimizer) for item in self._states(unit, i)]
         self._submit(STATES, items, described_states(optimizer, step=step))
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from outcore.memory.files.checkpoint_file import Files, PartOfCheckpoint
 from outcore.memory.files.checkpoint_folder import UnfinishedCheckpoint
 from outcore.ranks.agreement import agreed, refuse_failed
 from outcore.ranks.world import World
+from outcore.runtime.engine import Engine
 from outcore.runtime.saves import Save
+from outcore.saving.small_state import random_states, restore_random_states
 from outcore.spec.checkpoint import Manifest
 
 _CALL = "save_checkpoint"
@@ -104,3 +108,22 @@ class SharedCheckpoint:
         """Rank 0 tidies up."""
         if self._whole is not None:
             tidy_up()
+
+
+def all_random_states(engine: Engine) -> list[dict[str, Any]]:
+    """Of the generators of all ranks. With several a collective."""
+    mine, world = random_states(engine.device), engine.access.world
+    return [mine] if world is None else world.all_of(mine)
+
+
+def restore_random_states_of(saved: Sequence[Mapping[str, Any]], engine: Engine, call: str) -> None:
+    """Those of this rank, if as many ranks saved them. Args: saved: By rank. call: For the warning."""
+    if len(saved) == engine.num_ranks:
+        world = engine.access.world
+        restore_random_states(saved[0 if world is None else world.rank], engine.device)
+        return
+    warnings.warn(
+        f"{call}: {len(saved)} {'rank' if len(saved) == 1 else 'ranks'} saved the states of random generators, and "
+        f"{engine.num_ranks} go on: generators stay as they are",
+        stacklevel=5,
+    )

@@ -3,13 +3,14 @@
 [Note: training state] ``optimizer.safetensors`` (or its shards) holds every state of every trained parameter as
 ``<parameter>.<state>``, master weights included where weights have another dtype, and in its header's metadata
 (``training_state``) the steps of each parameter and the settings of each param group. It does not depend on the plan:
-what was saved from disk loads onto the device. Weights stand beside it, as ``save_pretrained`` writes them.
+what was saved from disk loads onto the device. Weights stand beside it, as ``save_pretrained`` writes them. Several
+ranks write files of units and a manifest instead.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.memory.files.checkpoint_folder import read_manifest
 from outcore.memory.files.weights_file import WeightsDirectory, write_safetensors
 from outcore.memory.files.weights_layout import TensorSpec
 from outcore.runtime.engine import Engine
@@ -26,9 +28,11 @@ from outcore.runtime.unit.unit import Unit
 from outcore.runtime.unit.views import torch_dtype
 from outcore.runtime.values.access import own_states
 from outcore.runtime.values.edits import take_edits
+from outcore.saving.unit_files import is_state, load_states_of
 from outcore.saving.weights.conversions import is_adapter_model
 from outcore.saving.weights.load_plan import plan_loading
 from outcore.saving.weights.state_names import places
+from outcore.spec.checkpoint import MANIFEST_NAME, Manifest
 
 STATES = "optimizer"
 """Stem of the files."""
@@ -36,12 +40,22 @@ _KEY = "training_state"
 
 
 def has_states(directory: str | Path) -> bool:
-    """Whether ``save_states`` wrote there."""
-    return WeightsDirectory.is_there(directory, STATES)
+    """Whether ``save_states`` wrote there, or several ranks did."""
+    return WeightsDirectory.is_there(directory, STATES) or _manifest(directory) is not None
+
+
+def _manifest(directory: str | Path) -> Manifest | None:
+    """Of a Trainer's checkpoint whose states are in files of units."""
+    if not Path(directory, MANIFEST_NAME).is_file():
+        return None
+    manifest = read_manifest(Path(directory), check=False)
+    return manifest if manifest.steps else None
 
 
 def save_states(optimizer: StreamedOptimizer, directory: str | Path) -> None:
     """Write optimizer states, steps and the settings of param groups. Updates that are under way are waited for.
+
+    With several ranks a collective; rank 0 writes.
 
     Args:
         optimizer: Prepared.
@@ -57,21 +71,32 @@ def save_states(optimizer: StreamedOptimizer, directory: str | Path) -> None:
     engine.refuse_if_closed()
     trained = dict(trained_params(optimizer))
     specs = [spec for name, (unit, i) in trained.items() for spec in _specs(name, unit, i)]
-    metadata = described_states(optimizer)
-    write_safetensors(directory, specs, _values(engine, trained), stem=STATES, metadata=metadata)
+    metadata, values = described_states(optimizer), _values(engine, trained)
+    if engine.access.world is None or engine.access.world.rank == 0:
+        write_safetensors(directory, specs, values, stem=STATES, metadata=metadata)
+    for _ in values:
+        """Other ranks read along."""
 
 
 def described_states(optimizer: StreamedOptimizer, *, step: int | None = None) -> dict[str, str]:
     """Metadata of the files. Args: step: Of the whole run, for ``step_of_states``. Raises: As ``save_states``."""
-    described: dict[str, Any] = {
+    described = plain_settings(optimizer)
+    return {_KEY: json.dumps(described if step is None else {**described, "step": step})}
+
+
+def plain_settings(optimizer: StreamedOptimizer) -> dict[str, Any]:
+    """What stands beside the states. Raises: UnsupportedError: A setting of a param group that JSON cannot hold."""
+    return {
         "steps": {name: unit.steps[i] for name, (unit, i) in trained_params(optimizer)},
         "groups": [{k: plain_setting(k, v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
     }
-    return {_KEY: json.dumps(described if step is None else {**described, "step": step})}
 
 
 def step_of_states(directory: str | Path) -> int | None:
     """Of the whole run; None where the files do not say it."""
+    manifest = _manifest(directory)
+    if manifest is not None:
+        return manifest.step
     step: int | None = json.loads(WeightsDirectory.open(directory, STATES).metadata.get(_KEY, "{}")).get("step")
     return step
 
@@ -87,20 +112,30 @@ def load_states(optimizer: StreamedOptimizer, directory: str | Path) -> None:
     """
     engine = optimizer.engine
     engine.refuse_if_closed()
-    saved = WeightsDirectory.open(directory, STATES)
+    manifest, path = _manifest(directory), Path(directory)
     trained = dict(trained_params(optimizer))
-    steps, groups = _described(saved)
-    _refuse_others(saved, trained, steps)
+    if manifest is None:
+        saved = WeightsDirectory.open(directory, STATES)
+        path, steps, groups = saved.path, *_described(saved)
+        there = {name: (saved.dtype(name), saved.shape(name)) for name in saved.names()}
+    else:
+        steps, groups = manifest.steps, manifest.groups
+        states = ((name.partition(".")[2], record) for name, record in manifest.tensors.items() if is_state(name))
+        there = {name: (torch_dtype(record.dtype), record.shape) for name, record in states}
+    _refuse_others(path, there, trained, steps)
     if len(groups) != len(optimizer.param_groups):
         raise ConfigError(
-            f"optimizer states '{saved.path}': expected {len(optimizer.param_groups)} param groups as the optimizer "
+            f"optimizer states '{path}': expected {len(optimizer.param_groups)} param groups as the optimizer "
             f"has, but {len(groups)} were saved; build it as in the run that saved them"
         )
     for group, settings in zip(optimizer.param_groups, groups, strict=True):
         group.update({k: like_setting(group.get(k), v) for k, v in settings.items()})
     for name, (unit, i) in trained.items():
-        for state, _, _ in _specs(name, unit, i):
-            engine.access.write_state(unit, state.removeprefix(f"{name}."), i, saved.read(state))
+        if manifest is None:
+            for state, _, _ in _specs(name, unit, i):
+                engine.access.write_state(unit, state.removeprefix(f"{name}."), i, saved.read(state))
+        else:
+            load_states_of(engine.access, unit, i, path, manifest)
         unit.steps[i] = steps[name]
 
 
@@ -207,7 +242,7 @@ def _values(engine: Engine, trained: Mapping[str, tuple[Unit, int]]) -> Iterator
             yield state, engine.access.read_state(unit, state.removeprefix(f"{name}."), i)
 
 
-def _described(saved: WeightsDirectory) -> tuple[dict[str, int], list[dict[str, Any]]]:
+def _described(saved: WeightsDirectory) -> tuple[Mapping[str, int], Sequence[Mapping[str, Any]]]:
     try:
         described = json.loads(saved.metadata[_KEY])
         return {name: int(n) for name, n in described["steps"].items()}, [dict(g) for g in described["groups"]]
@@ -218,15 +253,19 @@ def _described(saved: WeightsDirectory) -> tuple[dict[str, int], list[dict[str, 
         ) from error
 
 
-def _refuse_others(saved: WeightsDirectory, trained: Mapping[str, tuple[Unit, int]], steps: Mapping[str, int]) -> None:
+def _refuse_others(
+    path: Path,
+    there: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    trained: Mapping[str, tuple[Unit, int]],
+    steps: Mapping[str, int],
+) -> None:
     wanted = {spec[0]: spec[1:] for name, (unit, i) in trained.items() for spec in _specs(name, unit, i)}
-    there = {name: (saved.dtype(name), saved.shape(name)) for name in saved.names()}
     differing = sorted(name for name in wanted.keys() | there.keys() if wanted.get(name) != there.get(name))
     differing += sorted(trained.keys() ^ steps.keys())
     if differing:
         name = differing[0]
         raise ConfigError(
-            f"optimizer states '{saved.path}': expected those of this model, optimizer and precision, but "
+            f"optimizer states '{path}': expected those of this model, optimizer and precision, but "
             f"{len(differing)} differ: '{name}' is {_shown(wanted.get(name))} here and {_shown(there.get(name))} in "
             "the file; resume with the settings of the run that saved it"
         )

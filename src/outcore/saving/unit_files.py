@@ -7,7 +7,7 @@ of tensors may have no holes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,14 +15,20 @@ from typing import Any, NamedTuple
 import torch
 
 from outcore.core.quantities import PAGE_BYTES, align_up
+from outcore.memory.files.checkpoint_file import CheckpointFile, PartOfCheckpoint
 from outcore.memory.files.weights_file import WeightsDirectory
-from outcore.memory.files.weights_layout import TensorSpec
+from outcore.memory.files.weights_layout import TensorSpec, safetensors_header
 from outcore.order.ledger import Home
+from outcore.runtime.engine import Engine
+from outcore.runtime.saves import Save
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.unit.views import torch_dtype
 from outcore.runtime.values.access import Access, own_states
+from outcore.saving.beside import refuse_full
 from outcore.spec.checkpoint import BLOCK_BYTES, Manifest, PartRecord, TensorRecord
 from outcore.spec.model import ParamSpec, Part, UnitSpec
+
+_OPTIMIZER = "optimizer."
 
 
 class Section(NamedTuple):
@@ -37,27 +43,33 @@ class Section(NamedTuple):
 
 def sections(unit: Unit) -> list[Section]:
     """What is saved of a unit, in the order of its file."""
-    spec, ledger = unit.spec, unit.ledger
-    if not unit.num_trainable:
+    spec = unit.spec
+    own, trained = spec.own_parts, _trained(unit)
+    if not trained:
         return []
-    trained = [(i, p) for i, p in enumerate(spec.params[: unit.num_trainable]) if _is_here(unit, i)]
-    own = spec.own_parts
     weights = [(f"model.{p.name}", _here(spec, p, own[i]), own[i], own[i].offset) for i, p in trained]
-    if not weights:
-        return []
     start = spec.rank * spec.run_bytes
-    sections = [Section(ledger.weights, start, start + spec.run_bytes, weights)]
+    return [Section(unit.ledger.weights, start, start + spec.run_bytes, weights), *state_sections(unit)]
+
+
+def state_sections(unit: Unit) -> list[Section]:
+    """The same without weights."""
+    spec, ledger = unit.spec, unit.ledger
     states = [
         (f"optimizer.{p.name}.{state.name}", _here(spec, state.described(p, i), part), part, state.start + part.offset)
         for state in ledger.state_specs.values()
-        for (i, p), part in ((pair, state.parts[pair[0]]) for pair in trained)
+        for (i, p), part in ((pair, state.parts[pair[0]]) for pair in _trained(unit))
         if state in own_states(unit, i)
     ]
-    if states:
-        start = min(offset for *_, offset in states) // PAGE_BYTES * PAGE_BYTES
-        stop = max(offset + part.nbytes for _, _, part, offset in states)
-        sections.append(Section(ledger.states, start, stop, states))
-    return sections
+    if not states:
+        return []
+    start = min(offset for *_, offset in states) // PAGE_BYTES * PAGE_BYTES
+    stop = max(offset + part.nbytes for _, _, part, offset in states)
+    return [Section(ledger.states, start, stop, states)]
+
+
+def _trained(unit: Unit) -> list[tuple[int, ParamSpec]]:
+    return [(i, p) for i, p in enumerate(unit.spec.params[: unit.num_trainable]) if _is_here(unit, i)]
 
 
 def _is_here(unit: Unit, index: int) -> bool:
@@ -94,6 +106,11 @@ def file_name(unit: Unit, rank: int) -> str:
     return f"unit-{unit.ledger.index:05d}{shard}.safetensors"
 
 
+def is_state(name: str) -> bool:
+    """Whether a tensor of a manifest is an optimizer's. Args: name: Its name there."""
+    return name.startswith(_OPTIMIZER)
+
+
 def records(unit: Unit) -> Iterator[tuple[str, TensorRecord]]:
     """What the manifest says of its tensors, whichever rank saves them."""
     spec = unit.spec
@@ -113,11 +130,37 @@ def _record(unit: Unit, index: int, form: ParamSpec, part: Part) -> TensorRecord
     return TensorRecord(part.dtype, form.shape, tuple(parts), order)
 
 
+def write_units(
+    engine: Engine, unfinished: PartOfCheckpoint, save: Save, sections_of: Callable[[Unit], list[Section]]
+) -> None:
+    """Let every unit be written, each behind its update. Args: sections_of: What of it."""
+    files: list[tuple[Unit, list[Section], CheckpointFile, bytes]] = []
+    for unit in engine.weights.units_to_update():  # whose turn comes first in the next step
+        found = sections_of(unit)
+        if found:
+            specs = [spec for section in found for spec in tensors_in(section)]
+            header = safetensors_header(specs, {"format": "pt"}, align=PAGE_BYTES)
+            nbytes = len(header) + sum(align_up(s.stop - s.start, PAGE_BYTES) for s in found)
+            files.append((unit, found, unfinished.create(file_name(unit, unit.spec.rank), nbytes), header))
+    refuse_full(unfinished, sum(file.nbytes for _, _, file, _ in files))
+    for unit, found, file, header in files:
+        for home, start, stop, _ in found:
+            spans = [(start, start + align_up(stop - start, PAGE_BYTES))]
+            engine.opened.saves.home(unit.ledger, home, spans, save, file, header=header)
+            header = b""
+
+
 def load_param(access: Access, unit: Unit, index: int, path: Path, manifest: Manifest) -> None:
     """Replace a parameter and its states by what was saved."""
     spec = unit.spec.params[index]
     name = f"model.{spec.name}"
     access.replace_weight(unit, index, _bytes_in_order(path, manifest, name, spec))
+    load_states_of(access, unit, index, path, manifest)
+
+
+def load_states_of(access: Access, unit: Unit, index: int, path: Path, manifest: Manifest) -> None:
+    """Replace its states alone."""
+    spec = unit.spec.params[index]
     for state in own_states(unit, index):
         name = f"optimizer.{spec.name}.{state.name}"
         form = state.described(spec, index)

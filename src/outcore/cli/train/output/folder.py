@@ -36,7 +36,8 @@ _IS_OURS = re.compile(
     rf"checkpoint-\d+({re.escape(_DAMAGED)})?"
 )
 _NOT_OF_A_MODEL = (
-    *("optimizer*", "scheduler.*", "scaler.pt", "rng_state*", "training_args.bin", _STATE, SETTINGS, MANIFEST_NAME),
+    *("optimizer*", "unit-*", "scheduler.*", "scaler.pt", "rng_state*", "training_args.bin"),
+    *(_STATE, SETTINGS, MANIFEST_NAME),
 )
 
 

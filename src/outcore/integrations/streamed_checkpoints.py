@@ -1,0 +1,190 @@
+"""A Trainer's checkpoints: streamed, written beside training, by one rank or by several.
+
+[Note: a Trainer's ranks] All ranks come to every save and every load. Rank 0 writes what the library writes. States
+are cut among the ranks: each writes its own, and any number of ranks reads them. What fails on one rank fails on all.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainerState
+from transformers.trainer import OPTIMIZER_NAME, TRAINING_ARGS_NAME
+
+from outcore.api import save_pretrained
+from outcore.core.errors import ConfigError
+from outcore.integrations.checkpoints import (
+    RANDOM_STATE,
+    newest_to_resume,
+    refuse_incomplete,
+    save_schedule,
+    saved_schedule,
+)
+from outcore.integrations.saves import TrainerSaves
+from outcore.memory.files.locked_folder import held
+from outcore.memory.files.weights_file import WeightsDirectory
+from outcore.ranks.agreement import agreed
+from outcore.ranks.world import World
+from outcore.runtime.module_guard import attachment_of
+from outcore.runtime.saves import Save
+from outcore.saving.shared import restore_random_states_of
+from outcore.saving.small_state import read_small, write_small
+from outcore.saving.training_state import check_adapters, has_states, load_states, load_weights, save_states
+from outcore.saving.weights.conversions import is_adapter_model
+
+_CALL = "checkpoint"
+
+
+class StreamedCheckpoints(Trainer):  # type: ignore[misc]  # the library has no types here
+    """For a Trainer. See [Note: a Trainer's ranks]."""
+
+    optimizer: Any  # a StreamedOptimizer from the first use on
+    state: TrainerState
+    _outcore_saves: TrainerSaves
+    _outcore_checkpoint: str | None
+    """To begin from, until the model is prepared."""
+    _outcore_reading: ExitStack
+    """Holds the checkpoint that training goes on from."""
+
+    @property
+    def _outcore_world(self) -> World | None:
+        """None: there is one rank."""
+        known = attachment_of(self.model)
+        return None if known is None else known.engine.access.world
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,  # noqa: FBT001 (the Trainer's)
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """Take the newest checkpoint that is as it was saved, where the newest is asked for."""
+        if resume_from_checkpoint is True:
+            found = newest_to_resume(Path(self.args.output_dir), self._outcore_reading)
+            resume_from_checkpoint = True if found is None else str(found)  # or let the Trainer say it
+        with self._outcore_saves.settled(), self._outcore_reading:
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    def _maybe_log_save_evaluate(  # noqa: PLR0913 (the Trainer's)
+        self,
+        tr_loss: torch.Tensor,
+        grad_norm: torch.Tensor | float | None,
+        model: nn.Module,
+        trial: Any,
+        epoch: float,
+        ignore_keys_for_eval: list[str] | None,
+        start_time: float,
+        learning_rate: float | None = None,
+    ) -> None:
+        """Look after the save that is under way; the Trainer comes here behind steps and behind epochs."""
+        self._outcore_saves.look()
+        super()._maybe_log_save_evaluate(
+            tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate
+        )
+
+    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
+        """Wait for the last checkpoint: the best one may be loaded, and others removed."""
+        self._outcore_saves.settle()
+        return super()._finalize_training(trial, num_train_samples, start_time)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save beside training. The checkpoint will be there as a whole, with checksums, or not at all."""
+        self._outcore_reading.close()
+        save = super()._save_checkpoint
+        self._outcore_saves.save(Path(self._get_output_dir(trial)), lambda: save(model, trial))
+
+    def _outcore_saved(self, save: Save, state: TrainerState, held_s: float) -> None:
+        """A checkpoint is durable. Args: state: Of its step. held_s: So long training stood still for it."""
+        if self.args.push_to_hub:
+            now, self.state = self.state, state
+            try:
+                self._push_from_checkpoint(str(save.path))
+            finally:
+                self.state = now
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._outcore_saves.aside or super()._get_output_dir(trial))
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Not before it is whole."""
+        if self._outcore_saves.aside is None:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.args.should_save:
+            write_small(Path(output_dir), RANDOM_STATE, self._outcore_saves.random)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and Path(checkpoint, f"{RANDOM_STATE}.json").is_file():
+            saved = read_small(Path(checkpoint), RANDOM_STATE)
+            restore_random_states_of(saved.get("ranks", [saved]), self.optimizer.engine, "resume_from_checkpoint")
+        else:
+            super()._load_rng_state(checkpoint)
+        self._outcore_reading.close()  # all is loaded
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Stream a checkpoint's weights in: now, or when the model is prepared. Without its other parts, refuse."""
+        self._outcore_reading.enter_context(held(Path(resume_from_checkpoint)))
+        refuse_incomplete(resume_from_checkpoint)
+        if attachment_of(self.model) is not None:
+            load_weights(self.model, resume_from_checkpoint)
+            return
+        if is_adapter_model(self.model):
+            check_adapters(self.model, resume_from_checkpoint)
+        elif not WeightsDirectory.is_there(resume_from_checkpoint, "model"):
+            raise ConfigError(
+                f"resume_from_checkpoint: expected model.safetensors in '{resume_from_checkpoint}', but there is none"
+                "; name a folder that a run of this model saved"
+            )
+        self._outcore_checkpoint = resume_from_checkpoint
+
+    def _load_best_model(self) -> None:
+        load_weights(self.model, self.state.best_model_checkpoint)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if state_dict is not None or attachment_of(self.model) is None:
+            super()._save(output_dir, state_dict)
+            return
+        directory = output_dir if output_dir is not None else self.args.output_dir
+        is_checkpoint = self._outcore_saves.files(directory) is not None
+        with agreed(self._outcore_world if is_checkpoint else None, _CALL):
+            if self.args.should_save:
+                self._outcore_save_model(directory)
+
+    def _outcore_save_model(self, directory: str) -> None:
+        files = self._outcore_saves.files(directory)
+        if files is None:
+            save_pretrained(self.model, directory)
+        else:
+            files.weights(Path(directory))
+        tokenizer = self.processing_class
+        tokenizer = tokenizer if tokenizer is not None else getattr(self.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(directory)
+        torch.save(self.args, os.path.join(directory, TRAINING_ARGS_NAME))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        files = self._outcore_saves.files(output_dir)
+        with agreed(self._outcore_world, _CALL):
+            if files is None:
+                save_states(self.optimizer, output_dir)
+            else:
+                files.states(self.optimizer, step=self.state.global_step)
+            if self.args.should_save:
+                save_schedule(self.lr_scheduler.state_dict(), Path(output_dir))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Resume from a checkpoint of this Trainer, or of the plain one; that it is whole was checked before."""
+        if checkpoint is None:
+            return
+        if has_states(checkpoint):
+            load_states(self.optimizer, checkpoint)
+        else:
+            plain = os.path.join(checkpoint, OPTIMIZER_NAME)
+            self.optimizer.load_state_dict(torch.load(plain, map_location="cpu", weights_only=True, mmap=True))
+        self.lr_scheduler.load_state_dict(saved_schedule(Path(checkpoint)))

@@ -1,0 +1,109 @@
+"""Trainers on several ranks, for ``launch`` and for the test itself: jobs as JSON, a folder for all that they write."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import torch
+from integrations.rig import Plain, language, llama, lora, sft, token_dataset
+from plans import forced
+from torch import nn
+from transformers import Trainer
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+import outcore
+from outcore.integrations.transformers import OutcoreMixin
+from outcore.planning.homes.pools import LEAST
+
+from .cases import blocked_norm
+
+RANK, NUM_RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+MICRO_BATCHES = 8
+"""Of a step. An epoch has 12, so that the last step of each has 4."""
+TEXTS = [f"line {i} " + "abc " * (i % 5 + 1) for i in range(24)]
+
+
+class Job(NamedTuple):
+    name: str
+    kind: str = "language"
+    is_streamed: bool = True
+    clip: float = 1e9
+    dropout: float = 0.0
+    resume: str | None = None
+    """A checkpoint, from the folder on."""
+
+
+class Normed(Trainer):
+    """Clips by the norm of several ranks."""
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        params = [p for p in model.parameters() if p.grad is not None]
+        total = torch.linalg.vector_norm(torch.stack([blocked_norm(p.grad) for p in params]))
+        nn.utils.clip_grads_with_norm_(params, self.args.max_grad_norm, total)
+        return total
+
+
+class Streamed(Plain):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def trainer(self, kind: type[Trainer], **options: Any) -> Trainer:
+        made = type(kind.__name__, (OutcoreMixin, kind), {})
+        model = options["model"] if "peft_config" not in options else None
+        if model is None:
+            return made(**options, budget=outcore.Budget(disk=self.folder))
+        tiers = ["host", "disk"]
+        _, plan = forced(
+            model,
+            torch.optim.AdamW(model.parameters(), fused=True),
+            lambda i: (tiers[i % 2], "host", tiers[(i + 1) % 2]),
+            units=[LlamaDecoderLayer],
+            num_ranks=NUM_RANKS,
+            comfort=LEAST,
+        )
+        return made(**options, plan=plan, units=[LlamaDecoderLayer], budget=outcore.Budget(disk=self.folder))
+
+
+def run(job: Job, folder: Path) -> dict[str, Any]:
+    """Train. Returns what was logged; weights come into a file."""
+    datasets.disable_progress_bars()
+    changes: dict[str, Any] = {
+        "gradient_accumulation_steps": MICRO_BATCHES // NUM_RANKS,
+        "max_grad_norm": job.clip,
+        "learning_rate": 1e-3,
+        "save_steps": 1,
+        "save_total_limit": 3,
+        "metric_for_best_model": "eval_loss",
+        "save_strategy": "steps" if job.is_streamed else "no",
+        "use_cpu": True,
+    }
+    side = Streamed(folder) if job.is_streamed else Plain()
+    model = llama(attention_dropout=job.dropout, seed=3 + RANK if job.is_streamed else 3)  # all begin as rank 0 does
+    if job.kind == "lora":
+        rows = {"train_dataset": datasets.Dataset.from_dict({"text": TEXTS}), "peft_config": lora()}
+        trainer = sft(side, folder / job.name, model=model, parts=rows, **changes)
+    else:
+        kind = Trainer if job.is_streamed or NUM_RANKS > 1 else Normed
+        parts = {"train_dataset": token_dataset(TEXTS)}
+        trainer = language(side, folder / job.name, kind=kind, model=model, parts=parts, **changes)
+    trainer.train(resume_from_checkpoint=None if job.resume is None else str(folder / job.resume))
+    if RANK == 0:
+        state = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+        torch.save(state, folder / f"{job.name}.pt")
+    if job.is_streamed:
+        outcore.close(trainer.model, keep_weights=False)
+    return {"logs": trainer.state.log_history, "best": trainer.state.best_model_checkpoint}
+
+
+def main() -> None:
+    folder, *jobs = sys.argv[1:]
+    torch.set_num_threads(1)
+    for text in jobs:
+        job = Job(*json.loads(text))
+        Path(folder, f"{job.name}.{RANK}.json").write_text(json.dumps(run(job, Path(folder))))
+    torch.distributed.destroy_process_group()
