@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
@@ -71,6 +72,22 @@ def assert_no_step_beats_its_bound(results: dict[str, dict[str, dict[str, float]
     for line in found.values():
         assert line["over_bound"] > 0.97
         assert line["serial_over_bound"] > 1.0
+
+
+@pytest.mark.parametrize("window", ["forward", "backward"])
+def test_activations_that_leave_are_near_their_bound_in_virtual_time(window: str, monkeypatch: pytest.MonkeyPatch):
+    """What the schedule itself takes, without a machine's noise; a run submits just that (``test_virtual_time``)."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    overlap = importlib.import_module("overlap")
+    args = argparse.Namespace(blocks=20, numel=2**16, milliseconds=14.0, depth=2, buckets=2, device="cpu")
+    cases = {name: overlap.Case(setting, window, args) for name, setting in overlap.SETTINGS.items()}
+    binding = [name for name in cases if name in ("activations", "activations_disk", "selected_disk")]
+    assert {cases[name].bound.binding for name in binding} == {"d2h"}
+    for name in binding:
+        assert cases[name].simulated_s <= 1.10 * cases[name].bound.seconds, name
+    hidden, kept = cases["activations_hidden"], cases["kept"]
+    assert hidden.bound.binding == kept.bound.binding == "compute"
+    assert hidden.simulated_s <= 1.03 * kept.simulated_s
 
 
 def assert_every_case_has_its_numbers(found: dict[str, Any]):

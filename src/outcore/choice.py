@@ -99,8 +99,8 @@ def plan_within(limits: Limits, cut: Partition, options: Options, device: Device
     check_plan(cut.spec, options.plan, limits)
     if options.compile is not False and any(unit.policy == "select" for unit in options.plan.units):
         raise ConfigError(
-            "compile: expected a plan without the policy 'select', since compiled blocks do not show what their "
-            "operations give; leave compile out, or give these units the policy 'keep' or 'recompute'"
+            "compile: expected a plan without the policy 'select', under which compiled code would round otherwise; "
+            "leave compile out, or give these units the policy 'keep' or 'recompute'"
         )
     if options.plan.plain and not options.clipping:
         raise ConfigError(

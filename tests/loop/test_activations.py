@@ -7,6 +7,7 @@ import errno
 import gc
 import os
 import random
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from outcore.planning.paper.schedule import schedule, usual_visits
 from outcore.planning.units import dear
 from outcore.runtime.activations import away
 from outcore.runtime.activations.away import Away, _Packing
+from outcore.spec.lanes import Lane
 from outcore.spec.plan import POLICIES
 
 from . import rig
@@ -272,6 +274,28 @@ def test_the_last_units_stay(tmp_path: Path, counted: Counted) -> None:
     assert counted.num_left == 4
     weights = sum(unit.spec.weight_bytes for unit in optimizer.engine.units[1:])
     assert moved <= 2 * weights + 3 * 2**14, "three of five come back"
+
+
+def test_a_copy_that_has_not_begun_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward was there before it."""
+    copied, leave, may_go_on = list[str](), Away.leave, threading.Event()
+
+    def noting(mine: Away, target: Any) -> Callable[[], None]:
+        copy, name = leave(mine, target), mine._unit.label
+        return lambda: (copied.append(name), copy())[1]
+
+    monkeypatch.setattr(Away, "leave", noting)
+    with prepared(make(five), "host", tmp_path, homes="device") as (model, optimizer):
+        device = optimizer.engine.device
+        hook = model.blocks[3].up.register_forward_hook(
+            lambda *_: device.submit(Lane.D2H, "something slow", may_go_on.wait, reads=[], writes=[]) and None
+        )
+        model.loss(batch()).backward()
+        hook.remove()
+        may_go_on.set()
+        device.synchronize()
+        assert copied == ["blocks.0", "blocks.1", "blocks.2"]
+        assert model.blocks[0].up.weight.grad is not None
 
 
 class Scaled(rig.Block):

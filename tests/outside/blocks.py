@@ -81,9 +81,11 @@ CALLS = ("position", "keyword", "state")
 class Block(nn.Module):
     """A unit: what is computed is ``inner``; how it is called and what it returns varies."""
 
-    def __init__(self, inner: nn.Module, *, style: str, call: str, trips: bool) -> None:
+    def __init__(self, inner: nn.Module, *, style: str, call: str, trips: bool, ends: bool) -> None:
+        """Args: ends: Backward needs the result itself."""
         super().__init__()
-        self.inner, self.style, self.call, self.trips, self.trip = inner, style, call, trips, Trip()
+        self.inner, self.style, self.call, self.trips, self.ends = inner, style, call, trips, ends
+        self.trip = Trip()
 
     def forward(self, x: Any = None, *, hidden: torch.Tensor | None = None) -> Any:
         if isinstance(x, dict):
@@ -93,6 +95,8 @@ class Block(nn.Module):
         if torch._C._current_graph_task_id() != -1:
             self.trip.reached("again")
         y, aux = self.inner(x)
+        if self.ends:
+            y = torch.tanh(y)
         if self.trips:
             y = _Tripwire.apply(y, self.trip)
         return STYLES[self.style][0](y, aux)

@@ -46,7 +46,9 @@ class Net(nn.Module):
         rng, width = random.Random(seed), spec["width"]
         self.embed = nn.Embedding(VOCAB, width)
         self.blocks = nn.ModuleList(
-            Block(KINDS[b["kind"]](width, rng), style=b["style"], call=b["call"], trips=spec["trips"])
+            Block(
+                KINDS[b["kind"]](width, rng), style=b["style"], call=b["call"], trips=spec["trips"], ends=spec["ends"]
+            )
             for b in spec["blocks"]
         )
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCAB, bias=not spec["tied"])

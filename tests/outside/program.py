@@ -73,6 +73,8 @@ def make_program(seed: int) -> Program:
     ]
     # Of a generator of its own: programs stay what they were before batches ran in pieces.
     program["pieces"] = random.Random(f"pieces {seed}").choice((1, 1, 1, 2, 3))
+    # As they were before results of blocks were lent.
+    program["model"]["ends"] = random.Random(f"ends {seed}").random() < 0.25
     for block in program["model"]["blocks"] if program["pieces"] > 1 else ():
         block["kind"] = "attention" if block["kind"] in NOT_CUT else block["kind"]
     return program

@@ -4,20 +4,26 @@
 then never left. While that call runs, it is copied to its home; when the one after it begins, the host waits for the
 copy and lets go of the memory on the device. So no more than two calls' activations are there besides those of the call
 that runs. In backward they come back into slots, those of earlier calls in advance as far as there are slots. What has
-not been let go of yet is used where it is, and given up behind its backward.
+not been let go of yet is used where it is, and given up behind its backward: a copy that has not begun by then is
+dropped.
 
 A unit has a home for what one call saves at most, or as many homes as pieces in which it runs a batch. If it is called
 more often before its backward, calls share a home as far as there is room: each has a part of it, which is a home too.
 What does not fit does otherwise.
+
+[Note: lent bytes] A call may save its own result, and the next one gets it as an argument and saves it too. It rests
+once, in the home of the call that made it. The other one *borrows* it: for backward it comes from there, behind what
+the borrower saved itself, in the same slot. The home stays taken as long as a borrower's backward may come.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol
 
+from outcore.core.quantities import PAGE_BYTES
 from outcore.order.ledger import H, Home, Ledger, Span, Taken, newest
 from outcore.order.port import Deed, Port, Work
 from outcore.order.slots import Pools
@@ -48,7 +54,27 @@ class Saved(Protocol):
         """It is not needed any more, though a copy of it may be under way."""
 
 
-@dataclass(slots=True, eq=False)
+class Owner(Protocol):
+    """Whoever can bring a backward to a call. Lanes may ask, too."""
+
+    @property
+    def lives(self) -> bool:
+        """Whether it still can."""
+
+
+class Loan(NamedTuple, Generic[H]):
+    """Bytes that one call needs and another one has sent. See [Note: lent bytes]."""
+
+    borrower: Owner
+    lender: SavedCall[H]
+    start: int
+    """Where they begin in its home."""
+    nbytes: int
+    at: int
+    """Where they go in the slot of the call that needs them."""
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class SavedCall(Generic[H]):
     """One call, and what was submitted for it."""
 
@@ -67,11 +93,37 @@ class SavedCall(Generic[H]):
     staged: Taken[H] | None = None
     """The slot in host memory that it is in, on its way from disk."""
     at_hand: H | None = None
-    """What brought it there."""
+    """What brought it there, or has read it there since."""
+    loans: Sequence[Loan[H]] = ()
+    """What it borrows."""
+    borrowers: list[Owner] = field(default_factory=list)
+    is_over: bool = False
+    """No backward comes to it any more."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """What it takes in a slot on the device."""
+        return max([self.saved.nbytes, *(loan.at + loan.nbytes for loan in self.loans)])
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether a backward can come to it."""
+        return not self.is_over and self.saved.is_wanted()
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether one can, or can come to a call that borrows from it."""
+        return self.is_coming or any([owner.lives for owner in self.borrowers])
 
     def span(self) -> Span | None:
         """Where it is on the device, if it came back."""
-        return None if self.place is None else self.place.slot.span(self.saved.nbytes)
+        return None if self.place is None else self.place.slot.span(self.slot_bytes)
+
+    def repay(self) -> None:
+        """It needs nothing of others any more."""
+        for loan in self.loans:
+            loan.lender.borrowers.remove(loan.borrower)
+        self.loans = ()
 
 
 class _Part(NamedTuple, Generic[H]):
@@ -108,7 +160,7 @@ class ActivationOrder(Generic[H]):
         end = 0
         for part in sorted(self._parts.get(home, []), key=lambda part: part.start):
             call = self._calls.get(part.home)
-            if call is not None and call.saved.is_wanted():
+            if call is not None and call.is_needed:
                 yield end, part.start
                 end = part.stop
         yield end, home.nbytes
@@ -151,13 +203,15 @@ class ActivationOrder(Generic[H]):
             self._port.wait("activations left", leaving.left, frees=[leaving.source.span()])
             leaving.saved.let_go()
 
-    def end_forward(self, unit: Ledger[H], saved: Saved) -> SavedCall[H]:
-        """A call is over, and what it saved has the unit's home."""
+    def end_forward(self, unit: Ledger[H], saved: Saved, loans: Sequence[Loan[H]] = ()) -> SavedCall[H]:
+        """A call is over, and what it saved has the unit's home. Args: loans: What others have sent of it."""
         name = f"activations of {unit.name} as made"
         source: Home[H] = Home(name, "activations", "device", saved.nbytes, saved.memory)
         source.written_by(self._port.mark("activations made", unit, wrote=[source.span()]))
-        home = self._part(unit, saved.nbytes)
-        call = SavedCall(unit, saved, home, source)
+        home = self._part(unit, max(saved.nbytes, PAGE_BYTES))
+        call = SavedCall(unit, saved, home, source, loans=loans)
+        for loan in loans:
+            loan.lender.borrowers.append(loan.borrower)
         self._calls[home] = self._last = call  # the newest comes last
         return call
 
@@ -176,11 +230,11 @@ class ActivationOrder(Generic[H]):
         for other in self._before(call):
             if other.saved.is_held or other.place is not None:
                 continue
-            slot = self._pools.pool("device", "activations", other.saved.nbytes)
-            free = slot.take()
+            pool = self._pools.pool("device", "activations", other.slot_bytes)
+            free = pool.take()
             if free is None:
                 break
-            self._bring(other, Taken(slot, free))
+            self._bring(other, Taken(pool, free))
         self._read_ahead(call)
         span = call.span()
         if span is not None:
@@ -192,7 +246,10 @@ class ActivationOrder(Generic[H]):
         self._give(call, self._port.mark("activations used", call.unit))
         if not is_over:
             return
-        if self._calls.get(call.home) is call:
+        call.is_over = True
+        call.repay()
+        if self._calls.get(call.home) is call and not call.is_needed:
+            self._give_staged(call)
             del self._calls[call.home]
         if self._leaving is call:
             self._leaving = None
@@ -216,12 +273,12 @@ class ActivationOrder(Generic[H]):
         """Earlier calls whose backward comes next, the nearest first."""
         calls = list(self._calls.values())
         for other in reversed(calls[: calls.index(call)] if call in calls else calls):
-            if other.saved.is_wanted():
+            if other.is_coming:
                 yield other
 
     def _take(self, call: SavedCall[H]) -> Taken[H]:
         """A slot for what is wanted now: an idle one, or one in which something waits that can be brought again."""
-        pool = self._pools.pool("device", "activations", call.saved.nbytes)
+        pool = self._pools.pool("device", "activations", call.slot_bytes)
         slot = pool.take()
         if slot is None:
             other = next(c for c in self._calls.values() if c.place is not None and c.place.pool is pool)
@@ -238,11 +295,18 @@ class ActivationOrder(Generic[H]):
 
     def _send(self, call: SavedCall[H]) -> None:
         unit, home, nbytes = call.unit, call.home, call.saved.nbytes
+        if not nbytes:  # all is lent
+            call.left = call.loans[-1].lender.left
+            return
         after, target = home.before_write(), home.span(0, nbytes)
         taken = None
         if home.tier == "disk":
             taken = self._host_slot(nbytes)
             after, target = {"activation slot free": taken.slot.free_after}, taken.slot.span(nbytes)
+
+        def is_due() -> bool:
+            return call.is_needed  # else backward was faster
+
         call.left = self._port.submit(
             Lane.D2H,
             "activations of",
@@ -250,7 +314,7 @@ class ActivationOrder(Generic[H]):
             reads=[call.source.span()],
             writes=[target],
             after={"activations made": call.source.ready, **after},
-            work=Work(call.saved.leave(target), moved=nbytes),
+            work=Work(call.saved.leave(target), moved=nbytes, is_due=is_due),
         )
         home_written = call.left
         if taken is not None:
@@ -261,36 +325,51 @@ class ActivationOrder(Generic[H]):
                 reads=[target],
                 writes=[home.span(0, nbytes)],
                 after={"activations at hand": call.left, **home.before_write()},
+                work=Work(is_due=is_due),
             )
+            taken.slot.free_after = newest([*taken.slot.free_after, call.left])  # what writes may be skipped alone
             self._pools.give_kept(taken, home, call.left, home_written)
-        home.written_by(home_written)
+        home.perhaps_written_by(home_written)
 
     def _bring(self, call: SavedCall[H], place: Taken[H]) -> None:
-        unit, home, nbytes = call.unit, call.home, call.saved.nbytes
-        source, after = home.span(0, nbytes), home.before_read()
-        if home.tier == "disk" and call.staged is None:
-            self._stage(call, self._pools.take_kept("activations", home) or self._host_slot(nbytes))
-        staged, call.staged = call.staged, None
-        if staged is not None:
-            source, after = staged.slot.span(nbytes), {"activations at hand": call.at_hand}
         call.place = place
+        if call.saved.nbytes:
+            self._carry(call, place, call, 0, call.saved.nbytes, 0)
+            self._give_staged(call)
+        for _, lender, start, nbytes, at in call.loans:
+            self._carry(call, place, lender, start, nbytes, at)
+            if lender.place is not None or not lender.is_coming:
+                self._give_staged(lender)
+
+    def _carry(
+        self, call: SavedCall[H], place: Taken[H], owner: SavedCall[H], start: int, nbytes: int, at: int
+    ) -> None:
+        """Bring bytes that a call needs. Args: place: Its slot. owner: In whose home they are. at: Where they go."""
+        home = owner.home
+        source, after = home.span(start, start + nbytes), home.before_read()
+        if home.tier == "disk" and owner.staged is None:
+            self._stage(owner, self._pools.take_kept("activations", home) or self._host_slot(owner.saved.nbytes))
+        if owner.staged is not None:
+            source = owner.staged.slot.span(start + nbytes, start)
+            after = {"activations at hand": owner.at_hand}
         call.came = self._port.submit(
             Lane.H2D,
             "bring activations of",
-            unit,
+            owner.unit,
             reads=[source],
-            writes=[place.slot.span(nbytes)],
+            writes=[place.slot.span(at + nbytes, at)],
             after={"slot of activations free": place.slot.free_after, **after},
         )
-        if staged is None:
+        if owner.staged is None:
             home.read_by(call.came)
         else:
-            self._pools.give(staged, call.came, Lane.H2D)
+            owner.at_hand = call.came
 
     def _read_ahead(self, call: SavedCall[H]) -> None:
         """From disk, for the calls whose backward comes next, as far as slots in host memory are idle."""
         for other in self._before(call):
-            if other.home.tier != "disk" or other.saved.is_held or other.place or other.staged:
+            is_there = other.saved.is_held or other.place or other.staged
+            if other.home.tier != "disk" or is_there or not other.saved.nbytes:
                 continue
             kept = self._pools.take_kept("activations", other.home)
             taken = kept or self._pools.take_idle("host", "activations", other.saved.nbytes)
@@ -324,5 +403,5 @@ class ActivationOrder(Generic[H]):
 
     def _give_staged(self, call: SavedCall[H]) -> None:
         if call.staged is not None and call.at_hand is not None:
-            self._pools.give(call.staged, call.at_hand, Lane.WEIGHTS_READ)
+            self._pools.give(call.staged, call.at_hand, Lane(call.at_hand.lane))
         call.staged = call.at_hand = None

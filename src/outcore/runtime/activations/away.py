@@ -3,7 +3,8 @@
 [Note: storages that leave] Saved tensors are views: of the result of one matrix product three may be saved, and the
 result of one function is the argument of the next. So storages leave, each once and whole, and views are made again
 from offset, size and strides. What the caller keeps in any case stays: weights that live on the device, buffers,
-arguments that need no gradient. Nothing would be won by sending it. Small storages stay too.
+arguments that need no gradient. Nothing would be won by sending it. Small storages stay too. What an earlier call has
+sent, since it is its result, is borrowed from there ([Note: lent bytes] in ``order.activations``).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from outcore.core.quantities import PAGE_BYTES, align_up
 from outcore.device.device import Device
 from outcore.device.lanes import Handle
 from outcore.memory.arena import Region
-from outcore.order.activations import ActivationOrder, SavedCall
+from outcore.order.activations import ActivationOrder, Loan, SavedCall
 from outcore.order.ledger import Span
 from outcore.planning.units.casts import cast_of
 from outcore.planning.units.watch import ALIGN_BYTES, SMALL_BYTES
@@ -43,29 +44,51 @@ TAKEN = (
 _calls = itertools.count()
 
 
-class _Place(NamedTuple):
+class _Made(NamedTuple):
     """What the race checker calls memory that autograd has taken."""
 
     region: Region
 
 
-class _Storage:
-    """One storage, and where it begins in the call's home."""
+class _Owner:
+    """Whether an object lives. Who asks does not keep it alive: it is not to end on a lane."""
 
-    __slots__ = ("memory", "start")
+    __slots__ = ("_gone", "_of")
 
-    def __init__(self, memory: torch.Tensor, start: int) -> None:
-        self.memory = memory  # 1D uint8
+    def __init__(self, of: object) -> None:
+        self._gone: list[object] = []
+        self._of = weakref.ref(of, self._gone.append)
+
+    @property
+    def lives(self) -> bool:
+        return not self._gone
+
+
+class _Place:
+    """Where a storage begins in what the call saved."""
+
+    __slots__ = ("start",)
+
+    def __init__(self, start: int) -> None:
         self.start = start
+
+
+class _Storage(NamedTuple):
+    """One storage that the call saved."""
+
+    memory: torch.Tensor  # 1D uint8
+    place: _Place
+    lender: tuple[SavedCall[Handle], int] | None
+    """The call that has sent it, and where it begins there."""
 
 
 class _View:
     """A saved tensor that leaves with its storage."""
 
-    __slots__ = ("dtype", "is_changed", "offset", "size", "start", "stride", "tensor", "version")
+    __slots__ = ("dtype", "is_changed", "offset", "place", "size", "stride", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor, start: int) -> None:
-        self.start, self.offset = start, tensor.storage_offset()
+    def __init__(self, tensor: torch.Tensor, place: _Place) -> None:
+        self.place, self.offset = place, tensor.storage_offset()
         self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
         self.version, self.is_changed = tensor._version, False
         self.tensor: torch.Tensor | None = tensor.detach()  # a result would keep its own node alive
@@ -78,7 +101,7 @@ class _View:
 
     def again(self, memory: torch.Tensor) -> torch.Tensor:
         """Over the bytes of the call, back on the device."""
-        first = memory.storage_offset() + self.start
+        first = memory.storage_offset() + self.place.start
         return torch.empty(0, dtype=self.dtype, device=memory.device).set_(
             memory.untyped_storage(), first // self.dtype.itemsize + self.offset, self.size, self.stride
         )
@@ -88,10 +111,17 @@ class _Packing:
     """Hooks under which storages are gathered that leave, and found again when they are back."""
 
     def __init__(
-        self, unit: Unit, device: torch.device, room: int, staying: Iterable[torch.Tensor], where: str
+        self,
+        unit: Unit,
+        device: torch.device,
+        room: int,
+        between: Between,
+        staying: Iterable[torch.Tensor],
+        where: str,
     ) -> None:
         """Args: device: That they leave. room: For their bytes. staying: Tensors whose memory the caller keeps."""
         self._unit, self._device, self._room, self._where = unit, device, room, where
+        self._between = between
         self._staying = {0, *map(storage_of, staying)}
         self.storages: dict[int, _Storage] = {}
         """By address, until they are home."""
@@ -99,14 +129,15 @@ class _Packing:
         self._params: dict[int, int] = {}
         """Index by identity, where autocast casts them."""
         self._casts: list[Cast] = []
-        self.nbytes = 0
+        self._ends = [0, 0]
+        """Of what the call sends itself, and of what others have sent."""
         self.fits = True
         self.memory: torch.Tensor | None = None
         """Where they are back, while backward is at the unit."""
 
     def hooks(self) -> Any:
         """To run the block under, with its weights bound."""
-        self._pack, self._unpack = by_place(self._unit, self._where)
+        self._pack, self._unpack = by_place(self._unit, self._where, _no_weight)
         buffer = self._unit.device_buffer()
         if buffer is not None:
             self._staying.add(storage_of(buffer.bytes))
@@ -117,8 +148,7 @@ class _Packing:
 
     def _keep(self, tensor: torch.Tensor) -> Any:
         cast = self._cast(tensor) if self._params else None
-        packed = cast or (self._pack(tensor) if self.fits else None)
-        return self.put(tensor) if isinstance(packed, Kept) else packed
+        return cast or (self._pack(tensor) or self.put(tensor) if self.fits else None)
 
     def _cast(self, tensor: torch.Tensor) -> Cast | None:
         weight = cast_of(tensor)
@@ -141,25 +171,42 @@ class _Packing:
         if not self.fits:
             return None
         place = storage_of(tensor)
-        is_elsewhere = tensor.device != self._device or place in self._staying
-        if is_elsewhere or tensor.untyped_storage().nbytes() <= SMALL_BYTES:
-            return Kept(tensor.detach(), version_of(tensor))
-        storage = self.storages.get(place) or self._take(place, tensor)
+        storage = self.storages.get(place)
+        if storage is None:
+            is_elsewhere = tensor.device != self._device or place in self._staying
+            if is_elsewhere or tensor.untyped_storage().nbytes() <= SMALL_BYTES:
+                return Kept(tensor.detach(), version_of(tensor))
+            storage = self._take(place, tensor)
         if storage is None:
             return None
-        view = _View(tensor, storage.start)
+        view = _View(tensor, storage.place)
         self._views.append(view)
         return view
 
     def _take(self, place: int, tensor: torch.Tensor) -> _Storage | None:
-        whole = tensor.untyped_storage()
-        if self.nbytes + whole.nbytes() > self._room:
+        whole, lender = tensor.untyped_storage(), self._between.lender_of(tensor)
+        if sum(self._ends) + whole.nbytes() > self._room:
             self.drop()
             return None
         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(whole)
-        storage = self.storages[place] = _Storage(memory, self.nbytes)
-        self.nbytes = align_up(self.nbytes + whole.nbytes(), ALIGN_BYTES)
+        is_lent = lender is not None
+        storage = self.storages[place] = _Storage(memory, _Place(self._ends[is_lent]), lender)
+        self._ends[is_lent] = align_up(self._ends[is_lent] + whole.nbytes(), ALIGN_BYTES)
         return storage
+
+    @property
+    def nbytes(self) -> int:
+        """What the call sends itself."""
+        return self._ends[0]
+
+    def borrow(self, owner: _Owner) -> list[Loan[Handle]]:
+        """The block has run: what others have sent goes behind what the call sends itself. Args: owner: Of the call."""
+        loans = []
+        for memory, place, lender in self.storages.values():
+            if lender is not None:
+                place.start += self.nbytes
+                loans.append(Loan(owner, *lender, memory.numel(), place.start))
+        return loans
 
     def drop(self) -> None:
         """Keep nothing: it does not fit."""
@@ -172,7 +219,7 @@ class _Packing:
     def begin_again(self) -> None:
         """As if nothing had been saved yet."""
         self.drop()
-        self.nbytes, self.fits = 0, True
+        self._ends, self.fits = [0, 0], True
 
     def give(self, packed: Any) -> torch.Tensor:
         """What was stored, wherever it is."""
@@ -221,20 +268,22 @@ class Away:
         unit: Unit,
         order: ActivationOrder[Handle],
         device: Device,
+        between: Between,
         staying: Iterable[torch.Tensor],
         where: str,
     ) -> None:
         """Args: device: That it leaves. staying: Tensors whose memory the caller keeps. where: For errors."""
         self._unit, self._order, self._device, self._where = unit, order, device, where
+        self._between = between
         room = order.room(unit.ledger)
         self._is_alone = room == unit.plan.saved_bytes
-        self._packing = _Packing(unit, device.torch_device, room, staying, where)
-        self._owner: Callable[[], object] = _nobody
+        self._packing = _Packing(unit, device.torch_device, room, between, staying, where)
+        self._owner: _Owner | None = None
         self._returned: list[tuple[torch.Tensor, int]] = []
         self._is_changed = False
         self.nbytes = 0
         self.is_held = True
-        self.memory: _Place | None = None
+        self.memory: _Made | None = None
 
     @property
     def fits(self) -> bool:
@@ -266,12 +315,13 @@ class Away:
 
     def is_wanted(self) -> bool:
         """While its graph lives."""
-        return self._owner() is not None
+        return self._owner is not None and self._owner.lives
 
     def leave(self, target: Span) -> Callable[[], None]:
         """Copy all storages to where they rest, or to a slot on the way there."""
         storages, into = self._packing.storages.values(), target.memory.bytes
-        pairs = [(into[s.start : s.start + s.memory.numel()], s.memory) for s in storages]
+        mine = [(memory, place.start) for memory, place, lender in storages if lender is None]
+        pairs = [(into[start : start + memory.numel()], memory) for memory, start in mine]
 
         def copy() -> None:
             for to, origin in pairs:
@@ -299,17 +349,27 @@ class Away:
         Args: owner: Lives as long as backward may come.
         """
         self.nbytes = align_up(self._packing.nbytes, PAGE_BYTES)
-        self._owner = weakref.ref(owner)
-        self.memory = _Place(Region(f"activations of {self._unit.label}, call {next(_calls)}", 0, self.nbytes))
-        return self._order.end_forward(self._unit.ledger, self) if self._packing.storages else None
+        self._owner = _Owner(owner)
+        self.memory = _Made(Region(f"activations of {self._unit.label}, call {next(_calls)}", 0, self.nbytes))
+        loans = self._packing.borrow(self._owner)
+        return self._order.end_forward(self._unit.ledger, self, loans) if self._packing.storages else None
 
     def among(self, made: Sequence[torch.Tensor]) -> list[int]:
         """Results whose memory was saved."""
         return [i for i, t in enumerate(made) if storage_of(t) in self._packing.storages]
 
-    def watch(self, returned: Sequence[tuple[torch.Tensor, int]]) -> None:
-        """Until it is home nobody may change these: versions are not those of the tensors that were saved."""
+    def watch(self, call: SavedCall[Handle] | None, returned: Sequence[tuple[torch.Tensor, int]]) -> None:
+        """Until it is home nobody may change these: versions are not those of the tensors that were saved.
+
+        Args:
+            call: What ``end_forward`` returned.
+            returned: Results as they are outside, and their versions.
+        """
         self._returned = list(returned)
+        for tensor, version in returned:
+            storage = self._packing.storages.get(storage_of(tensor))
+            if call is not None and storage is not None and storage.lender is None:
+                self._between.send(tensor, version, call, storage.place.start)
 
     def _has_changed(self) -> bool:
         return self._is_changed or any(tensor._version != version for tensor, version in self._returned)
@@ -348,8 +408,8 @@ class Sender:
             warnings.warn(TAKEN, stacklevel=1)
             return None
         staying = [*self._buffers, *(t for t in tensors if not t.requires_grad or self._between.has(t))]
-        return Away(self._unit, self._order, self._device, staying, self._where)
+        return Away(self._unit, self._order, self._device, self._between, staying, self._where)
 
 
-def _nobody() -> None:
-    return None
+def _no_weight(_: torch.Tensor) -> None:
+    """How what is no weight is packed: not by its place."""

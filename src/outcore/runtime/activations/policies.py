@@ -245,7 +245,7 @@ class _SentAway(SavingBase):
         return self._away.among(made)
 
     def returned(self, results: list[tuple[torch.Tensor, int]]) -> list[tuple[torch.Tensor, int]]:
-        self._away.watch(results)
+        self._away.watch(self._call, results)
         return []
 
     def begin_backward(self) -> None:

@@ -17,14 +17,18 @@ device, once, until their backward: that takes no more than one slot would.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 
 from outcore.device.autograd import keeps_graph
 from outcore.device.device import Meter
-from outcore.runtime.activations.saved import storage_of
+from outcore.device.lanes import Handle
+from outcore.order.activations import SavedCall
+from outcore.runtime.activations.saved import storage_of, version_of
 
 _OTHER_SHARE = 1.125  # of a measured peak: allocators leave gaps
 
@@ -113,11 +117,21 @@ class Room:
         meter.start()
 
 
+class _Sent(NamedTuple):
+    """A result that its own call has saved."""
+
+    memory: weakref.ref[torch.UntypedStorage]
+    call: weakref.ref[SavedCall[Handle]]
+    start: int
+    version: int
+
+
 class Between:
-    """Memory of arguments that calls of units got so far, while it lives. See [Note: between units]."""
+    """Memory that calls of units share, while it lives: arguments, and results. See [Note: between units]."""
 
     def __init__(self) -> None:
         self._met = weakref.WeakValueDictionary[int, torch.UntypedStorage]()
+        self._sent: dict[int, _Sent] = {}
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether an earlier call got the same memory."""
@@ -129,3 +143,18 @@ class Between:
             if tensor.requires_grad and storage_of(tensor):
                 storage = tensor.untyped_storage()
                 self._met[storage._cdata] = storage
+
+    def send(self, result: torch.Tensor, version: int, call: SavedCall[Handle], start: int) -> None:
+        """A call has saved its own result. Args: version: Of it. start: Where it begins in what the call saved."""
+        storage = result.untyped_storage()
+        place = storage._cdata
+        memory = weakref.ref(storage, functools.partial(self._sent.pop, place))
+        self._sent[place] = _Sent(memory, weakref.ref(call), start, version)
+
+    def lender_of(self, tensor: torch.Tensor) -> tuple[SavedCall[Handle], int] | None:
+        """The call that has sent the same memory, as it is now, and where it begins there."""
+        sent = self._sent.get(tensor.untyped_storage()._cdata)
+        call = None if sent is None else sent.call()
+        if sent is None or call is None or call.left is None or not call.is_coming:
+            return None
+        return (call, sent.start) if version_of(tensor) == sent.version else None

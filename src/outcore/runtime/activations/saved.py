@@ -57,19 +57,30 @@ def save_weights_by_place(unit: Unit, where: str) -> Any:
     return torch.autograd.graph.saved_tensors_hooks(*by_place(unit, where))
 
 
-def by_place(unit: Unit, where: str) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-    """The two hooks of ``save_weights_by_place``. Weights that live on the device are kept as other tensors are."""
+Pack = Callable[[torch.Tensor], Any]
+
+
+def by_place(unit: Unit, where: str, rest: Pack | None = None) -> tuple[Pack, Callable[[Any], torch.Tensor]]:
+    """The two hooks of ``save_weights_by_place``. Weights that live on the device are packed as other tensors are.
+
+    Args:
+        unit: Whose weights they are.
+        where: For errors.
+        rest: Packs other tensors; None: they are kept.
+    """
     buffer = None if unit.ledger.is_resident else unit.device_buffer()
     first = 0 if buffer is None else buffer.bytes.data_ptr()
     stop = 0 if buffer is None else first + unit.spec.weight_bytes
 
-    def pack(tensor: torch.Tensor) -> Kept | Placed:
+    def pack(tensor: torch.Tensor) -> Any:
         try:
             address = tensor.data_ptr()
         except (NotImplementedError, RuntimeError):  # it has no memory of its own, such as a sparse one
             address = 0
         if first <= address < stop:
             return Placed(address - first, tensor.dtype, tensor.size(), tensor.stride())
+        if rest is not None:
+            return rest(tensor)
         return Kept(tensor.detach(), tensor._version)  # detached: a result would keep its own node alive
 
     def unpack(saved: Kept | Placed) -> torch.Tensor:
