@@ -125,11 +125,11 @@ def throttled(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def models(args: argparse.Namespace, hardware: Hardware) -> Iterator[dict[str, Any]]:
     """Small Llamas, wherever their bytes live."""
-    for hidden, length, home in itertools.product(args.hidden, args.lengths, HOMES):
+    for hidden, length, policy, home in itertools.product(args.hidden, args.lengths, args.policies, HOMES):
         torch.manual_seed(0)
         model = LlamaForCausalLM(_config(hidden, args.layers)).to(DTYPES[args.precision])
         cut = partition(model, state_names=STATES, precision=args.precision)
-        choice = Choice(cut.spec, policy="recompute", accumulation_steps=None, may_be_early=False)
+        choice = Choice(cut.spec, policy=policy, accumulation_steps=None, may_be_early=False)
         plan = choice.plan(choice.uniform(HOMES[home], ROOMY))
         plan = with_room(cut.spec, plan, PLENTY, clipping=True) if home == "device" else plan
         ids = torch.randint(0, 1000, (args.batch_size, length)).to(args.device)
@@ -141,7 +141,7 @@ def models(args: argparse.Namespace, hardware: Hardware) -> Iterator[dict[str, A
         numel = sum(p.numel() for p in model.parameters())
         with tempfile.TemporaryDirectory(dir=args.disk) as folder:
             run = partial(steps_s, model, plan, args.steps, loss, folder, precision=args.precision, device=args.device)
-            yield compared(f"{numel / 1e6:.0f}M, {args.batch_size} x {length} tokens, {home}", step_s, run)
+            yield compared(f"{numel / 1e6:.0f}M, {args.batch_size} x {length} tokens, {policy}, {home}", step_s, run)
 
 
 def _config(hidden: int, layers: int) -> LlamaConfig:
@@ -174,6 +174,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4, help="of a model")
     parser.add_argument("--hidden", type=int, nargs="*", default=[256, 512])
     parser.add_argument("--lengths", type=int, nargs="*", default=[64, 256])
+    parser.add_argument("--policies", nargs="*", default=["recompute"], choices=["keep", "select", "recompute"])
     parser.add_argument("--batch-size", type=int, default=2)
     parser.add_argument("--precision", choices=DTYPES, default="fp32", help="of models")
     parser.add_argument("--device", default="cpu", help="that models run on")

@@ -30,6 +30,7 @@ from outcore.planning.units.activations import footprint_of
 from outcore.planning.units.casts import Autocast
 from outcore.planning.units.footprint import Footprint
 from outcore.planning.units.partition import Partition
+from outcore.probe.kept_blocks import runs_here, with_times
 from outcore.spec.budget import Budget, Limits
 from outcore.spec.model import Precision
 from outcore.spec.plan import POLICIES, AwayTier, Plan, UnitPlan
@@ -149,6 +150,12 @@ class Timed:
         work = None if hardware is None else self._work()
         if hardware is None or work is None:
             return None
+        if (
+            isinstance(device, Device)
+            and options.compile is False
+            and runs_here(self._cut, hardware, device.torch_device)
+        ):
+            work = with_times(work, self._cut, options.sample, device, hardware)
         steps = options.accumulation_steps
         return Forecast(
             model=spec,

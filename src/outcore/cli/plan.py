@@ -23,7 +23,7 @@ from outcore.cli.train.settings.own import RunPrecision
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import parse_bytes
 from outcore.device.device import ACCELERATOR_SHARE
-from outcore.device.opening import usual_device
+from outcore.device.opening import open_device, usual_device
 from outcore.forecast import NO_TIMES, Loop, hardware_for, token_batch
 from outcore.integrations.optimizers import optimizer_named
 from outcore.integrations.versions import scores_in_tiles
@@ -37,12 +37,13 @@ from outcore.planning.search.changes import Change, best_changes
 from outcore.planning.search.search import Found, explain
 from outcore.planning.search.setting import Setting
 from outcore.planning.timing.counted import counted_work
-from outcore.planning.timing.profile import Profile, unit_work
+from outcore.planning.timing.profile import Profile, UnitTimes, unit_work
 from outcore.planning.timing.ranks import Ranks
 from outcore.planning.timing.simulate import steps_until_settled
 from outcore.planning.units.activations import footprint_of
 from outcore.planning.units.footprint import as_run
 from outcore.planning.units.partition import Partition, partition
+from outcore.probe.kept_blocks import runs_here, with_times
 from outcore.spec.budget import Limits
 from outcore.spec.hardware import Hardware
 from outcore.spec.lanes import RANK_LANES
@@ -295,6 +296,16 @@ class _Asking:
         found = dataclasses.replace(explain(setting.job(), bare, placed.candidate), plan=placed.plan)
         return Answer(question=asked, setting=setting, found=found, sending=sending, guess=self._guess)
 
+    @cached_property
+    def _times(self) -> dict[str, UnitTimes]:
+        """Of units over the batch that was asked for, as far as they run on the machine that is here."""
+        cut, where, sample = self._cut, self._machine.torch_device, self._sample(self._question.batch_size)
+        if not runs_here(cut, self._hardware, where):
+            return {}
+        with open_device(where) as device:
+            work = with_times(counted_work(cut, sample, where), cut, sample, device, self._hardware)
+        return {name: each.measured for name, each in work.items() if each.measured is not None}
+
     def _sample(self, batch_size: int) -> dict[str, Any]:
         return {**token_batch(batch_size, self._question.seq_len), "use_cache": False}
 
@@ -302,7 +313,11 @@ class _Asking:
         """Followed on shapes; a model that cannot be is told by its parameters alone."""
         cut, sample, device = self._cut, self._sample(batch_size), self._machine.torch_device
         try:
-            work = counted_work(cut, sample, device)
+            more, times = batch_size / self._question.batch_size, self._times
+            work = {
+                name: dataclasses.replace(each, measured=times[name].times(more) if name in times else None)
+                for name, each in counted_work(cut, sample, device).items()
+            }
             return Profile(work, footprint_of(cut, sample, device, makes_logits=self._loop.makes_logits))
         except ConfigError as error:
             self._guess = str(error)

@@ -74,11 +74,18 @@ class Machine:
     @property
     def path(self) -> Path:
         """Where its measurement is kept. See [Note: which machine]."""
-        facts = [device_name(self.torch_device), processor_name(), str(read_topology().num_cores), str(host_bytes())]
         drives = sorted({str(_existing(folder).stat().st_dev) for folder in self.disks})
-        return cache_folder() / (
-            "-".join(["hardware", _digest(facts), *([_digest(drives)] if drives else [])]) + ".json"
-        )
+        return cache_folder() / ("-".join(["hardware", self._told, *([_digest(drives)] if drives else [])]) + ".json")
+
+    @property
+    def blocks_path(self) -> Path:
+        """Where seconds of blocks are kept, which no drive changes."""
+        return cache_folder() / f"blocks-{self._told}.json"
+
+    @property
+    def _told(self) -> str:
+        facts = [device_name(self.torch_device), processor_name(), str(read_topology().num_cores), str(host_bytes())]
+        return _digest(facts)
 
     def kept(self) -> Measured | None:
         """What was kept, if it still holds. Says why if not."""
@@ -103,7 +110,7 @@ class Machine:
         opened = partial(open_device, self.torch_device)
         hardware = measure(opened, self.disks, _EFFORTS[effort])
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        found = Measured(hardware=hardware, effort=effort, at=now, versions=_versions())
+        found = Measured(hardware=hardware, effort=effort, at=now, versions=versions())
         if is_kept:
             self._keep(found)
         return found
@@ -113,6 +120,7 @@ class Machine:
         with suppress(ConfigError, OSError):  # a home that cannot be written to: it is measured again next time
             path.parent.mkdir(parents=True, exist_ok=True)
             found.save(path)
+            self.blocks_path.unlink(missing_ok=True)  # they are measured again, too
 
     def at_hand(self) -> Hardware:
         """What was kept, or else a quick measurement, which is said.
@@ -145,7 +153,7 @@ def _kept_in(path: Path) -> Measured | None:
     except ConfigError as error:
         _say(f"the measurement of this machine is of no use: {error}")
         return None
-    before, now = found.versions, _versions()
+    before, now = found.versions, versions()
     changed = [f"{name} was {before.get(name)}" for name, version in now.items() if before.get(name) != version]
     if changed:
         _say(f"the measurement of this machine of {found.at} is stale: {', '.join(changed)}; it is measured again")
@@ -157,7 +165,8 @@ def _digest(facts: Sequence[str]) -> str:
     return hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """What measurements depend on besides the machine."""
     return {"torch": torch.__version__, "probe": PROBE_VERSION}
 
 

@@ -49,8 +49,17 @@ def counted_work(cut: Partition, sample: Mapping[str, Any], device: torch.device
             undo.callback(stand_in(module, _Unit(unit.name, module, counter).call))
         with counter:
             shapes.forward(lambda _: None)
-    names = ("product_flops", "attention_flops", "frozen_flops", "moved_bytes", "kernels")
-    return {u.name: UnitWork(**{name: counter.work[u.name][name] for name in names}) for u in cut.spec.units}
+    return {unit.name: _work_of(counter.work[unit.name]) for unit in cut.spec.units}
+
+
+def _work_of(sums: _Sums) -> UnitWork:
+    return UnitWork(
+        product_flops=sums["product_flops"],
+        attention_flops=sums["attention_flops"],
+        frozen_flops=sums["frozen_flops"],
+        moved_bytes=sums["moved_bytes"],
+        kernels=sums["kernels"],
+    )
 
 
 def _hides_nothing(sample: Mapping[str, Any]) -> bool:

@@ -18,13 +18,26 @@ from outcore.planning.timing.ranks import ALONE, Ranks, between, share_of
 from outcore.planning.timing.rates import LINKS, Link, Rates, Shared
 from outcore.planning.units.blocks import output_embeddings
 from outcore.planning.units.footprint import Footprint
-from outcore.spec.hardware import Hardware, HostPart
+from outcore.spec.hardware import DevicePart, Hardware, HostPart
 from outcore.spec.model import ModelSpec
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _IN_HOST_MEMORY = ("h2d", "d2h", "disk_read", "disk_write")
 _UPDATE_BYTES = 28.0
 """What an update on the host moves per parameter: fp32 master and moments, bf16 weight and gradient."""
+
+
+class UnitTimes(NamedTuple):
+    """Seconds of a unit over one micro-batch, as a device took them that is here."""
+
+    forward_s: float
+    backward_s: float
+    launch_s: float
+    """Of the thread that gives the device the kernels of forward."""
+
+    def times(self, factor: float) -> UnitTimes:
+        """Of more or less of the same."""
+        return UnitTimes(*(factor * seconds for seconds in self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +53,8 @@ class UnitWork:
     """That all other kernels read and write."""
     kernels: float = 0.0
     """How many there are."""
+    measured: UnitTimes | None = None
+    """None: seconds follow from the rest and the machine's rates."""
 
 
 class Profile(NamedTuple):
@@ -123,18 +138,7 @@ def rates_for(
     """
     others, hardware = between(hardware, ranks), share_of(hardware, ranks)
     device, bus, host, disk = hardware.device, hardware.bus, hardware.host, hardware.disk
-    flops = device.fp32_flops if spec.precision == "fp32" and not in_bf16 else device.bf16_flops
-    attention = min(device.attention_flops, flops)
-
-    def seconds(each: UnitWork, products: float, attentions: float, rest: float) -> float:
-        computing = products / flops + attentions / attention + rest * each.moved_bytes / device.bytes_per_s
-        launching = each.kernels * device.kernel_s  # as long in backward: see [Note: launching] in probe.small_block
-        return max(computing, launching) if device.runs_ahead else computing + launching
-
-    forward = {n: seconds(w, w.product_flops, w.attention_flops, 1) for n, w in work.items()}
-    backward = {
-        n: seconds(w, 2 * w.product_flops - w.frozen_flops, 2.5 * w.attention_flops, 2) for n, w in work.items()
-    }
+    computing = _Computing(device, in_fp32=spec.precision == "fp32" and not in_bf16)
     bytes_per_s = {"h2d": bus.h2d_bytes_per_s, "d2h": bus.d2h_bytes_per_s, **others.bytes_per_s}
     if disk is not None:
         bytes_per_s |= {"disk_read": disk.read_bytes_per_s, "disk_write": disk.write_bytes_per_s}
@@ -146,9 +150,9 @@ def rates_for(
         shared.append(Shared(name="disk", parts=dict.fromkeys(("disk_read", "disk_write"), 1 / disk.both)))
         latency |= dict.fromkeys(("disk_read", "disk_write"), disk.latency_s)
     return Rates(
-        forward_s=forward,
-        backward_s=backward,
-        selected_forward_s={n: seconds(w, 0, 0, 1) for n, w in work.items()},
+        forward_s={n: computing.forward_s(w) for n, w in work.items()},
+        backward_s={n: computing.backward_s(w) for n, w in work.items()},
+        selected_forward_s={n: computing.selected_s(w) for n, w in work.items()},
         # A copy on the device reads and writes; adding up in host memory moves 10 bytes for 4 that it writes.
         bytes_per_s={
             **bytes_per_s,
@@ -160,9 +164,46 @@ def rates_for(
         latency_s=latency,
         shared=tuple(shared),
         visit_s=host.visit_s,
-        launch_s={n: w.kernels * device.kernel_s for n, w in work.items()} if device.runs_ahead else {},
+        launch_s={n: computing.launch_s(w) for n, w in work.items()} if device.runs_ahead else {},
         host_runs_ahead=bool(device.runs_ahead),
     )
+
+
+class _Computing:
+    """Seconds that a device takes for a unit: those that were measured, else by its rates."""
+
+    def __init__(self, device: DevicePart, *, in_fp32: bool) -> None:
+        self._device = device
+        self._flops = device.fp32_flops if in_fp32 else device.bf16_flops
+        self._attention_flops = min(device.attention_flops, self._flops)
+
+    def forward_s(self, work: UnitWork) -> float:
+        if work.measured is not None:
+            return work.measured.forward_s
+        return self._seconds(work, work.product_flops, work.attention_flops, 1)
+
+    def backward_s(self, work: UnitWork) -> float:
+        if work.measured is not None:
+            return work.measured.backward_s
+        return self._seconds(work, 2 * work.product_flops - work.frozen_flops, 2.5 * work.attention_flops, 2)
+
+    def selected_s(self, work: UnitWork) -> float:
+        """Of a forward without its products and attention."""
+        if work.measured is not None:
+            return max(work.measured.forward_s - self._dear_s(work.product_flops, work.attention_flops), 0.0)
+        return self._seconds(work, 0, 0, 1)
+
+    def launch_s(self, work: UnitWork) -> float:
+        """As long in backward: see [Note: launching] in probe.small_block."""
+        return work.kernels * self._device.kernel_s if work.measured is None else work.measured.launch_s
+
+    def _seconds(self, work: UnitWork, products: float, attentions: float, rest: float) -> float:
+        computing = self._dear_s(products, attentions) + rest * work.moved_bytes / self._device.bytes_per_s
+        launching = self.launch_s(work)
+        return max(computing, launching) if self._device.runs_ahead else computing + launching
+
+    def _dear_s(self, products: float, attentions: float) -> float:
+        return products / self._flops + attentions / self._attention_flops
 
 
 def _parts_of(host: HostPart, bytes_per_s: Mapping[str, float]) -> dict[Link, float]:

@@ -67,7 +67,7 @@ def footprint_of(
         made = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
         logits_bytes = max((t.nbytes for t in made), default=0)
         del made
-        loss = _loss_of(result.pop())
+        loss = loss_of(result.pop())
         try:
             if loss is not None:
                 loss.backward()
@@ -131,7 +131,7 @@ def _pairs(cut: Partition) -> Iterator[tuple[UnitSpec, nn.Module]]:
     return zip(cut.spec.units[1:], cut.modules[1:], strict=True)
 
 
-def _loss_of(result: Any) -> torch.Tensor | None:
+def loss_of(result: Any) -> torch.Tensor | None:
     """What a loop would call backward on."""
     loss = getattr(result, "loss", None)
     if isinstance(loss, torch.Tensor):

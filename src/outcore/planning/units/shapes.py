@@ -44,7 +44,7 @@ def on_shapes(cut: Partition, sample: Mapping[str, Any], device: torch.device) -
     """
     model = cut.modules[0]
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), ExitStack() as undo:
-        own = _fakes(cut, device)
+        own = without_values(cut, device)
         parts: dict[str, torch.Tensor] = {}
         for weight in cut.quantized:
             parts |= weight.follow(own[weight.name], undo)
@@ -78,16 +78,18 @@ class _Lent(nn.Module):
             self._then(result)
 
 
-def _fakes(cut: Partition, device: torch.device) -> dict[str, torch.Tensor]:
-    """Parameters in the dtypes in which they will be trained, and buffers, without bytes."""
+def without_values(
+    cut: Partition, device: torch.device, are_of: Callable[[str], bool] = lambda _: True
+) -> dict[str, torch.Tensor]:
+    """Parameters in the dtypes in which they will be trained, and buffers. Args: are_of: Picks by name."""
     specs = {param.name: param for unit in cut.spec.units for param in unit.params}
     found: dict[str, torch.Tensor] = {}
-    for name, p in cut.modules[0].named_parameters():
+    for name, p in filter(lambda item: are_of(item[0]), cut.modules[0].named_parameters()):
         spec = specs.get(name)
         dtype = p.dtype if spec is None else getattr(torch, spec.dtype)
         strides = row_major(tuple(p.shape)) if spec is None or spec.strides is None else spec.strides
-        fake = torch.empty_strided(p.shape, strides, dtype=dtype, device=device)
-        found[name] = fake.requires_grad_(p.requires_grad)
-    for name, buffer in cut.modules[0].named_buffers():
+        made = torch.empty_strided(p.shape, strides, dtype=dtype, device=device)
+        found[name] = made.requires_grad_(p.requires_grad)
+    for name, buffer in filter(lambda item: are_of(item[0]), cut.modules[0].named_buffers()):
         found[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
     return found

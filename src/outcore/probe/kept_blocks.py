@@ -1,0 +1,129 @@
+"""Seconds of blocks are kept beside the measurement of their machine, so that the same inputs give the same plan.
+
+A block is told by its class, what it prints as, shapes and dtypes of parameters and arguments, and by autocast.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch.utils import _pytree as pytree
+
+from outcore.core.errors import ConfigError
+from outcore.device.device import Device
+from outcore.device.opening import device_name
+from outcore.planning.timing.profile import UnitTimes, UnitWork, rates_for
+from outcore.planning.units.calls import calls_of
+from outcore.planning.units.casts import Autocast
+from outcore.planning.units.partition import Partition
+from outcore.probe.blocks import measure_blocks, measure_rest
+from outcore.probe.kept import Machine, versions
+from outcore.spec.hardware import Hardware
+from outcore.spec.text_file import Described
+
+_MOST_S = 1e6
+"""Of a block; what was kept may have been edited."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptBlocks(Described):
+    """What blocks of any models took on one machine."""
+
+    what: ClassVar[str] = "kept times of blocks"
+
+    versions: Mapping[str, str]
+    blocks: Mapping[str, Sequence[float] | None]
+    """By a digest of what the block is; None: it could not be run."""
+
+    @classmethod
+    def from_json(cls, text: str, *, where: str) -> Self:
+        """Read what ``to_json`` wrote.
+
+        Raises:
+            ConfigError: Anything else.
+        """
+        try:
+            found = cls(**cls._fields_in(text, where))
+            seconds = [UnitTimes(*each) for each in found.blocks.values() if each is not None]
+            are_right = all(0 <= value < _MOST_S for each in seconds for value in each)
+        except (TypeError, AttributeError) as error:
+            raise ConfigError(f"{where}: expected times that outcore kept, but got: {error}") from error
+        if not are_right:
+            raise ConfigError(f"{where}: expected seconds from 0 to {_MOST_S:.0e}, but got others")
+        return found
+
+
+def runs_here(cut: Partition, hardware: Hardware, device: torch.device) -> bool:
+    """Whether a block that runs alone on the device that is here does what the machine will do in a run."""
+    is_plain = not cut.quantized and cut.spec.micro_batches_in_unit == 1
+    return is_plain and hardware.name == device_name(device)
+
+
+def with_times(
+    work: Mapping[str, UnitWork], cut: Partition, sample: Mapping[str, Any], device: Device, hardware: Hardware
+) -> dict[str, UnitWork]:
+    """Work with the seconds that it takes on the device that is here: those that were kept, else measured ones.
+
+    Args:
+        work: Of every unit, by name.
+        cut: The model; parts of it may be on the meta device.
+        sample: Keyword arguments of its forward: a micro-batch.
+        device: That will compute.
+        hardware: This machine. What takes it long is not run.
+
+    Raises:
+        ConfigError: The model cannot be run with these arguments, or not without values.
+
+    Time: see ``measure_blocks``, and a forward in Python.
+    """
+    calls = calls_of(cut, sample, device.torch_device)
+    names = _names(cut, sample, [*calls.kinds], device)
+    path = Machine(device.torch_device).blocks_path
+    kept = _kept(path)
+    known = {name: None if seconds is None else UnitTimes(*seconds) for name, seconds in kept.blocks.items()}
+    if not all(name in known for name in names):
+        *blocks, rest = names
+        rates = rates_for(hardware, cut.spec, work)
+        counted_s = {name: rates.forward_s[name] + rates.backward_s[name] for name in work}
+        known |= dict(zip(blocks, measure_blocks(cut, calls, device, counted_s), strict=True))
+        known[rest] = measure_rest(cut, sample, calls, device, counted_s)
+        with suppress(ConfigError, OSError):  # a home that cannot be written to
+            path.parent.mkdir(parents=True, exist_ok=True)
+            dataclasses.replace(kept, blocks=known).save(path)
+    name_of = dict(zip(calls.kinds, names[:-1], strict=True))
+    found = {unit: _sum([known[name_of[kind]] for kind in kinds]) for unit, kinds in calls.of.items()}
+    found[""] = known[names[-1]]
+    return {name: dataclasses.replace(each, measured=found.get(name)) for name, each in work.items()}
+
+
+def _names(cut: Partition, sample: Mapping[str, Any], kinds: Sequence[Hashable], device: Device) -> list[str]:
+    """Of kinds of blocks, then of the rest. Modules print their classes, sizes and settings."""
+    model, autocast = cut.modules[0], Autocast.now(device.torch_device)
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    batch = pytree.tree_map_only(torch.Tensor, lambda t: (t.shape, t.dtype), dict(sample))
+    facts = f"{cut.spec.precision} {autocast} {attention} {model}"
+    return [
+        hashlib.blake2b(f"{what} {facts}".encode(), digest_size=12).hexdigest() for what in (*kinds, [batch, kinds])
+    ]
+
+
+def _kept(path: Path) -> KeptBlocks:
+    """Those that still hold; none if they cannot be read."""
+    with suppress(ConfigError):
+        found = KeptBlocks.load(path)
+        if found.versions == versions():
+            return found
+    return KeptBlocks(versions=versions(), blocks={})
+
+
+def _sum(parts: Sequence[UnitTimes | None]) -> UnitTimes | None:
+    """Of all calls of a unit; None if the seconds of one are not known."""
+    known = [part for part in parts if part is not None]
+    return UnitTimes(*map(sum, zip(*known, strict=True))) if known and len(known) == len(parts) else None

@@ -1,0 +1,175 @@
+"""Real blocks in time: which are run, that nothing of the model or of its random numbers changes, and what is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parity.zoo import batches, make
+from torch import nn
+
+from outcore.choice import Options, Timed
+from outcore.device.opening import device_name, open_device
+from outcore.planning.timing.counted import counted_work
+from outcore.planning.timing.known_hardware import known_hardware
+from outcore.planning.timing.profile import UnitTimes, UnitWork, rates_for
+from outcore.planning.units.partition import Partition, partition
+from outcore.probe import blocks, kept_blocks
+from outcore.probe.kept import Machine
+from outcore.probe.kept_blocks import KeptBlocks, with_times
+from outcore.spec.hardware import Hardware
+
+DEVICE = os.environ.get("OUTCORE_TEST_DEVICE", "cpu")
+MACHINE = known_hardware("rtx-4090")
+STATES = ("exp_avg", "exp_avg_sq")
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(blocks, "_LEAST_S", 0.0)
+
+
+def sample_of(name: str) -> dict[str, Any]:
+    batch = batches(name, steps=1)[0]
+    batch.pop("targets", None)
+    return batch if name == "patchwork" else {**batch, "use_cache": False}
+
+
+def timed(
+    model: nn.Module, sample: dict[str, Any], *, hardware: Hardware = MACHINE, **options: Any
+) -> dict[str, UnitWork]:
+    cut = partition(model, state_names=STATES, **options)
+    with open_device(DEVICE) as device:
+        return with_times(counted_work(cut, sample, device.torch_device), cut, sample, device, hardware)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "t5", "lora", "patchwork"])
+def test_every_unit_has_times_and_nothing_else_happens(name):
+    """Buffers that forward changes, dropout, blocks that are called twice, and gradients."""
+    model, sample = make(name), sample_of(name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    attributes = [dict(module.__dict__) for module in model.modules()]
+    torch.manual_seed(3)
+    random.seed(3)
+    drawn = torch.rand(3).tolist(), random.random()
+    torch.manual_seed(3)
+    random.seed(3)
+    work = timed(model, sample)
+    assert (torch.rand(3).tolist(), random.random()) == drawn
+    assert all(each.measured is not None for each in work.values())
+    assert all(seconds > 0 for each in work.values() for seconds in each.measured if each.product_flops)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert [dict(module.__dict__) for module in model.modules()] == attributes
+
+
+def test_no_weights_are_needed():
+    sample = sample_of("llama")
+    with torch.device("meta"):
+        model = make("llama")
+    assert all(each.measured is not None for each in timed(model, sample).values())
+
+
+def test_blocks_that_do_the_same_are_run_once_and_kept(monkeypatch):
+    runs: list[int] = []
+    measure = kept_blocks.measure_blocks
+
+    def counting(cut: Any, calls: Any, *rest: Any) -> Any:
+        runs.append(len(calls.kinds))
+        return measure(cut, calls, *rest)
+
+    monkeypatch.setattr(kept_blocks, "measure_blocks", counting)
+    first = timed(make("llama"), sample_of("llama"))
+    names = [name for name in first if name.startswith("model.layers.")]
+    assert len(names) > 1
+    assert len({first[name].measured for name in names}) == 1
+    assert timed(make("llama"), sample_of("llama")) == first
+    assert runs == [1 + (len(first) > len(names) + 1)], "a kind of block, and the input embeddings if they are a unit"
+    other = make("llama")
+    other.config._attn_implementation = "eager"
+    timed(other, sample_of("llama"))
+    assert len(runs) == 2, "other kernels"
+
+
+@pytest.mark.parametrize("text", ["{", '{"versions": {}, "blocks": {}}', '{"versions": {"torch": "0"}, "blocks": 3}'])
+def test_what_cannot_be_read_is_measured_again(text):
+    path = Machine(DEVICE).blocks_path
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    assert all(each.measured is not None for each in timed(make("llama"), sample_of("llama")).values())
+    assert KeptBlocks.load(path).blocks
+    edited = path.read_text().replace("[", "[-", 1)
+    path.write_text(edited)
+    timed(make("llama"), sample_of("llama"))
+    assert path.read_text() != edited
+
+
+class Stubborn(nn.Module):
+    """A block that looks at the values it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if type(x) is torch.Tensor and x.abs().max() < 1:
+            raise ValueError("too small")
+        return self.linear(x)
+
+
+def test_a_block_that_does_not_run_alone_is_counted():
+    model = nn.Sequential(nn.Linear(8, 8), Stubborn(), Stubborn())
+    sample = {"input": torch.ones(2, 8)}
+    work = timed(model, sample, units=[Stubborn])
+    assert [name for name, each in work.items() if each.measured is None] == ["1", "2"]
+    assert all(module.forward.__func__ is Stubborn.forward for module in model[1:])
+
+
+def test_what_takes_too_much_memory_is_counted(monkeypatch):
+    monkeypatch.setattr(blocks, "_OF_FREE", 2**60)
+    assert all(each.measured is None for each in timed(make("llama"), sample_of("llama")).values())
+
+
+def test_what_takes_long_is_counted():
+    """A large block on a small machine would take minutes, and its operations tell its time."""
+    slow = dataclasses.replace(MACHINE, device=dataclasses.replace(MACHINE.device, fp32_flops=1e3, attention_flops=1e3))
+    assert all(each.measured is None for each in timed(make("llama"), sample_of("llama"), hardware=slow).values())
+
+
+def test_seconds_that_were_measured_win():
+    model, sample = make("llama"), sample_of("llama")
+    cut = partition(model, state_names=STATES)
+    work = counted_work(cut, sample, torch.device("cpu"))
+    name = next(name for name in work if name.endswith("layers.0"))
+    counted = rates_for(MACHINE, cut.spec, work)
+    work[name] = dataclasses.replace(work[name], measured=UnitTimes(0.25, 0.5, 0.125))
+    rates = rates_for(MACHINE, cut.spec, work)
+    assert (rates.forward_s[name], rates.backward_s[name], rates.launch_s[name]) == (0.25, 0.5, 0.125)
+    assert counted.selected_forward_s[name] < rates.selected_forward_s[name] < 0.25
+    assert {n: s for n, s in rates.forward_s.items() if n != name} == {
+        n: s for n, s in counted.forward_s.items() if n != name
+    }
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_run_measures_blocks_on_its_own_machine_alone(compiles, monkeypatch):
+    """A plan for another machine, or for code that is compiled later, counts what is computed."""
+    found: list[Partition] = []
+
+    def with_none(work: Any, cut: Partition, *_: Any) -> Any:
+        found.append(cut)
+        return work
+
+    monkeypatch.setattr("outcore.choice.with_times", with_none)
+    cut = partition(make("llama"), state_names=STATES)
+    with open_device(DEVICE) as device:
+        for hardware in (MACHINE, dataclasses.replace(MACHINE, name=device_name(DEVICE))):
+            options = Options(sample=sample_of("llama"), hardware=hardware, compile=compiles)
+            assert Timed(cut, options, device).forecast() is not None
+    assert len(found) == (not compiles)
