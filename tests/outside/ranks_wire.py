@@ -1,0 +1,86 @@
+"""Bytes between ranks: what the plan lists, what lanes count, and what the interface has seen.
+
+    unshare --net sh -c "ip link set lo up; python tests/outside/ranks_wire.py"
+
+``unshare`` gives the ranks a loopback interface of their own, whose counters nobody else moves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+sys.path.insert(0, str(TESTS))
+os.environ.setdefault("OUTCORE_HARDWARE", "none")
+
+STEPS, MICRO_BATCHES = 10, 2
+RUN = "from outside.ranks_wire import rank; rank(sys.argv[1])"
+
+
+def received_bytes() -> int:
+    """By the loopback interface."""
+    line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
+    return int(line.split(":")[1].split()[0])
+
+
+def rank(folder: str) -> None:
+    """One of them."""
+    import torch
+    from plans import forced
+    from ranks.cases import Block, Net, adamw
+
+    import outcore
+    from outcore.planning.paper.schedule import schedule, usual_visits
+
+    torch.set_num_threads(1)
+    num_ranks = int(os.environ["WORLD_SIZE"])
+    torch.manual_seed(0)
+    model = Net("plain", width=384, num_blocks=4).bfloat16()
+    optimizer = adamw(model)
+    spec, plan = forced(model, optimizer, "host", units=[Block], num_ranks=num_ranks)
+    listed = schedule(spec, plan, usual_visits(spec, MICRO_BATCHES)).moved_bytes()
+    budget = outcore.Budget(disk=folder)
+    model, optimizer = outcore.prepare(model, optimizer, plan=plan, units=[Block], budget=budget, device="cpu")
+    ids = torch.randint(29, (2, 5))
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            for number in range(MICRO_BATCHES):
+                model(ids, number).float().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.distributed.barrier()
+
+    steps(2)
+    counted, seen = optimizer.traffic(), received_bytes()
+    steps(STEPS)
+    found = {"interface": (received_bytes() - seen) / STEPS}
+    for lane in ("reduce", "gather"):
+        found[lane] = (optimizer.traffic()[lane] - counted[lane]) / STEPS
+        found[f"{lane} of the plan"] = listed[lane]
+    outcore.close(model)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    print(json.dumps(found), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
+    options = parser.parse_args()
+    from ranks.conftest import launch
+
+    for num_ranks in options.ranks:
+        with tempfile.TemporaryDirectory(dir=Path.home()) as folder:
+            found = json.loads(launch(RUN, num_ranks, [folder], timeout_s=240)[0])
+        of_plan = num_ranks * (found["reduce of the plan"] + found["gather of the plan"])
+        print(json.dumps({"ranks": num_ranks, **found, "interface over plan": found["interface"] / of_plan}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
