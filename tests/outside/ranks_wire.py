@@ -79,7 +79,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=Path.home()) as folder:
             found = json.loads(launch(RUN, num_ranks, [folder], timeout_s=240)[0])
         of_plan = num_ranks * (found["reduce of the plan"] + found["gather of the plan"])
-        print(json.dumps({"ranks": num_ranks, **found, "interface over plan": found["interface"] / of_plan}), flush=True)
+        print(
+            json.dumps({"ranks": num_ranks, **found, "interface over plan": found["interface"] / of_plan}), flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -115,19 +115,34 @@ def test_sums_and_states_are_cut():
 
 def test_seconds_between_ranks():
     model, plan = of_ranks(4)
-    names = {"reduce": 3 * MIB, "gather": 5 * MIB, "host gather": 6 * MIB, "update": 8 * MIB}
+    names = {"reduce": 3 * MIB, "gather": 5 * MIB, "host gather": 6 * MIB, "update": 8 * MIB, "compute": 16 * MIB}
     rates = Rates(forward_s={}, backward_s={}, bytes_per_s=names)
     pace = Pace(model, plan, rates)
     seconds = {op.name: pace.seconds(op) for op in schedule(model, plan, usual_visits(model)).operations}
     layer = "model.layers.0"
     assert seconds[f"exchange gradients of {layer}"] == pytest.approx(2 * 0.75 / 3)
     assert seconds[f"gather weights of {layer}"] == pytest.approx(2 * 0.75 / 6)  # updated in host memory
-    assert seconds[f"accumulate {layer}"] == pytest.approx(4 / 8)  # of four ranks, a quarter of 4 MiB each
+    assert seconds[f"accumulate {layer}"] == pytest.approx(4 / 16)  # of four ranks, a quarter of 4 MiB each
     there = [dataclasses.replace(unit, update="device") if unit.name else unit for unit in plan.units]
     staged = dataclasses.replace(plan, units=tuple(there), pools=pools_for(model, there))
     pace = Pace(model, staged, rates)
     seconds = {op.name: pace.seconds(op) for op in schedule(model, staged, usual_visits(model)).operations}
     assert seconds[f"gather weights of {layer}"] == pytest.approx(2 * 0.75 / 5)
+
+
+@pytest.mark.parametrize(("num_ranks", "lane"), [(2, "update"), (3, "device_update")])
+def test_where_gradients_of_all_ranks_are_added_up(num_ranks: int, lane: str):
+    """Two runs go home; of more the sum comes to the device, but for the first micro-batch, and goes home again."""
+    model, plan = of_ranks(num_ranks)
+    operations = schedule(model, plan, usual_visits(model, 2)).operations
+    layer = [op for op in operations if op.unit == "model.layers.0"]
+    update_bytes, bucket_bytes = model.units[1].update_bytes, model.units[1].bucket_bytes
+    assert {op.lane for op in layer if op.kind == "accumulate"} == {lane}
+    home = {op.nbytes for op in layer if op.kind == "gradients of" and op.lane == Lane.D2H.value}
+    assert home == {bucket_bytes if num_ranks == 2 else update_bytes}
+    assert [op.nbytes for op in layer if op.kind == "bring gradients of"] == [update_bytes] * (num_ranks - 2)
+    kinds = {(pool.tier, pool.kind) for pool in plan.pools}
+    assert (("host", "landing") in kinds, ("device", "sums") in kinds) == (num_ranks == 2, num_ranks == 3)
 
 
 def test_slow_links_bind():

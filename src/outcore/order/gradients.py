@@ -3,7 +3,8 @@
 [Note: turns] With several ranks a unit's gradients are exchanged once in each backward pass, and units take turns in an
 order that is the same on all ranks, whatever they visit: exchanges meet in the order of submission. A rank that did not
 reach a unit sends a bucket all the same, and says that nothing in it counts. What is added up at home are the runs of
-all ranks, one after the other, so the sum is that of a plain loop over the micro-batches of all ranks in turn.
+all ranks, one after the other, so the sum is that of a plain loop over the micro-batches of all ranks in turn. From
+three ranks on, a sum that rests in host memory comes to the device for that: it is shorter than the runs of all ranks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from outcore.order.port import Deed, Port, Work
 from outcore.order.slots import Pools, SlotPool
 from outcore.order.supply import Supply
 from outcore.spec.lanes import Lane
+from outcore.spec.layout import sums_on_device
 
 
 class GradientWork(Protocol):
@@ -108,6 +110,9 @@ class GradientOrder(Generic[H]):
         Args: as for ``collect`` and ``send``. Returns the exchange.
         """
         received, exchanged = self._exchange(unit, work, make_room)
+        if sums_on_device(unit.spec, unit.plan):
+            self._add_there(unit, work, received, exchanged, is_first=is_first)
+            return exchanged
         arrived = exchanged
         home, lane, free = unit.gradients, Lane.DEVICE_UPDATE, received
         landed, after, fetched = received.slot.span(unit.spec.bucket_bytes), home.before_write(), None
@@ -136,6 +141,45 @@ class GradientOrder(Generic[H]):
         else:
             self._write(unit, target, fetched.taken, added)
         return exchanged
+
+    def _add_there(
+        self, unit: Ledger[H], work: SharedWork, received: Taken[H], exchanged: H, *, is_first: bool
+    ) -> None:
+        """Bring the sums to the device, add the runs of all ranks, and send them home."""
+        taken, home = self._pools.take("device", "sums", unit.spec.update_bytes), unit.gradients
+        sums, ready = taken.slot.span(home.nbytes), {"slot free": taken.slot.free_after}
+        if not is_first:
+            brought = self._port.submit(
+                Lane.STATES_H2D,
+                "bring gradients of",
+                unit,
+                reads=[home.span()],
+                writes=[sums],
+                after={**ready, **home.before_read()},
+            )
+            home.read_by(brought)
+            ready = {"sums there": [brought]}
+        source = received.slot.span(unit.spec.bucket_bytes)
+        added = self._port.submit(
+            Lane.DEVICE_UPDATE,
+            "accumulate",
+            unit,
+            reads=[source],
+            writes=[sums],
+            after={"gradients exchanged": exchanged, **ready},
+            work=Work(work.add_runs(source, sums)),
+        )
+        self._pools.give(received, added, Lane.DEVICE_UPDATE)
+        sent = self._port.submit(
+            Lane.D2H,
+            "gradients of",
+            unit,
+            reads=[sums],
+            writes=[home.span()],
+            after={"gradients added up": added, **home.before_write()},
+        )
+        home.written_by(sent)
+        self._pools.give(taken, sent, Lane.D2H)
 
     def _exchange(
         self, unit: Ledger[H], work: SharedWork, make_room: Callable[[SlotPool[H]], None]

@@ -121,6 +121,14 @@ def states_bytes(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> int:
     return sum(state.nbytes for state in states_of(spec, unit, model).values())
 
 
+def sums_on_device(spec: UnitSpec, unit: UnitPlan) -> bool:
+    """Whether gradients of all ranks are added up on the device, though their sum rests in host memory.
+
+    From three ranks on that moves less: the sum of one run each way, in place of the runs of all ranks home.
+    """
+    return spec.num_ranks > 2 and unit.gradients == "host"
+
+
 class Staging(NamedTuple):
     """Byte ranges of a staging slot: what an update on the device of states from host memory takes along."""
 

@@ -21,6 +21,7 @@ PoolKind = Literal[
     "weights",
     "bucket",
     "received",
+    "sums",
     "scratch",
     "staging",
     "new_weights",
@@ -33,7 +34,7 @@ PoolKind = Literal[
 POOL_KINDS: tuple[PoolKind, ...] = get_args(PoolKind)
 
 _KINDS_BY_TIER: dict[Tier, tuple[PoolKind, ...]] = {
-    "device": ("weights", "bucket", "received", "scratch", "staging", "activations", "temporary"),
+    "device": ("weights", "bucket", "received", "sums", "scratch", "staging", "activations", "temporary"),
     "host": ("weights", "new_weights", "states", "gradients", "landing", "activations", "temporary"),
 }
 MAX_SLOTS = 1024
@@ -131,7 +132,8 @@ class Pool:
     """Equal slots on one tier that units take turns in.
 
     Kinds: ``weights`` (a unit's weights layout, fetched), ``bucket`` (device; gradients of one backward pass),
-    ``received`` (device; with several ranks, what all of them have sent for one rank's run), ``scratch`` (device;
+    ``received`` (device; with several ranks, what all of them have sent for one rank's run), ``sums`` (device; where
+    that is added up, if the sum rests in host memory), ``scratch`` (device;
     blocks of an update there), ``staging`` (device; all that an update of states from host memory needs there),
     ``activations`` (device: what forward saved, back for backward; host: on its way from or to disk), ``new_weights``
     (host; trainable weights after an update whose home is elsewhere), ``states`` (host; states whose home is disk, all

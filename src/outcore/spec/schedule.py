@@ -46,6 +46,7 @@ Kind = Literal[
     "gradients of",
     "accumulate",
     "exchange gradients of",
+    "bring gradients of",
     "gather weights of",
     "read gradients of",
     "write gradients of",
@@ -65,7 +66,8 @@ Kind = Literal[
 ``gradients of`` on compute puts them into the unit's bucket; on d2h it is their way to the host. ``update early`` runs
 inside backward. ``stage``, ``states of`` and ``new weights of`` go to an update on the device and come from there.
 ``activations of`` takes what a forward saved off the device, ``bring activations of`` takes it back.
-``exchange gradients of`` and ``gather weights of`` are between ranks.
+``bring gradients of`` takes sums to the device, where those of all ranks are added. ``exchange gradients of`` and
+``gather weights of`` are between ranks.
 ``wait`` is the host's: what is behind it in the row is not submitted before.
 """
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from outcore.planning.paper.schedule import Circumstances
 from outcore.planning.paper.weight_cache import changed_units
-from outcore.planning.timing.rates import Pace, Rates
-from outcore.spec.layout import Staging, has_master, staging, states_bytes
+from outcore.planning.timing.rates import Link, Pace, Rates
+from outcore.spec.layout import Staging, has_master, staging, states_bytes, sums_on_device
 from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import Plan, Tier, UnitPlan
 from outcore.spec.schedule import ROOT, Phase, Visit
@@ -188,9 +188,15 @@ class Times:
 
     def exchanged_s(self, unit: Trained) -> tuple[float, float, float]:
         """Of gradients between ranks, of their way to host memory, and of adding up those of all ranks."""
-        rates, spec, is_there = self.rates, unit.spec, unit.plan.gradients == "device"
-        left_s = 0.0 if is_there else rates.move_s("d2h", spec.bucket_bytes)
-        return rates.exchange_s(spec), left_s, rates.add_s("device_update" if is_there else "update", spec)
+        rates, spec = self.rates, unit.spec
+        nbytes = {"device": 0, "host": spec.bucket_bytes, "disk": spec.bucket_bytes}[unit.plan.gradients]
+        left_s = rates.move_s("d2h", spec.update_bytes if sums_on_device(spec, unit.plan) else nbytes)
+        return rates.exchange_s(spec), left_s, rates.add_s(self.adder(unit), spec)
+
+    def adder(self, unit: Trained) -> Link:
+        """Where gradients of all ranks are added up."""
+        is_there = unit.plan.gradients == "device" or sums_on_device(unit.spec, unit.plan)
+        return "device_update" if is_there else "update"
 
     def left_s(self, unit: Trained) -> float:
         """Until gradients have left a bucket."""

@@ -16,6 +16,7 @@ from outcore.planning.bound.times import Moment, Times, Trained
 from outcore.planning.paper.schedule import Circumstances
 from outcore.planning.paper.weight_cache import slot_sizes
 from outcore.planning.timing.rates import Rates
+from outcore.spec.layout import sums_on_device
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, PoolKind, Tier
 from outcore.spec.schedule import Visit
@@ -412,13 +413,18 @@ class _Listing:
 
 
 def _exchanged(unit: Trained, times: Times) -> Iterator[tuple[str, float, Moment, Trained, float]]:
-    """Gradients of all ranks come, go home, and are added up there, pass by pass: what ``_Listing._add`` takes."""
+    """Gradients of all ranks come, go home, and are added up there or before, pass by pass: for ``_Listing._add``."""
     exchange_s, left_s, added_s = times.exchanged_s(unit)
-    is_on_device, tail_s = unit.plan.gradients == "device", times.from_gradients_s(unit)
+    is_there, tail_s = sums_on_device(unit.spec, unit.plan), times.from_gradients_s(unit)
+    round_s = added_s + (left_s if is_there else 0.0)  # sums follow one another
     for i, moment in enumerate(unit.made):
-        to_come_s = added_s * (len(unit.made) - i)
-        yield "reduce", exchange_s, moment, unit, left_s + to_come_s + tail_s
-        if not is_on_device:
-            yield "d2h", left_s, moment.plus(exchange_s), unit, to_come_s + tail_s
-        adder, arrived = "device_update" if is_on_device else "update", moment.plus(exchange_s + left_s)
-        yield adder, added_s, arrived, unit, to_come_s - added_s + tail_s
+        after_s = round_s * (len(unit.made) - 1 - i) + tail_s
+        arrived = moment.plus(exchange_s)
+        yield "reduce", exchange_s, moment, unit, left_s + added_s + after_s
+        if is_there:
+            yield "device_update", added_s, arrived, unit, left_s + after_s
+            yield "d2h", left_s, arrived.plus(added_s), unit, after_s
+        else:
+            if left_s:
+                yield "d2h", left_s, arrived, unit, added_s + after_s
+            yield times.adder(unit), added_s, arrived.plus(left_s), unit, after_s

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from outcore.core.quantities import PAGE_BYTES, align_up
-from outcore.spec.layout import NOISE_BYTES, SCRATCH_BYTES, staging, states_bytes
+from outcore.spec.layout import NOISE_BYTES, SCRATCH_BYTES, staging, states_bytes, sums_on_device
 from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import Pool, PoolKind, Tier, UnitPlan
 
@@ -20,6 +20,7 @@ POOL_ORDER: tuple[tuple[Tier, PoolKind], ...] = (
     ("device", "weights"),
     ("device", "bucket"),
     ("device", "received"),
+    ("device", "sums"),
     ("device", "scratch"),
     ("device", "staging"),
     ("device", "activations"),
@@ -63,7 +64,7 @@ class Comfort:
         """Slots wanted in a pool."""
         if tier == "device":
             wanted = {"weights": self.prefetch_depth + 1, "bucket": self.num_buckets, "staging": self.num_buckets}
-            wanted["received"] = self.num_buckets
+            wanted |= dict.fromkeys(("received", "sums"), self.num_buckets)
             wanted["activations"] = min(self.num_buckets, 2)
             return wanted.get(kind, 1)
         return min(self.max_slots_host, _HOST_SLOTS.get(kind, self.prefetch_depth + 1))
@@ -111,7 +112,9 @@ def _needs(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> Iterator[Need]:
         yield Need("device", "bucket", spec.bucket_bytes)
     if not spec.trainable_bytes:
         return
-    if unit.gradients != "device":  # also with one micro-batch per step: a loop may step without zeroing
+    if sums_on_device(spec, unit):
+        yield Need("device", "sums", spec.update_bytes)
+    elif unit.gradients != "device":  # also with one micro-batch per step: a loop may step without zeroing
         yield Need("host", "landing", spec.bucket_bytes)
     yield from _update_needs(spec, unit, model)
 
