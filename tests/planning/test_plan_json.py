@@ -95,7 +95,7 @@ def test_missing_keys(key):
         (
             "pools/0/kind",
             "states",
-            "device: kind: expected one of weights, bucket, received, scratch, staging, activations, temporary, "
+            "device: kind: expected one of weights, bucket, received, sums, scratch, staging, activations, temporary, "
             "but got 'states'",
         ),
         ("pools/0/slot_bytes", 100, "pool 'weights' on device: expected slot_bytes in multiples of 4096, but got 100"),
