@@ -169,6 +169,14 @@ def test_a_plain_loop_launches_kernels_and_nothing_else(model):
     assert simulate(model, plan, rates, usual_visits(model)).step_s == pytest.approx(2 * 9 * 10.0)
 
 
+def test_a_plain_loop_steps_with_the_optimizer_that_it_has(model):
+    homes = {"weights": "device", "gradients": "device", "states": "device", "policy": "keep"}
+    rates = dataclasses.replace(rates_of(model), parameters_per_s={"compute": MIB, "plain": MIB / 3})
+    ours, plain = plan_of(model, **homes), dataclasses.replace(plan_of(model, **homes), plain=True)
+    assert step_s(model, ours, rates) == pytest.approx(8 * (1 + 2 + 1))
+    assert step_s(model, plain, rates) == pytest.approx(8 * (1 + 2 + 3))
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_where_nothing_is_shared_a_plain_clock_says_the_same(seed: int):
     chance = random.Random(seed)

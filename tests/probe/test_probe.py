@@ -118,6 +118,7 @@ class TestMeasuring:
         assert Hardware.from_json(found.to_json()) == found
         assert found.device.runs_ahead == (DEVICE != "cpu")
         assert found.host.visit_s > 0
+        assert found.device.plain_update_parameters_per_s > 0
 
     def test_memory_is_what_there_is_not_what_is_free(self, found):
         with closing(open_device(DEVICE)) as device:

@@ -132,6 +132,7 @@ class _Probe:
             attention_flops=self._rate(work.attention(device, _BFLOAT16)),
             bytes_per_s=self._rate(work.elementwise(device, through_bytes)),
             update_parameters_per_s=self._rate(update),
+            plain_update_parameters_per_s=self._rate(work.plain_updates(device, self._buffer_bytes)),
             kernel_s=1 / self._rate(work.kernels(device, _KERNELS)),
             runs_ahead=float(not device.computes_on_host),
             sources=_measured(DevicePart, "runs_ahead")

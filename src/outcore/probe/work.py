@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch.nn import functional
+from torch.nn.utils import clip_grad_norm_
 
 from outcore.device.device import Device
 from outcore.device.lanes import Handle
@@ -26,6 +27,8 @@ _HYPER = AdamHyper(
 )
 UPDATED_BYTES = 16
 """Of memory per parameter: fp32 master and moments, a bf16 gradient and weight."""
+_PLAIN_BYTES, _TENSORS = 16, 8
+"""Per parameter: weight, gradient and moments in fp32; and in how many tensors they are."""
 _LEAST_TURN_S = 4e-3
 """Of compute: what takes less is doubled, as long as it is no larger than a large model's, and then repeated."""
 _MOST_WIDTH, _MOST_TOKENS = 8192, 4096
@@ -82,6 +85,22 @@ def device_updates(device: Device, memory: torch.Tensor) -> Load:
         device.mark("probe").wait()
 
     return Load("device_update", pieces[0].target.numel(), turn, is_compute=True)
+
+
+def plain_updates(device: Device, nbytes: int) -> Load:
+    """AdamW of ``torch.optim`` over so many bytes of parameters, gradients and moments, behind a norm that clips."""
+    numel = max(nbytes // _PLAIN_BYTES // _TENSORS, 1)
+    here = device.torch_device
+    parameters = [torch.full((numel,), 0.02, dtype=torch.float32, device=here) for _ in range(_TENSORS)]
+    for parameter in parameters:
+        parameter.requires_grad_().grad = torch.full_like(parameter, 1e-3)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4)
+
+    def work() -> None:
+        clip_grad_norm_(parameters, 1e9)
+        optimizer.step()
+
+    return _compute(device, numel * _TENSORS, work)
 
 
 def _pieces(memory: torch.Tensor) -> list[Piece]:

@@ -33,6 +33,8 @@ class DevicePart:
     """Of its memory."""
     update_parameters_per_s: float
     """AdamW over states in its memory."""
+    plain_update_parameters_per_s: float = 0
+    """That of ``torch.optim`` in its place, behind a norm that clips, as a plain plan runs; 0: as fast."""
     kernel_s: float = 0
     """Of every kernel of a forward besides, with the Python around it: of compute, or on an accelerator of the thread
     that launches it."""
@@ -119,6 +121,7 @@ class NetworkPart:
 
 
 _ZERO_IS_FINE = {"latency_s", "visit_s", "kernel_s", "endurance_bytes", "runs_ahead", "on_bus", "through_host"}
+_ZERO_IS_FINE |= {"plain_update_parameters_per_s"}
 _AT_MOST = {"both": 2.0, "runs_ahead": 1.0, "latency_s": 10.0, "visit_s": 10.0, "kernel_s": 10.0}
 _AT_MOST |= {"on_bus": 1.0, "through_host": 1.0, "devices_per_port": 64.0}
 _AT_LEAST = {"both": 0.5, "devices_per_port": 1.0}

@@ -88,7 +88,8 @@ def _changed(setting: Setting) -> Iterator[tuple[str, float, Setting]]:
     faster_host_alone = replace(hardware, host=faster_host, device=launching)
     yield "a host that is twice as fast", 3, replace(setting, hardware=faster_host_alone)
     yield f"{format_bytes(device_bytes)} of device memory", 4, setting.with_limits(device_bytes=device_bytes)
-    rates = ("bf16_flops", "fp32_flops", "attention_flops", "bytes_per_s", "update_parameters_per_s")
+    updates = ("update_parameters_per_s", "plain_update_parameters_per_s")
+    rates = ("bf16_flops", "fp32_flops", "attention_flops", "bytes_per_s", *updates)
     faster_device = _times(device, 2, *rates)
     yield "a device that computes twice as fast", 4, replace(setting, hardware=replace(hardware, device=faster_device))
 

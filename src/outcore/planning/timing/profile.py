@@ -160,7 +160,12 @@ def rates_for(
             "compute": device.bytes_per_s / 2,
             "update": host.bytes_per_s / 2.5,
         },
-        parameters_per_s={"update": host.update_parameters_per_s, "device_update": updates, "compute": updates},
+        parameters_per_s={
+            "update": host.update_parameters_per_s,
+            "device_update": updates,
+            "compute": updates,
+            "plain": min(device.plain_update_parameters_per_s or updates, updates),  # or the bound would not be one
+        },
         latency_s=latency,
         shared=tuple(shared),
         visit_s=host.visit_s,

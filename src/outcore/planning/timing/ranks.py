@@ -75,7 +75,8 @@ def _device(device: DevicePart, count: int) -> DevicePart:
     """An accelerator is a rank's own; where the host computes, its cores are shared."""
     if device.runs_ahead:
         return device
-    rates = ("bf16_flops", "fp32_flops", "attention_flops", "bytes_per_s", "update_parameters_per_s")
+    updates = ("update_parameters_per_s", "plain_update_parameters_per_s")
+    rates = ("bf16_flops", "fp32_flops", "attention_flops", "bytes_per_s", *updates)
     return _over(device, count, "memory_bytes", *rates)
 
 

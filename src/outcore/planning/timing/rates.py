@@ -63,7 +63,8 @@ class Rates:
     of gradients added up in host memory; ``reduce``, ``gather`` and ``host gather``: see ``timing.ranks``."""
     parameters_per_s: Mapping[str, float] = field(default_factory=dict)
     """``update`` (by the CPU), ``device_update`` (states from host memory, beside compute), ``compute`` (states that
-    live on the device, in ``step()``) -> parameters updated per second."""
+    live on the device, in ``step()``), ``plain`` (the same by ``torch.optim``, in a plain plan) -> parameters updated
+    per second."""
     selected_forward_s: Mapping[str, float] = field(default_factory=dict)
     """Unit -> seconds of forward that policy ``select`` computes again."""
     latency_s: Mapping[str, float] = field(default_factory=dict)
@@ -93,7 +94,7 @@ class Rates:
         """Seconds to add gradients up, alone: those of every rank."""
         return self.move_s("compute" if link == "device_update" else link, spec.num_ranks * spec.update_bytes)
 
-    def update_s(self, link: Link, spec: UnitSpec) -> float:
+    def update_s(self, link: Link | Literal["plain"], spec: UnitSpec) -> float:
         """Seconds to update a unit, alone."""
         numel = spec.update_cost_numel if link == "update" else spec.trainable_numel
         return numel / self.parameters_per_s.get(link, math.inf) + (self.latency_s.get(link, 0.0) if numel else 0.0)
@@ -124,7 +125,7 @@ class Pace:
         """Of what is no visit."""
         rates, spec = self._rates, self._specs[op.unit]
         if op.kind in ("update", "update early"):
-            return rates.update_s(link, spec) if op.nbytes else 0.0
+            return rates.update_s("plain" if self._is_plain else link, spec) if op.nbytes else 0.0
         if link == "gather":
             return rates.gather_s(spec, self._plans[op.unit])
         if op.kind == "accumulate" and link != "compute":
