@@ -130,16 +130,20 @@ def test_model_and_reference_over_all_tiers_equal_the_plain_trainer(command, wei
 
 def test_adapters_need_no_reference_and_are_the_same_over_all_tiers(command, weights, pairs, tmp_path):
     tiers = ("--device-memory", "180KiB", "--host-memory", "130KiB")
-    for name, more in (("one", ()), ("three", tiers)):
+    for name, more in (("one", ()), ("three", tiers), ("away", ("--activations", "disk"))):
         done = dpo(command, weights, pairs, tmp_path / name, "--lora", 2, *more)
         assert done.status == 0, done.err
         assert "reference" not in done.out
     assert tiers_used(tmp_path / "one") == {"device"}
     assert tiers_used(tmp_path / "three") > {"device"}
-    one, three = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("one", "three"))
-    assert [line["loss"] for line in one] == [line["loss"] for line in three]
-    adapters = [load_file(tmp_path / name / "model" / "adapter_model.safetensors") for name in ("one", "three")]
-    assert_equal(*adapters)
+    units = json.loads((tmp_path / "away" / "plan.json").read_text())["units"]
+    assert {unit["activations"] for unit in units[1:]} == {"disk"}
+    losses = [[line["loss"] for line in read_jsonl(tmp_path / n / "metrics.jsonl")] for n in ("one", "three", "away")]
+    assert losses[0] == losses[1] == losses[2]
+    names = [tmp_path / name / "model" / "adapter_model.safetensors" for name in ("one", "three", "away")]
+    adapters = [load_file(name) for name in names]
+    assert_equal(*adapters[:2])
+    assert_equal(*adapters[1:])
     assert any(tensor.any() for name, tensor in adapters[0].items() if "lora_B" in name), "they were trained"
 
 

@@ -65,6 +65,15 @@ def test_peak_of_policies(policy: str, tier: str, most: int) -> None:
     assert FOOTPRINT.peak_bytes(units(policy, tier)) == most
 
 
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+def test_what_is_too_small_to_leave_is_counted(tier: str) -> None:
+    """Of all calls but the one that runs, which was followed with it."""
+    small = dataclasses.replace(FOOTPRINT, saved=dict.fromkeys(NAMES, dataclasses.replace(SAVED, small=7)))
+    for policy, more in (("keep", 3 * 7), ("select", 0), ("recompute", 0)):
+        found, before = (of.peak_bytes(units(policy, tier)) for of in (small, FOOTPRINT))
+        assert found == before + more
+
+
 def llama(layers: int = 3, device: str = "cpu") -> Partition:
     config = LlamaConfig(
         hidden_size=64, intermediate_size=160, num_hidden_layers=layers, num_attention_heads=4, vocab_size=300

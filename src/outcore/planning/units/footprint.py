@@ -31,6 +31,8 @@ class Saved:
     """What ``keep`` holds where nothing leaves: all arguments, and casts of weights, too."""
     cast: int
     """The largest cast of a weight. Where ``keep`` leaves, backward makes it again."""
+    small: int = 0
+    """What ``keep`` holds beside that, in storages so small that they stay on the device in any case."""
 
     def of(self, policy: Policy) -> int:
         """By name."""
@@ -216,15 +218,17 @@ class _Waiting:
         """What is alive at most while its backward runs, without other calls."""
         whole = step.begin_bytes + step.made_bytes + self.saved.cast - self.saved.recompute
         if self.has_left:
-            return whole if self.plan.policy == "keep" else step.peak_bytes - self.saved.recompute
+            is_kept = self.plan.policy == "keep"
+            return whole + self.saved.small if is_kept else step.peak_bytes - self.saved.recompute
         if not self.leaves or self.plan.policy == "recompute":
             return max(step.peak_bytes, step.again_bytes if self.plan.policy == "select" else 0)
         # What was to leave is held as a whole; else backward lets go of it bit by bit.
-        return whole + self.saved.keep if self.plan.policy == "keep" else step.select_bytes
+        return whole + self.saved.keep + self.saved.small if self.plan.policy == "keep" else step.select_bytes
 
     @property
     def beyond(self) -> int:
         """What it has on the device beyond its arguments. Negative where those have left."""
+        small = self.saved.small if self.plan.policy == "keep" else 0
         if self.plan.policy == "keep" and not self.leaves:
-            return self.saved.kept - self.saved.recompute
-        return (0 if self.has_left else self.saved.of(self.plan.policy)) - self.saved.recompute
+            return self.saved.kept + small - self.saved.recompute
+        return (0 if self.has_left else self.saved.of(self.plan.policy)) + small - self.saved.recompute

@@ -208,13 +208,18 @@ class Saving:
         self._casts: dict[int, int] = {}
         """Of weights: they do not leave, but are made again."""
         self._select: dict[int, int] = {}
+        self._small: dict[int, int] = {}
+        """As ``_keep``, but it stays."""
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Hook that packs."""
         weight = cast_of(tensor)
         is_cast = weight is not None and self._watch.number(weight) in self._watch.staying
         kept = self._casts if is_cast else self._keep
-        kept |= self._large([tensor])
+        large = self._large([tensor])
+        kept |= large
+        if not large:
+            self._small |= self._sizes([tensor])
 
     def select(self, result: Any) -> None:
         """Of an operation that is dear."""
@@ -230,18 +235,22 @@ class Saving:
             recompute=_total(self._arguments),
             kept=_total(self._arguments | self._keep | self._casts),
             cast=max(self._casts.values(), default=0),
+            small=sum(align_up(nbytes, ALIGN_BYTES) for nbytes in self._small.values()),
         )
 
     def lose(self, number: int | None, nbytes: int, peaks: _Peaks) -> None:
         """A storage is gone that some policies would hold."""
-        if number in self._keep:
+        if number in self._keep or number in self._small:
             peaks.lost["keep"] += nbytes
         if number in self._select:
             peaks.lost["select"] += nbytes
 
     def _large(self, tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+        return {n: nbytes for n, nbytes in self._sizes(tensors).items() if nbytes > SMALL_BYTES}
+
+    def _sizes(self, tensors: Iterable[torch.Tensor]) -> dict[int, int]:
         sizes = {self._watch.number(t): t.untyped_storage().nbytes() for t in tensors}
-        return {n: nbytes for n, nbytes in sizes.items() if n not in self._staying and nbytes > SMALL_BYTES}
+        return {n: nbytes for n, nbytes in sizes.items() if n not in self._staying}
 
 
 def _total(sizes: Mapping[int, int]) -> int:
