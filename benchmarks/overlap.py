@@ -41,7 +41,7 @@ from outcore.planning.bound.bound import bound_of
 from outcore.planning.homes.early import with_early_updates
 from outcore.planning.homes.pools import Comfort, pools_for
 from outcore.planning.paper.schedule import Circumstances, usual_visits
-from outcore.planning.timing.rates import Rates
+from outcore.planning.timing.rates import LINK_OF, Rates
 from outcore.planning.timing.simulate import simulate
 from outcore.planning.units import dear
 from outcore.planning.units.partition import partition
@@ -247,12 +247,12 @@ def paces(
         "d2h": (spec.trainable_bytes, setting.d2h),
         "update": (spec.trainable_bytes + states, setting.update),
         "states_read": (states, setting.disk),
-        "disk_write": (states, setting.disk),
+        **dict.fromkeys(("disk_write", "states_write"), (states, setting.disk)),
     }
     if unit.activations == "disk":
         written |= dict.fromkeys(("disk_write", "weights_read"), (unit.saved_bytes, setting.saved))
     throttle = {lane: nbytes / (units * unit_s) for lane, (nbytes, units) in written.items() if units}
-    links = {"disk_read" if lane in ("states_read", "weights_read") else lane: r for lane, r in throttle.items()}
+    links: dict[str, float] = {LINK_OF[lane]: rate for lane, rate in throttle.items()}
     numel = sum(p.numel for p in spec.trainable)
     names = [u.name for u in model.units[1:]]
     rates = Rates(

@@ -117,7 +117,7 @@ class TestMetrics:
         """Each step moves as much as the other; evaluation only reads weights, which lie on the device here."""
         moved = [line["moved_bytes"] for line in lines if "loss" in line]
         assert moved[1] == moved[2] == moved[3]
-        assert moved[1]["disk_write"] > 0
+        assert moved[1]["states_write"] > 0
 
     def test_a_line_is_there_at_once(self, command, config_json, text, tmp_path, monkeypatch):
         seen = []

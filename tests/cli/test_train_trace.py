@@ -57,7 +57,7 @@ class TestRun:
         compute = [name for name in found["compute"] if name in ("forward", "backward", "step")]
         assert compute == ["forward", "backward", "step"] * 3
         assert {"forward model.layers.0", "backward model.layers.2"} <= set(found["compute"])
-        assert all(found[lane] for lane in ("write_back", "d2h", "update", "states_read", "disk_write"))
+        assert all(found[lane] for lane in ("write_back", "d2h", "update", "states_read", "states_write"))
         assert {p.name for p in trace.parent.iterdir()} == {"metrics.jsonl", "model", "plan.json", "trace.json"}
 
     def test_nothing_changes_by_it(self, command, shared, tmp_path):

@@ -103,7 +103,7 @@ def test_many_short_operations_are_no_stall():
         device.submit(Lane.H2D, "fetch", lambda: None, after={"weights updated": handles}).wait()
 
 
-@pytest.mark.parametrize("lane", [Lane.WEIGHTS_READ, Lane.STATES_READ, Lane.DISK_WRITE])
+@pytest.mark.parametrize("lane", [Lane.WEIGHTS_READ, Lane.STATES_READ, Lane.DISK_WRITE, Lane.STATES_WRITE])
 def test_a_long_transfer_of_the_disk_is_no_stall(lane):
     with open_device("cpu") as device:
         device.submit(lane, "read", lambda: time.sleep(3 * BOUND_S)).wait()

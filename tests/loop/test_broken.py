@@ -84,7 +84,7 @@ OPERATIONS = [
     ("host", "update blocks.1", "update (on the host)"),
     ("disk", "read weights of blocks.1", "weights_read (disk to host)"),
     ("disk", "read states of blocks.1", "states_read (disk to host)"),
-    ("disk", "write states of blocks.1", "disk_write (host to disk)"),
+    ("disk", "write states of blocks.1", "states_write (host to disk)"),
     ("disk", "write weights of blocks.1", "disk_write (host to disk)"),
 ]
 

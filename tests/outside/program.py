@@ -139,7 +139,7 @@ def _homes(rng: random.Random, kind: str, is_root: bool) -> tuple[str, str, str]
     return homes
 
 
-_LANES = ("compute", "h2d", "d2h", "weights_read", "states_read", "disk_write", "update")
+_LANES = ("compute", "h2d", "d2h", "weights_read", "states_read", "disk_write", "states_write", "update")
 
 
 def _loop(rng: random.Random, program: Program) -> dict[str, Any]:

@@ -53,7 +53,7 @@ STAGING = (Lane.STATES_H2D.value, Lane.DEVICE_UPDATE.value, Lane.STATES_D2H.valu
 LATE = [
     *((CASES[i % 2], lane) for i, lane in enumerate(lane for lane in LANES if lane not in STAGING)),
     *((case, lane) for case in CASES if case.share == 1.0 for lane in STAGING),
-    *((CASES[-4], lane) for lane in (COMPUTE, "d2h", "h2d", "disk_write", "weights_read")),
+    *((CASES[-4], lane) for lane in (COMPUTE, "d2h", "h2d", "disk_write", "states_write", "weights_read")),
 ]
 
 

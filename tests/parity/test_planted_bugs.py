@@ -149,7 +149,7 @@ SHOWN = {
     "slot of activations free": Shown(AWAY, "compute", on_streams=True),
     "staged": Shown(SHARE, "states_h2d"),
     "staging free": Shown(SHARE, "device_update"),
-    "state slot free": Shown(DISK, "disk_write"),
+    "state slot free": Shown(DISK, "states_write"),
     "states fetched": Shown(MIXED_SHARE, "states_read"),
     "states updated": Shown(MIXED_SHARE, "update"),
     "states written": Shown(HOST, "update", "reads states"),
@@ -165,7 +165,7 @@ UNSEEN = {
     # The next call has the home only if no backward can come to the one before: what is still read is for nobody.
     "activations read": Shown(AWAY, "h2d"),
     # An update in a slot that is still written to disk is written there once more, on the same lane.
-    "kept states written": Shown(SUMS, "disk_write"),
+    "kept states written": Shown(SUMS, "states_write"),
 }
 """No result tells, and why. ``IMPLIED`` too, see the last test."""
 HIDDEN = {"clip factor made", "gradients made"}

@@ -32,7 +32,9 @@ from outcore.planning.paper.schedule import Circumstances, consecutive
 from outcore.planning.paper.weight_cache import nothing_held
 from outcore.planning.timing.rates import LINKS, Pace, Rates, Shared
 from outcore.planning.timing.simulate import play, tasks_of
+from outcore.planning.units import dear
 from outcore.planning.units.partition import partition
+from outcore.runtime.rows.apart import Apart
 from outcore.runtime.updates.early import EarlyUpdates, _Attempt
 from outcore.spec.lanes import RANK_LANES, Lane
 from outcore.spec.model import ModelSpec
@@ -192,7 +194,8 @@ class Program:
         return self.spec.units[0].num_ranks
 
     def step(self) -> None:
-        batch = torch.ones(ROWS, WIDTH, dtype=self.model.head.weight.dtype, device=zoo.DEVICE)
+        rows, dtype = ROWS * self.plan.micro_batches_in_unit, self.model.head.weight.dtype
+        batch = torch.ones(rows, WIDTH, dtype=dtype, device=zoo.DEVICE)
         for _ in range(self.micro_batches):
             self.model(batch).sum().backward()
 
@@ -206,9 +209,9 @@ def make(seed: int, num_ranks: int = 1) -> Program:
     kinds = [lambda: torch.optim.AdamW(trained), lambda: torch.optim.SGD(trained, lr=0.1)]
     optimizer = chance.choice(kinds)()
     names = rule_for(optimizer).state_names(optimizer.param_groups)
-    units = [Block]
-    spec = partition(model, units=units, state_names=names, precision=precision).spec
-    spec = spec.among(num_ranks, 0)
+    units, pieces = [Block], chance.choice([1, 1, 2, 3])
+    cut = partition(model, units=units, state_names=names, precision=precision, micro_batches_in_unit=pieces)
+    spec = cut.spec.among(num_ranks, 0)
     plans = []
     sends_away = chance.random() < 0.5
     for of in spec.units:
@@ -218,9 +221,10 @@ def make(seed: int, num_ranks: int = 1) -> Program:
         homes = UnitPlan(name=of.name, weights=weights, gradients=rest[0], states=rest[1], policy=policy)
         homes = replace(homes, early=can_be_early(of, homes) and chance.random() < 0.5)
         tier = chance.choice(TIERS) if of.name and sends_away else "device"
-        if tier != "device":  # the result of tanh, from which two gradients are made
+        if tier != "device":  # the result of tanh, from which two gradients are made, or of the product before it
             nbytes = align_up(ROWS * of.params[0].shape[0] * (4 if precision == "fp32" else 2), PAGE_BYTES)
-            homes = replace(homes, policy="keep", activations=tier, saved_bytes=nbytes)
+            policy = chance.choice(["keep", "select"])
+            homes = replace(homes, policy=policy, activations=tier, saved_bytes=nbytes)
         plans.append(homes)
     plans = share_updates(plans, chance.choice([0.0, 0.5, 1.0]))
     comfort = Comfort(
@@ -233,6 +237,7 @@ def make(seed: int, num_ranks: int = 1) -> Program:
         prefetch_depth=chance.randint(0, 3),
         last_updated_first=chance.choice([0, 1, 3]),
         accumulation_steps=micro_batches,
+        micro_batches_in_unit=pieces,
     )
     overtaken = frozenset(u.name for u in plans if u.early and chance.random() < 0.3)
     return Program(model, optimizer, spec, plan, micro_batches, overtaken)
@@ -258,6 +263,7 @@ def submitted(
             accumulation_steps=program.micro_batches,
             clipping=False,
             precision=program.plan.precision,
+            micro_batches_in_unit=program.plan.micro_batches_in_unit,
         )
     _, optimizer = prepared
     engine = optimizer.engine
@@ -275,6 +281,8 @@ def submitted(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EarlyUpdates, "settle", settled)
+        patch.setattr(Apart, "known", property(lambda _: _Everything(), lambda *_: None), raising=False)
+        patch.setattr(dear, "DEAR_FLOP_PER_BYTE", 0.0)
         patch.setattr(_Attempt, "settle", lambda attempt: attempt.is_due())
         patch.setattr(_Attempt, "is_due", lambda attempt: attempt.gradients.unit.name not in program.overtaken)
         with prepared:
@@ -283,6 +291,13 @@ def submitted(
                 optimizer.step()
                 optimizer.zero_grad()
             return watch.row, engine.weights.visits
+
+
+class _Everything:
+    """Rows are known to be apart: to try it, the first step would run more calls than others."""
+
+    def __contains__(self, _: object) -> bool:
+        return True
 
 
 def planned(program: Program, visits: Sequence[Visit]) -> list[Operation]:

@@ -50,6 +50,7 @@ class Step:
 def random_step(chance: random.Random, num_ranks: int = 1) -> Step:
     """Any model, plan and machine. Args: num_ranks: That train together."""
     model, is_roomy = random_model(chance).among(num_ranks, 0), chance.random() < 0.4
+    model = replace(model, micro_batches_in_unit=chance.choice([1, 1, 1, 1, 1, 2, 3]))
     micro_batches = chance.choice([1, 1, 2, 3])
     plan = random_plan(model, chance, micro_batches, is_roomy=is_roomy)
     early = [u.name for u in plan.units if u.early]
@@ -110,6 +111,7 @@ def random_plan(model: ModelSpec, chance: random.Random, micro_batches: int, *, 
         prefetch_depth=depth,
         last_updated_first=chance.choice([0, 0, 1, 3, len(units)]),
         accumulation_steps=micro_batches,
+        micro_batches_in_unit=model.micro_batches_in_unit,
     )
 
 
@@ -145,8 +147,9 @@ def random_rates(model: ModelSpec, chance: random.Random) -> Rates:
 def steps_s(step: Step, chance: random.Random, *, num_orders: int, steps: int = STEPS) -> Iterator[float]:
     """Seconds of a step: as it is submitted, and in random orders of the lanes; updates in any order half the time.
 
-    A step lasts from the end of its compute to that of the next one. An order may leave work behind; so no step is
-    shorter than all work of all steps takes, divided by their number.
+    A step lasts from the end of its compute to that of the next one, or from when all that was submitted by then is
+    done, whichever is longer: the last of some steps may leave more behind than the first. An order may leave ever more
+    behind; so no step is shorter than all work of all steps takes, divided by their number.
     """
     order = schedule.update_order
     if chance.random() < 0.5:
@@ -160,7 +163,8 @@ def steps_s(step: Step, chance: random.Random, *, num_orders: int, steps: int = 
     for i in range(1 + others):
         tasks, ends = reordered(*plain, chance) if i else plain
         end = play(tasks, step.rates).end
-        settled_s = (end[ends[-1]] - end[ends[steps // 2 - 1]]) / (steps - steps // 2)
+        done = list(itertools.accumulate(end, max))
+        settled_s = max(at[ends[-1]] - at[ends[steps // 2 - 1]] for at in (end, done)) / (steps - steps // 2)
         yield max(settled_s, max(end) / steps) if i else settled_s
 
 

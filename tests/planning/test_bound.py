@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from outcore.planning.bound.bound import Bound, bound_of
+from outcore.planning.bound.jobs import Sweep
 from outcore.planning.homes.placement import place
 from outcore.planning.homes.pools import Comfort, pools_for
 from outcore.planning.paper.schedule import Circumstances, usual_visits
@@ -27,16 +28,20 @@ NUM_LAYERS = 8
 NUM_STEPS = 30
 
 
-def plan_of(model: ModelSpec, *, depth: int = 1, buckets: int = 2, steps: int = 1, **changes: Any) -> Plan:
-    """Layers on the host, but for what ``changes`` say; the root on the device."""
+def plan_of(
+    model: ModelSpec, *, depth: int = 1, buckets: int = 2, steps: int = 1, slots: int = 2, **changes: Any
+) -> Plan:
+    """Layers on the host, but for what ``changes`` say; the root on the device. Args: slots: In host memory, a pool."""
     root = UnitPlan(name="", weights="device", gradients="device", states="device", policy="keep")
     homes = {"weights": "host", "gradients": "host", "states": "host", **changes}
     units = [root, *(UnitPlan(name=u.name, **homes) for u in model.units[1:])]
-    return with_units(model, units, depth=depth, buckets=buckets, steps=steps)
+    return with_units(model, units, depth=depth, buckets=buckets, steps=steps, slots=slots)
 
 
-def with_units(model: ModelSpec, units: list[UnitPlan], *, depth: int = 1, buckets: int = 2, steps: int = 1) -> Plan:
-    comfort = Comfort(prefetch_depth=depth, num_buckets=buckets, max_slots_host=2)
+def with_units(
+    model: ModelSpec, units: list[UnitPlan], *, depth: int = 1, buckets: int = 2, steps: int = 1, slots: int = 2
+) -> Plan:
+    comfort = Comfort(prefetch_depth=depth, num_buckets=buckets, max_slots_host=slots)
     pools = pools_for(model, units, comfort)
     return Plan(
         precision=model.precision, units=tuple(units), pools=pools, prefetch_depth=depth, accumulation_steps=steps
@@ -148,6 +153,71 @@ def test_the_last_states_come_when_all_but_those_in_slots_have_been_written(mode
     found = bound(model, plan_of(model, states="disk"), disk_read=0.5, disk_write=3.0, update=1.0)
     assert found.binding == "disk_write"
     assert found.seconds == pytest.approx(24 + 1 + 6 * 3 + 0.5 + 1 + 1)  # the first update, 6 writes, the last unit
+
+
+def test_gradients_land_when_others_have_been_written(model):
+    plan = plan_of(model, gradients="disk", buckets=1, slots=1)
+    found = bound(model, plan, disk_write=15.0)  # 5 s for a gradient
+    assert found.total_s["disk_write"] == 8 * 5
+    # Forward; the first gradient; six are written before the last one finds a bucket.
+    assert found.seconds == pytest.approx(8 + 3 + 6 * 5)
+    assert simulate(model, plan, rates_of(model, disk_write=15.0), usual_visits(model)).step_s >= found.seconds
+
+
+def test_gradients_that_no_slot_keeps_are_read_for_the_updates(model):
+    found = bound(model, plan_of(model, gradients="disk", slots=1), disk_read=15.0)
+    assert found.total_s["disk_read"] == (8 - 2) * 5, "a landing slot and one for gradients"
+    sums = plan_of(model, gradients="disk", slots=1, steps=2)
+    found = bound(model, sums, disk_read=15.0, disk_write=15.0, micro_batches=2)
+    assert (found.total_s["disk_read"], found.total_s["disk_write"]) == ((8 + 6) * 5, 16 * 5)
+
+
+def test_what_step_asks_for_comes_behind_backward_where_the_host_waits_for_that(model):
+    plan, rates, visits = plan_of(model, update="device"), rates_of(model, h2d=1.5), usual_visits(model)
+    ahead = bound_of(model, plan, rates, visits)
+    blocked = dataclasses.replace(rates, host_runs_ahead=False)
+    found = bound_of(model, plan, blocked, visits)
+    # Gradients and states of a unit take four times as long as its weights; backward brings six units' weights itself.
+    assert ahead.seconds < 24 + 8 * 6 + 8 * 1.5 <= found.seconds
+    assert found.seconds <= simulate(model, plan, blocked, visits).step_s
+
+
+def test_updates_on_the_device_that_wait_for_their_own_gradient_alone(model):
+    plan, rates, visits = (
+        plan_of(model, update="device", weights="device"),
+        rates_of(model, h2d=4.0),
+        usual_visits(model),
+    )
+    found = bound_of(model, plan, rates, visits, Circumstances(clips=False))
+    assert 8 * 16 <= found.seconds <= simulate(model, plan, rates, visits, Circumstances(clips=False)).step_s
+
+
+def test_what_an_overtaken_update_was_given_was_moved_for_nothing(model):
+    plan, visits = plan_of(model, weights="device", gradients="device", early=True), usual_visits(model)
+    names = frozenset(unit.name for unit in model.units)
+    found = [
+        bound_of(model, plan, rates_of(model, d2h=1.0), visits, Circumstances(overtaken=overtaken)).total_s["d2h"]
+        for overtaken in (frozenset(), names)
+    ]
+    assert found == [8, 16]
+
+
+def test_slots_hold_the_weights_of_a_visit_and_the_largest_others():
+    held_s = Sweep("h2d", [1.0, 3.0, 1.0, 2.0], [None] * 4, 2).held_s([1.0, 3.0, 1.0, 2.0], 0, 4)
+    assert [held_s[0, 4], held_s[1, 4], held_s[2, 4], held_s[3, 4]] == [1 + 3, 3 + 2, 1 + 2, 2]
+    assert held_s[0, 1] == 1
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_activations_of_pieces_leave_one_by_one(model, pieces):
+    cut = dataclasses.replace(model, micro_batches_in_unit=pieces)
+    saved = {"policy": "keep", "activations": "host", "saved_bytes": 4 * MIB}
+    plan = dataclasses.replace(plan_of(cut, **saved), micro_batches_in_unit=pieces)
+    found = bound(cut, plan, d2h=1.0)
+    assert found.total_s["d2h"] == 8 + 8 * pieces - 1, "gradients, and what all calls but the last save"
+    assert found.total_s["compute"] == pytest.approx(8 + 16)
+    step_s = simulate(cut, plan, rates_of(cut, d2h=1.0), usual_visits(cut)).step_s
+    assert step_s == pytest.approx(found.seconds)
 
 
 def test_updates_on_the_device_use_the_link_both_ways(model):

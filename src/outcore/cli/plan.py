@@ -49,6 +49,7 @@ from outcore.spec.hardware import Hardware
 from outcore.spec.lanes import RANK_LANES
 from outcore.spec.model import ModelSpec, Precision
 from outcore.spec.plan import TIERS, Plan, Tier
+from outcore.spec.timeline import WRITES_TO_DISK
 from outcore.together import among, of_a_node
 
 _DEVICE_SHARE, _HOST_SHARE, _DISK_SHARE = 0.9, 0.8, 0.9
@@ -182,7 +183,8 @@ class Answer:
     @property
     def written_bytes(self) -> float:
         """To the disk of a node, per step."""
-        return self.setting.ranks.per_node * self.moved_bytes()["disk_write"]
+        moved = self.moved_bytes()
+        return self.setting.ranks.per_node * sum(moved[lane] for lane in WRITES_TO_DISK)
 
     def received_bytes(self) -> dict[str, float]:
         """Lane between ranks -> bytes that one rank gets from others per step."""

@@ -38,7 +38,9 @@ STALL_TIMEOUT_S = 300.0
 CLOSE_TIMEOUT_S = 20.0  # an operation that runs longer than this while its lane closes is left behind, and said
 _END_TIMEOUT_S = 1.0  # for threads to end once what they wait for was given up
 _LOOK_S = 1.0
-_WATCHED_ELSEWHERE = frozenset({Lane.WEIGHTS_READ, Lane.STATES_READ, Lane.DISK_WRITE, Lane.SAVE, *RANK_LANES})
+_WATCHED_ELSEWHERE = frozenset(
+    {Lane.WEIGHTS_READ, Lane.STATES_READ, Lane.DISK_WRITE, Lane.STATES_WRITE, Lane.SAVE, *RANK_LANES}
+)
 """By the disk store, and by the files of a checkpoint: piece by piece, so that slow drives have their time. By process
 groups: other ranks may compute for long before they come."""
 

@@ -139,7 +139,7 @@ class Supply(Generic[H]):
         if states.taken is None:
             return
         written = self._port.submit(
-            Lane.DISK_WRITE,
+            Lane.STATES_WRITE,
             "write states of",
             unit,
             reads=[states.span],

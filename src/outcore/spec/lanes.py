@@ -15,6 +15,8 @@ class Lane(enum.Enum):
     WEIGHTS_READ = "weights_read"
     STATES_READ = "states_read"
     DISK_WRITE = "disk_write"
+    # Apart from weights, which the next forward waits for, and from gradients, for whose slots backward does.
+    STATES_WRITE = "states_write"
     UPDATE = "update"
     # Updates on the device of states from host memory: apart from fetches, which must not wait behind them.
     STATES_H2D = "states_h2d"
@@ -40,6 +42,7 @@ _ROUTES = {
     Lane.WEIGHTS_READ: "disk to host",
     Lane.STATES_READ: "disk to host",
     Lane.DISK_WRITE: "host to disk",
+    Lane.STATES_WRITE: "host to disk",
     Lane.STATES_H2D: "host to device",
     Lane.DEVICE_UPDATE: "on the device",
     Lane.STATES_D2H: "device to host",

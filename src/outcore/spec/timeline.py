@@ -22,9 +22,11 @@ LANES = (
     COMPUTE,
     *("h2d", "write_back", "d2h"),
     *("update", "states_h2d", "device_update", "states_d2h", "save"),
-    *("weights_read", "states_read", "disk_write", "reduce", "gather"),
+    *("weights_read", "states_read", "disk_write", "states_write", "reduce", "gather"),
 )
 """Names of lanes, and the order of their rows."""
+WRITES_TO_DISK = ("disk_write", "states_write")
+"""Lanes whose bytes wear the drives of the disk tier."""
 _WAITS = "waits"
 TIMELINE_VERSION = 1
 TRACE_BEGINNING = '{"displayTimeUnit": "ms", "traceEvents": ['

@@ -143,7 +143,7 @@
   // A step in time.
 
   const time = data.timeline, canvas = byId("timeline");
-  const SHADE_OF = { compute: "backward", update: "update", device_update: "update", weights_read: "drive", states_read: "drive", disk_write: "drive" };
+  const SHADE_OF = { compute: "backward", update: "update", device_update: "update", weights_read: "drive", states_read: "drive", disk_write: "drive", states_write: "drive" };
   const shadeOf = (lane, kind) => (lane !== "compute" ? SHADE_OF[lane] || "bus" : { forward: "forward", backward: "backward", update: "update" }[kind] || "other");
   const ROW = 34, AREA = 52, TOP = 22;
   const rows = time.lanes.map((lane, i) => ({ lane, y: TOP + i * ROW, spans: time.spans.filter((s) => s[0] === i) }));

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from outcore.planning.bound.work import Job, Sweep, Work, work_of
+from outcore.planning.bound.jobs import Job, Sweep, Work
+from outcore.planning.bound.work import work_of
 from outcore.planning.paper.schedule import Circumstances
 from outcore.planning.timing.rates import LINKS, Rates
 from outcore.spec.model import ModelSpec
@@ -103,7 +104,6 @@ class _Places(NamedTuple):
     seconds: _Matrix
     begins_s: _Matrix
     left_s: _Matrix
-    is_slack: Any
     shift: Any
 
 
@@ -175,10 +175,9 @@ class _Graph:
         base = np.maximum(self._at[None, :] - self._at[: self._n, None], 0.0)
         of_jobs, of_sweeps = ({item.link for item in items} for items in (self._work.jobs, self._work.sweeps))
         for name in sorted(of_jobs | of_sweeps, key=lambda name: (name not in LINKS, name)):
-            slacks = {bool(job.is_slack) for job in self._work.jobs if job.link == name and job.is_slack is not None}
+            others = (False, True) if any(job.link == name and job.instead_of for job in self._work.jobs) else (False,)
             swept = (False, True) if any(sweep.link == name for sweep in self._work.sweeps) else (False,)
-            choices = itertools.product(sorted(slacks) or [False], swept)
-            views = [self._view(name, is_slack=slack, is_swept=sweeps) for slack, sweeps in choices]
+            views = [self._view(name, by_others=o, is_swept=s) for o, s in itertools.product(others, swept)]
             sums[name] = np.max([view[0] for view in views], axis=0)
             found[name] = np.max([view[1] for view in views], axis=0)
         sums["compute"] = found["compute"] = sums.get("compute", 0.0) + base
@@ -190,36 +189,36 @@ class _Graph:
         names = list(found)
         return names, np.stack([found[name] for name in names])
 
-    def _view(self, link: str, *, is_slack: bool, is_swept: bool) -> tuple[_Matrix, _Matrix]:
+    def _view(self, link: str, *, by_others: bool, is_swept: bool) -> tuple[_Matrix, _Matrix]:
         """Seconds of a link's work between nodes, and with what must come before and after it.
 
         Args:
             link: Or slots.
-            is_slack: See ``Job``.
+            by_others: Count the jobs that stand in for others.
             is_swept: Take updated weights for any others, which slots may hold; else as jobs of their own.
         """
         sweeps = [sweep for sweep in self._work.sweeps if sweep.link == link]
-        jobs = [job for job in self._work.jobs if job.link == link and job.is_slack in (None, is_slack)]
+        jobs = [job for job in self._work.jobs if job.link == link]
+        replaced = {job.instead_of for job in jobs if job.instead_of} if by_others else set()
+        jobs = [job for job in jobs if bool(job.instead_of) <= by_others and job.held_by not in replaced]
         if not is_swept:
             jobs += [job for sweep in sweeps for job in sweep.firsts if job is not None]
-        places = self._places(jobs)
-        heads, tails = self._ends(places)
-        sums = self._sums_of(places, ~places.is_slack)
-        for shift in range(3) if is_slack else ():  # slots may hold so much in every step
-            some = self._sums_of(places, places.is_slack & (places.shift == shift))
-            sums = sums + np.maximum(some - self._work.slack_s.get(link, 0.0), 0.0)
-        for sweep in sweeps:
-            swept, begins = self._swept(sweep, is_swept=is_swept)
-            heads = np.where(swept > 0, np.minimum(heads, begins), heads)
-            tails = np.where(swept > 0, 0.0, tails)
-            sums = sums + swept
-        return sums, np.where(sums > 0, sums + heads + tails, 0.0)
+        shares = [self._swept(sweep, is_swept=is_swept) for sweep in sweeps]
+        for slots in sorted({job.held_by for job in jobs}):
+            places = self._places([job for job in jobs if job.held_by == slots])
+            some = self._held_sums(places, self._work.slack_s[link, slots]) if slots else self._sums_of(places)
+            shares.append((some, *self._ends(places)))
+        nothing = np.zeros((self._n, len(self._unrolled)))
+        return sum((share[0] for share in shares), nothing), _longest(shares, nothing)
 
-    def _sums_of(self, places: _Places, chosen: Any) -> _Matrix:
+    def _held_sums(self, places: _Places, slack_s: float) -> _Matrix:
+        """Seconds that lie between two nodes without what slots may hold, which is so much in every step."""
+        shifts = [self._sums_of(places, places.shift == shift) for shift in range(3)]
+        return np.sum([np.maximum(some - slack_s, 0.0) for some in shifts], axis=0)
+
+    def _sums_of(self, places: _Places, chosen: Any = slice(None)) -> _Matrix:
         """Seconds of the chosen ones that lie between two nodes."""
         size, n = len(self._unrolled), self._n
-        if not chosen.any():
-            return np.zeros((n, size))
         found = np.zeros((size, size))
         np.add.at(found, (places.row[chosen], places.column[chosen]), places.seconds[chosen])
         return found[::-1].cumsum(axis=0)[::-1][:n].cumsum(axis=1)
@@ -238,8 +237,8 @@ class _Graph:
 
     def _places(self, jobs: Sequence[Job]) -> _Places:
         """Where the jobs of three steps lie; of those that are inside."""
-        numbers = np.array([(*job[1:6], bool(job.is_slack)) for job in jobs]).reshape(len(jobs), 6)
-        seconds, after, head_s, before, tail_s, slack = np.tile(numbers, (3, 1)).T
+        numbers = np.array([job[1:6] for job in jobs]).reshape(len(jobs), 5)
+        seconds, after, head_s, before, tail_s = np.tile(numbers, (3, 1)).T
         shift = np.repeat(np.arange(3), len(jobs))
         first, last = (visits.astype(int) + shift * len(self._work.compute_s) for visits in (after, before))
         row = np.searchsorted(self._unrolled, first, side="right") - 1
@@ -252,12 +251,11 @@ class _Graph:
             seconds=seconds[inside],
             begins_s=head_s[inside] + self._sums[first],
             left_s=tail_s[inside] - self._sums[last],
-            is_slack=slack[inside] > 0,
             shift=shift[inside],
         )
 
-    def _swept(self, sweep: Sweep, *, is_swept: bool) -> tuple[_Matrix, _Matrix]:
-        """What a sweep's visits between two nodes need beyond what slots hold, and the least before that."""
+    def _swept(self, sweep: Sweep, *, is_swept: bool) -> tuple[_Matrix, _Matrix, _Matrix]:
+        """What a sweep's visits between two nodes need beyond what slots hold, and the least before and after that."""
         period, n = len(self._work.compute_s), self._n
         seconds = [
             s if first is None or is_swept else 0.0 for s, first in zip(sweep.seconds, sweep.firsts, strict=True)
@@ -266,11 +264,13 @@ class _Graph:
         starts = [start + shift * period for shift in range(3) for start in self._work.starts]
         rows, columns = self._unrolled[:n, None], self._unrolled[None, :]
         found = np.zeros((n, len(self._unrolled)))
-        for start, stop in zip(starts, [*starts[1:], 3 * period], strict=True):
+        held = [sweep.held_s(seconds, *window) for window in itertools.pairwise((*self._work.starts, period))]
+        for start, stop, held_s in zip(starts, [*starts[1:], 3 * period], itertools.cycle(held)):
             low, high = np.maximum(rows, start), np.minimum(columns, stop - 1) + 1
-            found += np.maximum(sums[np.maximum(high, low)] - sums[low] - sweep.slack_s, 0.0)
+            needed = sums[np.maximum(high, low)] - sums[low]
+            found += np.maximum(needed - held_s[np.minimum(low, stop) - start, np.maximum(high, start) - start], 0.0)
         used = np.array([self._work.used_s[i] if seconds[i] else 0.0 for i in self._positions])
-        return found, np.broadcast_to(used[:, None], found.shape)
+        return found, np.broadcast_to(used[:, None], found.shape), np.zeros_like(found)
 
     def _chains(self) -> _Matrix:
         """Of single chains of operations."""
@@ -286,3 +286,19 @@ class _Graph:
                         seconds_ = seconds + self._sums[first] - self._at[row] + self._at[column] - self._sums[last]
                         found[row, column] = max(found[row, column], seconds_)
         return found
+
+
+def _longest(shares: Sequence[tuple[_Matrix, _Matrix, _Matrix]], nothing: _Matrix) -> _Matrix:
+    """Work, with the least before any of it and after any of it: of each share, and of all up to each. The longest."""
+    found = sums = nothing
+    heads, tails = np.full_like(nothing, np.inf), np.full_like(nothing, np.inf)
+    for some, first, last in shares:
+        is_any = some > 0
+        sums = sums + some
+        heads, tails = (
+            np.where(is_any, np.minimum(heads, first), heads),
+            np.where(is_any, np.minimum(tails, last), tails),
+        )
+        found = np.maximum(found, np.where(is_any, some + first + last, 0.0))
+        found = np.maximum(found, np.where(sums > 0, sums + heads + tails, 0.0))
+    return found

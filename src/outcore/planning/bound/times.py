@@ -13,7 +13,7 @@ from outcore.planning.paper.weight_cache import changed_units
 from outcore.planning.timing.rates import Link, Pace, Rates
 from outcore.spec.layout import Staging, has_master, staging, states_bytes, sums_on_device
 from outcore.spec.model import ModelSpec, UnitSpec
-from outcore.spec.plan import Plan, Tier, UnitPlan
+from outcore.spec.plan import Plan, PoolKind, Tier, UnitPlan
 from outcore.spec.schedule import ROOT, Phase, Visit
 
 
@@ -72,8 +72,13 @@ class Times:
         self.compute_s = [self._visit_s(i) for i in range(len(visits))]
         """By visit: the same, and what compute does with gradients then."""
         attempts = any(plan.units[i].early for i in changed_units(model, visits))
-        self.waits = attempts or circumstances.clips or not rates.host_runs_ahead
-        """Whether what ``step()`` submits begins behind the last backward."""
+        self.is_behind = attempts or not rates.host_runs_ahead
+        """Whether all that ``step()`` submits begins behind the last backward."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether updates in ``step()`` begin behind the last backward."""
+        return self.is_behind or self._circumstances.clips
 
     def host_s(self) -> float:
         """Of the thread that submits, ahead of an accelerator: the engine's visits, and launching their kernels."""
@@ -119,28 +124,41 @@ class Times:
         copied_s = self.rates.move_s("compute", spec.bucket_bytes) if spec.name else 0.0
         return copied_s, copied_s
 
+    def is_piece(self, i: int) -> bool:
+        """Whether a visit is one more piece of the batch of the visit before."""
+        return i > 0 and self.visits[i] == self.visits[i - 1]
+
     def starts(self) -> list[int]:
-        """Visits that begin a sweep: from one to the next no unit comes twice."""
+        """Visits that begin a sweep: from one to the next no unit comes twice, but for pieces in a row."""
         starts, seen = [0], set[int]()
         for i, visit in enumerate(self.visits):
-            if visit.unit in seen:
+            if visit.unit in seen and not self.is_piece(i):
                 starts.append(i)
                 seen = set()
             seen.add(visit.unit)
         return starts
 
-    def passes(self) -> Iterator[tuple[list[int], dict[int, int]]]:
-        """Forward visits whose backward comes, and the backward visit of each unit; where no unit comes twice."""
-        forward: list[int] = []
-        for phase, group in groupby(enumerate(self.visits), key=lambda pair: pair[1].phase):
-            places = {visit.unit: i for i, visit in group}
+    def passes(self) -> Iterator[list[tuple[int, int]]]:
+        """Forward visits whose backward comes, each with its backward visit; where no unit comes twice.
+
+        Pieces of a batch are visits in a row, and backward comes to them in the same order.
+        """
+        forward: dict[tuple[int, int], int] = {}
+        is_known = True
+        for phase, group in groupby(range(len(self.visits)), key=lambda i: self.visits[i].phase):
+            calls = [(self.visits[i].unit, i) for i in group]
+            numbered = [
+                (unit, k, i) for unit, row in groupby(calls, key=lambda c: c[0]) for k, (_, i) in enumerate(row)
+            ]
+            places = {(unit, k): i for unit, k, i in numbered}
             if phase is Phase.BACKWARD:
-                units = [self.visits[i].unit for i in forward]
-                if len(set(units)) == len(units):
-                    yield [i for i in forward if self.visits[i].unit in places], places
-                forward = []
+                if is_known:
+                    yield [(i, places[call]) for call, i in forward.items() if call in places]
+                forward, is_known = {}, True
             elif phase is Phase.FORWARD:
-                forward += (i for unit, i in places.items() if unit != ROOT)
+                is_known &= len(places) == len(numbered) and not places.keys() & forward.keys()
+                is_known &= all(k < self.model.micro_batches_in_unit for _, k in places)
+                forward |= {(unit, k): i for (unit, k), i in places.items() if unit != ROOT}
 
     def trained(self) -> dict[int, Trained]:
         """The units that the step updates, by index."""
@@ -164,6 +182,12 @@ class Times:
             found[index] = Trained(spec, plan, made, first, is_early, after, *sizes)
         return found
 
+    def pool(self, tier: Tier, kind: PoolKind, nbytes: int) -> tuple[int, int]:
+        """Size and number of the slots that a unit uses."""
+        pools = [p for p in self.plan.pools if (p.tier, p.kind) == (tier, kind) and p.slot_bytes >= nbytes]
+        size = min(pool.slot_bytes for pool in pools)
+        return size, sum(pool.num_slots for pool in pools if pool.slot_bytes == size)
+
     def from_gradients_s(self, unit: Trained) -> float:
         """From gradients at home to the unit's next visit."""
         return self.brought_s(unit) + self.update_s(unit) + self.from_update_s(unit)
@@ -176,6 +200,10 @@ class Times:
             nbytes = unit.spec.update_bytes if len(unit.made) > 1 else unit.spec.bucket_bytes
             return self.rates.move_s("disk_write", nbytes) + self.rates.move_s("disk_read", unit.spec.update_bytes)
         return 0.0
+
+    def asked_for(self, unit: Trained, ready: Moment) -> Moment:
+        """When something can begin for an update, of what is ready. Args: ready: Whoever asks."""
+        return max(ready, unit.after) if self.is_behind and not unit.is_early else ready
 
     def home(self, unit: Trained) -> Moment:
         """When the last gradient is where the update finds it."""

@@ -42,9 +42,10 @@ _MAX_WARM_UP = 16
 def usual_visits(model: ModelSpec, micro_batches: int = 1) -> tuple[Visit, ...]:
     """The visits of a step if every unit is used once in forward, in module order: what to expect of an unknown loop.
 
-    The root's visits stand between forward and backward, where its head and the loss are.
+    Pieces of a batch are visits in a row. The root's visits stand between forward and backward, where its head and the
+    loss are.
     """
-    units = range(1, len(model.units))
+    units = [i for i in range(1, len(model.units)) for _ in range(model.micro_batches_in_unit)]
     forward = (*(Visit(Phase.FORWARD, i) for i in units), Visit(Phase.FORWARD, ROOT))
     backward = (Visit(Phase.BACKWARD, ROOT), *(Visit(Phase.BACKWARD, i) for i in reversed(units)))
     return (forward + backward) * micro_batches
@@ -188,10 +189,6 @@ class _Steps:
                     _, progress.made = self._gradients.collect(unit, progress.made, self._make_room)
         if saved is not None:
             self._activations.end_backward(saved)
-        for _ in range(1, self._num_pieces if phase is Phase.BACKWARD else 0):  # of the batch, in the same visit
-            if calls and (saved := calls.pop()) is not None:
-                self._activations.begin_backward(saved)
-                self._activations.end_backward(saved)
         self._weights.used(unit)
         if unit.plan.saved_bytes and ahead.has_backward:
             self._save(unit, calls)
@@ -199,15 +196,11 @@ class _Steps:
             self._end_visit(unit, ahead)
 
     def _save(self, unit: Ledger[Entry], calls: list[SavedCall[Entry] | None]) -> None:
-        made: list[SavedCall[Entry] | None] = []
-        for piece in range(self._num_pieces):
-            if piece:
-                self._activations.begin_forward()
-            is_free = self._activations.room(unit) >= unit.plan.saved_bytes
-            made.append(self._activations.end_forward(unit, _Saved(unit.plan.saved_bytes)) if is_free else None)
-        if len(made) > 1:
+        is_free = self._activations.room(unit) >= unit.plan.saved_bytes
+        calls.append(self._activations.end_forward(unit, _Saved(unit.plan.saved_bytes)) if is_free else None)
+        if self._num_pieces > 1 and len(calls) % self._num_pieces == 0:  # backward comes to the first piece first
             self._activations.turn(unit)
-        calls += reversed(made)
+            calls[-self._num_pieces :] = reversed(calls[-self._num_pieces :])
 
     def _make_room(self, pool: SlotPool[Entry]) -> None:
         if self._turns is not None:  # see ``RankedGradients``

@@ -11,8 +11,8 @@ from outcore.planning.paper.schedule import Circumstances, usual_visits
 from outcore.planning.search.candidates import Candidate, Choice
 from outcore.planning.search.job import Job
 from outcore.planning.timing.simulate import MEASURED, Simulation, simulate, steps_until_settled
-from outcore.spec.lanes import Lane
 from outcore.spec.plan import Plan, Pool, Tier, UnitPlan
+from outcore.spec.timeline import WRITES_TO_DISK
 
 _Key = tuple[tuple[UnitPlan, ...], tuple[Pool, ...], int, int]
 Simulated = dict[_Key, Simulation]
@@ -95,7 +95,7 @@ class Looks:
     def cost_s(self, plan: Plan, away: Away | None) -> float:
         """What a search makes least: seconds of a step, simulated, and a little for what the drive writes."""
         found = self.simulation(plan, away)
-        written_s = sum(span.duration_s for span in found.timeline.spans if span.lane == Lane.DISK_WRITE.value)
+        written_s = sum(span.duration_s for span in found.timeline.spans if span.lane in WRITES_TO_DISK)
         return found.step_s + _WEAR * written_s / MEASURED
 
     def _seconds(self, candidate: Candidate) -> float:

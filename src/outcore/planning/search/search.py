@@ -155,7 +155,7 @@ class _Search:
         self._looks = looks = Looks(job, simulated)
         self._choice, self._fits = looks.choice, looks.fits
         self._shed, self._fill = functools.cache(self._shedding), functools.cache(self._filling)
-        units = len(job.model.units) * job.micro_batches
+        units = len(job.model.units) * job.micro_batches * job.model.micro_batches_in_unit
         self._is_small = len(job.model.units) - 1 <= SMALL
         self._budget = max(12, min(_SIMULATED_UNITS // units, _MOST_SIMULATED))
         self._share = round(balanced_share(job.rates, there=_BALANCED_BYTES[0], back=_BALANCED_BYTES[1]), 2)

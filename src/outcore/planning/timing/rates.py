@@ -1,8 +1,8 @@
 """How long an operation takes on a machine that does nothing else, and what it shares with others.
 
 [Note: links] All that goes the same way shares a link, whatever its lane: ``h2d`` serves fetches, weights written back
-and states on their way to an update on the device; ``disk_read`` serves weights and states. Links in turn may share
-something (``Shared``): both directions of a bus, reading and writing of one drive, host memory.
+and states on their way to an update on the device; ``disk_read`` and ``disk_write`` serve weights and states. Links in
+turn may share something (``Shared``): both directions of a bus, reading and writing of one drive, host memory.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ LINK_OF: Mapping[str, Link] = {
     Lane.WEIGHTS_READ.value: "disk_read",
     Lane.STATES_READ.value: "disk_read",
     Lane.DISK_WRITE.value: "disk_write",
+    Lane.STATES_WRITE.value: "disk_write",
     Lane.SAVE.value: "disk_write",
     Lane.UPDATE.value: "update",
     Lane.DEVICE_UPDATE.value: "device_update",
@@ -110,6 +111,7 @@ class Pace:
         forward_s = {"keep": {}, "select": rates.selected_forward_s, "recompute": rates.forward_s}
         self._again_s = {unit.name: forward_s[unit.policy].get(unit.name, 0.0) for unit in plan.units}
         self._is_plain = plan.plain
+        self._pieces = model.micro_batches_in_unit
 
     def seconds(self, op: Operation) -> float:
         """How long an operation takes alone."""
@@ -135,11 +137,16 @@ class Pace:
 
     def forward_s(self, unit: str) -> float:
         """Of one visit."""
-        return self._rates.forward_s.get(unit, 0.0) + self._visit_s
+        return self._rates.forward_s.get(unit, 0.0) / self._visits(unit) + self._visit_s
 
     def backward_s(self, unit: str) -> float:
         """Of one visit, with recompute where the plan wants it."""
-        return self._again_s[unit] + self._rates.backward_s.get(unit, 0.0) + self._visit_s
+        seconds = self._again_s[unit] + self._rates.backward_s.get(unit, 0.0)
+        return seconds / self._visits(unit) + self._visit_s
+
+    def _visits(self, unit: str) -> int:
+        """Which together are over one micro-batch: pieces of it. What is outside of all units is one."""
+        return self._pieces if unit else 1
 
     def launch_s(self, unit: str, phase: str) -> float:
         """What the host takes to give a visit's kernels to the device.

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from outcore.device.autograd import is_executed
 from outcore.runtime.module.call import GradientSink
+from outcore.runtime.unit.absent import AbsentParameter
 from outcore.runtime.unit.unit import Unit
 
 
@@ -42,6 +43,8 @@ class Lender:
             try:
                 for slots, name, index in places:
                     param = self._trainable[index]
+                    if isinstance(param, AbsentParameter):
+                        param.owner.make_present()  # not in what follows, which counts as evaluation
                     if param.requires_grad:
                         slots[name] = _Lent.apply(self, index, self._anchor, param)
                 yield

@@ -1,0 +1,56 @@
+"""The work of activations that leave."""
+
+from __future__ import annotations
+
+from outcore.planning.bound.jobs import Job, Sweep, Work
+from outcore.planning.bound.times import Moment, Times
+
+
+def list_activations(times: Times, work: Work) -> None:
+    """What forward saved leaves before the next call but one, and comes back for backward.
+
+    The last two calls before backward are still there, and of those that went to disk the last are in slots.
+    See [Note: activations away] in ``order.activations``.
+
+    Args:
+        times: Of the plan.
+        work: Grows.
+    """
+    kept = sum(p.num_slots for p in times.plan.pools if (p.tier, p.kind) == ("host", "activations"))
+    are_equal = len({(plan.activations, plan.saved_bytes) for spec, plan in times.pairs if spec.name}) == 1
+    brought = [0.0] * len(times.visits)
+    for calls in times.passes():
+        for place, (i, then) in enumerate(calls[:-1]):
+            plan = times.pairs[times.visits[i].unit][1]
+            if not plan.saved_bytes:
+                continue
+            leave_s, write_s, read_s, bring_s = (
+                times.rates.move_s(link, plan.saved_bytes) if link in ("d2h", "h2d") or is_on_disk else 0.0
+                for link in ("d2h", "disk_write", "disk_read", "h2d")
+                for is_on_disk in [plan.activations == "disk"]
+            )
+            work.total_s["d2h"] += leave_s
+            work.total_s["disk_write"] += write_s
+            if place == len(calls) - 2:
+                continue
+            begin = Moment(i, times.used_s[i])
+            if place > len(calls) - 2 - kept:
+                write_s = read_s = 0.0
+            work.total_s["disk_read"] += read_s
+            work.total_s["h2d"] += bring_s
+            left = begin.plus(leave_s)
+            until = (then, read_s + bring_s)
+            if are_equal and place + kept + 2 < len(calls):  # one that leaves later needs the slot
+                until = (calls[place + kept + 2][0], leave_s)
+            jobs = [
+                Job("d2h", leave_s, *begin, calls[place + 2][0], 0.0),
+                Job("disk_write", write_s, *left, *until),
+                Job("disk_read", read_s, *left.plus(write_s), then, bring_s),
+                Job("h2d", bring_s, *left.plus(write_s + read_s), then, 0.0),
+            ]
+            work.jobs += [job for job in jobs if job.seconds]
+            brought[then] = bring_s
+    slots = sum(p.num_slots for p in times.plan.pools if (p.tier, p.kind) == ("device", "activations"))
+    if any(brought):
+        name = f"h2d with {slots} slots for activations"
+        work.sweeps.append(Sweep(name, brought, [None] * len(brought), slots))
