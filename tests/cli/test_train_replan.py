@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from outcore.choice import Timed
 from outcore.cli.train import job
@@ -18,13 +19,14 @@ from outcore.cli.train.nonfinite import FiniteSteps
 from outcore.cli.train.output import predicted
 from outcore.cli.train.output.folder import Checkpoint, OutputFolder
 from outcore.cli.train.output.report import RunReport
+from outcore.cli.train.replan import may_fail_so
 from outcore.cli.train.trainer import SftTrainer
 from outcore.core.errors import DiskError, MemoryBudgetError
 from outcore.planning.timing.known_hardware import known_hardware
 from outcore.probe import kept
 from outcore.spec.hardware import Hardware
 
-from .conftest import Outcome, Run, read_jsonl
+from .conftest import Outcome, Run, read_jsonl, write_jsonl
 
 MACHINE = known_hardware("rtx-4090")
 STEPS, OFF_AT = 7, 5
@@ -44,12 +46,12 @@ def train(command: Run, config_json: Path, text: Path, tmp_path: Path, monkeypat
     monkeypatch.setattr(kept, "measure", slow_updates)
     MACHINE.save(tmp_path / "hardware.json")
 
-    def run(out: str, *more: object) -> Outcome:
+    def run(out: str, *more: object, method: str = "train") -> Outcome:
         length = () if "max_length=null" in more else ("--seq-len", 48)
         sizes = ("--device-memory", "700KiB", "--host-memory", "4MiB")
         shared = ("--steps", STEPS, "--batch-size", 2, *length, "--max-grad-norm", 0.5, *sizes)
         files = ("--model", config_json, "--data", text, "--out", tmp_path / out)
-        return command("train", *files, *shared, "--hardware", tmp_path / "hardware.json", *more)
+        return command(method, *files, *shared, "--hardware", tmp_path / "hardware.json", *more)
 
     return run
 
@@ -141,6 +143,22 @@ def test_nothing_is_lost_where_it_fails(train, plain, tmp_path, monkeypatch):
     assert "the run goes on with the plan that it had, since the other one fails: no room" in done.out
     assert tried[2] is tried[0]
     assert trained(tmp_path / "third") == plain.trained
+
+
+@pytest.mark.parametrize(
+    ("error", "may"),
+    [
+        (MemoryBudgetError("no room"), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (OSError("no such drive"), True),
+        (RuntimeError("deque mutated during iteration"), False),
+        (KeyError("layers.0"), False),
+    ],
+)
+def test_a_bug_is_not_taken_for_a_plan_that_fails(error: Exception, *, may: bool):
+    assert may_fail_so(error) is may
 
 
 def test_where_the_same_plan_is_the_best_it_stays(train, tmp_path, monkeypatch):
@@ -242,6 +260,31 @@ def test_the_summary_is_of_the_whole_run(train, monkeypatch):
     assert len(begun) == 2
     assert begun[0] == begun[1]
     assert f"{STEPS}, 2 of them without an update" in done.out
+
+
+def test_a_trace_is_of_the_plan_that_the_run_ends_with(train, tmp_path):
+    done = train("other", "--replan", "--trace", tmp_path / "trace.json")
+    assert done.status == 0, done.err
+    assert "the run goes on with another plan" in done.out
+    spans = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = [span["name"] for span in spans if span.get("ph") == "X"]
+    assert names.count("step") == STEPS - OFF_AT
+    assert any(name.startswith("stage ") for name in names), "the device updates"
+
+
+def test_preferences_are_learned_the_same_beside_a_reference_model(train, config_json, tmp_path):
+    folder = tmp_path / "weights"
+    config = AutoConfig.for_model(**json.loads(config_json.read_text()))
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    rows = [{"prompt": f"q {n}?", "chosen": f" yes, {n}", "rejected": " no" + n * " never"} for n in range(16)]
+    pairs = write_jsonl(tmp_path / "pairs.jsonl", rows)
+    more = ("--model", folder, "--data", pairs, "--device-memory", "1400KiB", "--host-memory", "8MiB")
+    for out, options in (("plain", ()), ("other", ("--replan",))):
+        done = train(out, *more, *options, method="dpo")
+        assert done.status == 0, done.err
+    assert "the run goes on with another plan" in done.out
+    assert plan_of(tmp_path / "other") != plan_of(tmp_path / "plain")
+    assert trained(tmp_path / "other") == trained(tmp_path / "plain")
 
 
 def test_there_is_room_for_the_checkpoint(train, monkeypatch):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import final
 
+import torch
 from rich.console import Console
 
 from outcore.cli.train.job import Job
@@ -18,8 +19,14 @@ from outcore.probe.kept import Machine
 
 _WORTH = 0.03
 """A plan that is predicted to be faster by less is not worth stopping for."""
-FAILURES = (OutcoreError, RuntimeError, OSError, MemoryError)
-"""Of another plan. PyTorch says with a RuntimeError that there is no memory."""
+_NO_MEMORY = ("out of memory", "allocate memory")
+"""As PyTorch says it, with a RuntimeError."""
+
+
+def may_fail_so(error: Exception) -> bool:
+    """Whether another plan may fail so, and the run go on without it. Anything else is a bug, and is raised."""
+    is_full = isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+    return is_full or isinstance(error, OutcoreError | OSError | MemoryError | torch.OutOfMemoryError)
 
 
 @final
@@ -41,7 +48,9 @@ class Replanning:
         try:
             old, new = self._planned()
             self._output.refuse_full(new.written_bytes())
-        except FAILURES as error:
+        except Exception as error:
+            if not may_fail_so(error):
+                raise
             self._say(f"the run goes on with its plan, since no other could be made: {error}")
             return False
         before, after = old.model.predicted, new.model.predicted

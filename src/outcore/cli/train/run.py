@@ -28,7 +28,7 @@ from outcore.cli.train.output.record import RunRecord
 from outcore.cli.train.output.report import RunReport, is_evaluated
 from outcore.cli.train.output.trace import TraceFile
 from outcore.cli.train.preemption import Preemption
-from outcore.cli.train.replan import FAILURES, Replanning
+from outcore.cli.train.replan import Replanning, may_fail_so
 from outcore.cli.train.saves import Saves, seconds_to_write
 from outcore.cli.train.settings.description import describe
 from outcore.cli.train.settings.run_settings import Settings
@@ -162,8 +162,8 @@ def _go_on(run: _Run) -> None:
                 finally:
                     step = trainer.state.global_step
                 _end(run, job, trainer, skipped=other.skipped)
-        except FAILURES as error:
-            if not jobs or step > saved.step or isinstance(error, NonFiniteStepError):
+        except Exception as error:
+            if not may_fail_so(error) or not jobs or step > saved.step or isinstance(error, NonFiniteStepError):
                 raise
             _say(run.terminal, "Plan", f"the run goes on with the plan that it had, since the other one fails: {error}")
         else:
