@@ -8,6 +8,7 @@ import pytest
 
 from outcore.cli.train.output.predicted import Comparison, PredictedStep
 from outcore.planning.timing.known_hardware import known_hardware
+from outcore.spec.plan import Plan
 
 from .conftest import TIERS, Run, read_jsonl
 
@@ -67,6 +68,15 @@ def test_a_run_has_it_beside_what_was_measured(command: Run, config_json: Path, 
     assert " of predicted" in done.out
     said = [" ".join(line.split()) for line in done.out.splitlines()]
     assert any(line.startswith("predicted") and "s per step; the median took" in line for line in said)
+
+
+def test_what_there_is_room_to_keep_is_kept(command: Run, config_json: Path, text: Path, tmp_path: Path):
+    files = ("--model", config_json, "--data", text, "--out", tmp_path / "run", "--hardware", "rtx-4090")
+    done = command("train", *files, "--steps", 1, "--seq-len", 48, "--device-memory", "4MiB", "--host-memory", "1MiB")
+    assert done.status == 0, done.err
+    assert "activations kept while they fit in" in done.out
+    plan = Plan.load(tmp_path / "run" / "plan.json")
+    assert plan.kept_bytes == 4 * 2**20 - plan.tier_bytes["device"]
 
 
 def test_a_machine_that_is_none_is_one_message(command: Run, config_json: Path, text: Path, tmp_path: Path):

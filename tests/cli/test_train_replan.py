@@ -278,7 +278,7 @@ def test_preferences_are_learned_the_same_beside_a_reference_model(train, config
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     rows = [{"prompt": f"q {n}?", "chosen": f" yes, {n}", "rejected": " no" + n * " never"} for n in range(16)]
     pairs = write_jsonl(tmp_path / "pairs.jsonl", rows)
-    more = ("--model", folder, "--data", pairs, "--device-memory", "1400KiB", "--host-memory", "8MiB")
+    more = ("--model", folder, "--data", pairs, "--device-memory", "800KiB", "--host-memory", "8MiB")
     for out, options in (("plain", ()), ("other", ("--replan",))):
         done = train(out, *more, *options, method="dpo")
         assert done.status == 0, done.err

@@ -209,7 +209,7 @@ def make(seed: int, num_ranks: int = 1) -> Program:
     kinds = [lambda: torch.optim.AdamW(trained), lambda: torch.optim.SGD(trained, lr=0.1)]
     optimizer = chance.choice(kinds)()
     names = rule_for(optimizer).state_names(optimizer.param_groups)
-    units, pieces = [Block], chance.choice([1, 1, 2, 3])
+    units, pieces = [Block], chance.choice([1, 1, 2, 3]) if num_ranks == 1 else 1
     cut = partition(model, units=units, state_names=names, precision=precision, micro_batches_in_unit=pieces)
     spec = cut.spec.among(num_ranks, 0)
     plans = []

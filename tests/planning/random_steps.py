@@ -50,7 +50,8 @@ class Step:
 def random_step(chance: random.Random, num_ranks: int = 1) -> Step:
     """Any model, plan and machine. Args: num_ranks: That train together."""
     model, is_roomy = random_model(chance).among(num_ranks, 0), chance.random() < 0.4
-    model = replace(model, micro_batches_in_unit=chance.choice([1, 1, 1, 1, 1, 2, 3]))
+    if num_ranks == 1:
+        model = replace(model, micro_batches_in_unit=chance.choice([1, 1, 1, 1, 1, 2, 3]))
     micro_batches = chance.choice([1, 1, 2, 3])
     plan = random_plan(model, chance, micro_batches, is_roomy=is_roomy)
     early = [u.name for u in plan.units if u.early]

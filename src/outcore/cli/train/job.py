@@ -174,7 +174,7 @@ class Job:
                 peft_config=None if settings.lora is None else lora_config(settings.lora),
                 callbacks=[*followers],
                 plan=self.model.plan,
-                budget=self._planned_budget(self.model),
+                budget=self._planned_budget(self.model, self.model.plan.kept_bytes),
                 precision=settings.precision,
                 weights=self.source.weights,
                 compile=settings.compile,
@@ -224,12 +224,13 @@ class Job:
         trained = [p for p in all_params if p.requires_grad]
         return sum(p.weight_bytes for p in (all_params if self.settings.lora is None else trained))
 
-    def _planned_budget(self, planned: Planned) -> Budget:
-        """What the plan takes: what was free when it was made may be less by now."""
+    def _planned_budget(self, planned: Planned, kept_bytes: int = 0) -> Budget:
+        """What the plan takes: what was free when it was made may be less by now. Args: kept_bytes: Of activations."""
         taken, disks = planned.taken, self.settings.budget.disk
+        device = taken["device"] + kept_bytes
         if disks is None:
-            return Budget(device=taken["device"], host=taken["host"])
-        return Budget(device=taken["device"], host=taken["host"], disk=disks, disk_bytes=taken["disk"])
+            return Budget(device=device, host=taken["host"])
+        return Budget(device=device, host=taken["host"], disk=disks, disk_bytes=taken["disk"])
 
 
 def _plan_model(settings: Settings, args: Any, source: ModelSource, budget: Budget) -> Planned:
