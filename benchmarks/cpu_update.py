@@ -30,10 +30,11 @@ from measuring import context, spread
 
 from outcore.optim import Lion
 from outcore.optim.blocks import Piece
-from outcore.optim.formats import codes_of
+from outcore.optim.compact import close_masters
+from outcore.optim.formats import Codes, codes_of
 from outcore.optim.rules import AdamHyper, rule_for
 from outcore.runtime.updates.workers import SCRATCH_BYTES, UpdateWorkers
-from outcore.spec.model import ParamSpec
+from outcore.spec.layout import CODES, ROW_NUMEL
 
 COUNTED_BYTES, ALLOCATED_BYTES = 28, 30
 PAUSE_S = 0.03
@@ -55,7 +56,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "muon": torch.optim.Muon,
 }
 WHOLE, COLUMNS = ("adafactor", "muon"), 1024
-RULES = (*[name for name in OPTIMIZERS if name != "adamw"], "adamw:bf16", "adamw:8bit", "lion:8bit")
+RULES = (*[name for name in OPTIMIZERS if name != "adamw"], "adamw:bf16", "adamw:8bit", "adamw:compact", "lion:8bit")
 
 
 class Buffers:
@@ -123,32 +124,39 @@ def bitsandbytes(b: Buffers) -> Callable[[], None]:
 
 
 def by_name(b: Buffers, workers: UpdateWorkers, name: str) -> Callable[[], None]:
-    """An optimizer, and how its moments are stored: ``rmsprop``, ``adamw:8bit``."""
-    kind, _, state_format = name.partition(":")
+    """An optimizer, and how its moments or its master are stored: ``rmsprop``, ``adamw:8bit``."""
+    kind, _, chosen = name.partition(":")
+    is_compact = chosen == "compact"
     param = torch.nn.Parameter(b.master)
     shape = (len(b.master) // COLUMNS, COLUMNS) if kind in WHOLE else b.master.shape
     if kind in WHOLE:  # a matrix as of a large model
         param = torch.nn.Parameter(b.master.view(shape))
     optimizer = OPTIMIZERS[kind]([param])
-    optimizer.param_groups[0]["state_format"] = state_format or "fp32"
+    optimizer.param_groups[0]["master_format" if is_compact else "state_format"] = chosen or "fp32"
     rule, groups = rule_for(optimizer), optimizer.param_groups
     kept = rule.kept(groups)(param, "float32")
-    spec = {"name": "w", "shape": tuple(shape), "dtype": "bfloat16", "update_dtype": "float32", "requires_grad": True}
     forms = [(form, shape if form.shape is None else form.shape) for form in kept.states]
     states = {
         form.name: torch.full((math.prod(own),), form.initial, dtype=getattr(torch, form.dtype)) for form, own in forms
     }
     likes = {form.name: torch.empty(own, device="meta") for form, own in forms if form.shape is not None}
+    codes = codes_of(kept.states, "w")
+    if is_compact:
+        lower, rows = torch.empty(len(b.master), dtype=torch.int16), -(-len(b.master) // ROW_NUMEL)
+        states |= {"master": lower, CODES: torch.empty(rows, dtype=torch.uint8)}
+        weights = b.weights.clone()
+        close_masters(b.master, weights, lower, states[CODES])
+        codes = Codes({"master": "compact"}, 0)
     piece = Piece(
-        target=b.master,
+        target=weights if is_compact else b.master,
         grad=b.grad,
         states=states,
-        weights=b.weights,
+        weights=None if is_compact else b.weights,
         step=STEP,
         hyper=rule.hyper(groups[0]),
         numbers={form.name: 0.5 for form, own in forms if own == () and not kept.is_whole},
         likes={"": torch.empty(shape, device="meta"), **likes},
-        codes=codes_of(ParamSpec(**spec, states=kept.states)),
+        codes=codes,
     )
     return lambda: workers.run([piece])
 

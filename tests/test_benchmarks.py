@@ -25,6 +25,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
 LARGE = "--layers 5 --hidden 64 --intermediate 160 --heads 2 --kv-heads 1 --vocabulary 101 --seq-len 16 --device cpu"
 TINY = {
     "activation_peak.py": "--only 16384",
+    "compact_masters.py": "--numbers 100000",
     "convergence.py": "--steps 1 --seeds 1",
     "cpu_update.py": "--numel 50000 --repeats 2",
     "disk_io.py": "--folder . --nbytes 8MiB --extent 4MiB --repetitions 1",

@@ -139,10 +139,10 @@ def _refuse_whole(model: ModelSpec, call: str) -> None:
                 f"{call}: expected fp32, bf16 or fp16 with several ranks, but '{param.name}' is trained in float64, "
                 "which cuts between ranks would round otherwise; convert it, or take one rank"
             )
-        if param.is_coded:
+        if param.is_coded or param.master_format != "fp32":
             raise UnsupportedError(
-                f"optimizer: expected state_format 'fp32' with several ranks, but that of '{param.name}' is another "
-                "one; leave it out, or take one rank"
+                f"optimizer: expected state_format and master_format 'fp32' with several ranks, but '{param.name}' has "
+                "another one; leave it out, or take one rank"
             )
         if param.is_whole or any(form.shape is not None for form in param.states or ()):
             raise UnsupportedError(

@@ -168,6 +168,7 @@ def test_the_commands_and_options_are_these():
                     "load_in_4bit",
                     "load_in_8bit",
                     "lora",
+                    "master_format",
                     "model",
                     "nodes",
                     "optim",

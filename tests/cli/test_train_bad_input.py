@@ -45,7 +45,7 @@ OPTIONS: list[Case] = [
     option("lr", "nan", "--lr: expected a valid number, but got .?nan"),
     option("lr", "inf", "--lr: expected .* but got .?inf"),
     option("max-grad-norm", "-1", "--max-grad-norm: expected .* but got .?-1"),
-    option("precision", "fp16", "--precision: expected 'fp32', 'bf16' or 'pure_bf16', but got 'fp16'"),
+    option("precision", "fp8", "--precision: expected 'fp32', 'bf16', 'pure_bf16' or 'fp16', but got 'fp8'"),
     option("save-every", "0", "--save-every: expected .* greater than 0"),
     option("keep", "2", "--keep: expected checkpoints to be saved"),
     option("device", "tpu", "--device: expected 'cpu' or 'cuda' .* but got 'tpu'"),

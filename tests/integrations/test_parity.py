@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import outcore
 from outcore.runtime.module_guard import attachment_of
+from outcore.spec.layout import CODES
 
 from .rig import (
     ON_CPU,
@@ -48,6 +49,47 @@ def test_everything_on_the_device(tmp_path):
 )
 def test_sft(changes, tmp_path):
     same(sft, tmp_path, **changes)
+
+
+@pytest.mark.skipif(ON_CPU, reason="Accelerate has a gradient scaler on accelerators alone")
+@pytest.mark.parametrize("job", [language, sft, dpo])
+@pytest.mark.parametrize("max_grad_norm", [0.1, 0.0])
+def test_fp16(job, max_grad_norm, tmp_path):
+    """Accelerate's scale begins so high that the first steps overflow, but for those of preferences."""
+    parts = {"ref_model": llama(seed=4)} if job is dpo else {}
+    drive = train if job is dpo else train_and_say_the_scale
+    same(job, tmp_path, drive=drive, parts=parts, fp16=True, max_grad_norm=max_grad_norm)
+
+
+def train_and_say_the_scale(trainer):
+    trainer.train()
+    scale = trainer.accelerator.scaler.get_scale()
+    assert scale < 2.0**16
+    return scale
+
+
+@pytest.mark.skipif(ON_CPU, reason="Accelerate has a gradient scaler on accelerators alone")
+def test_fp16_weights_with_masters_are_the_same_wherever_they_live(tmp_path):
+    found = []
+    for name, options in {"one": {"budget": outcore.Budget()}, "all": {}}.items():
+        with streamed(tmp_path, precision="fp16", **options) as side:
+            trainer = language(side, tmp_path / name, fp16=True)
+            found.append(seen(trainer, train_and_say_the_scale))
+            assert {p.dtype for p in trainer.model.parameters()} == {torch.float16}
+    exactly(*found)
+
+
+@pytest.mark.parametrize("job", [language, sft])
+def test_compact_masters(job, tmp_path):
+    """Those of the same Trainer with fp32 masters."""
+    found = []
+    for chosen in ("fp32", "compact"):
+        with streamed(tmp_path, precision="bf16", master_format=chosen) as side:
+            trainer = job(side, tmp_path / chosen)
+            found.append(seen(trainer, train))
+            codes = [CODES in u.ledger.state_specs for u in attachment_of(trainer.model).engine.units]
+            assert any(codes) == (chosen == "compact")
+    exactly(*found)
 
 
 def test_activations_leave_under_autocast(tmp_path):

@@ -27,7 +27,6 @@ ARGUMENTS = {
     "fsdp": True,
     "parallelism_config": object(),
     "auto_find_batch_size": True,
-    "fp16": True,
     "fp16_full_eval": True,
     "bf16_full_eval": True,
     "torch_compile": True,
@@ -90,7 +89,7 @@ def fresh_accelerate():
         (
             "ACCELERATE_MIXED_PRECISION",
             "fp16",
-            "expected mixed precision 'no' or 'bf16', but got 'fp16'; unset .*PRECISION",
+            "expected mixed precision 'no' or 'bf16' on cpu, but got 'fp16'; pass bf16=True .* unset .*PRECISION",
         ),
     ],
 )
@@ -177,8 +176,17 @@ def test_fp16_models(tmp_path):
         outcore.UnsupportedError, match="train in fp32 or bf16, but 'model.embed_tokens.weight' is in fp16"
     ):
         built(tmp_path, model=llama(torch.float16))
-    with pytest.raises(outcore.UnsupportedError, match="expected precision to be .*, but got 'fp16'; use 'bf16'"):
+    with pytest.raises(outcore.UnsupportedError, match="expected fp16=True .* beside precision 'fp16', since"):
         built(tmp_path, model=llama(), precision="fp16")
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_fp16_on_the_cpu(tmp_path):
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", fp16=True)
+    with pytest.raises(
+        outcore.UnsupportedError, match=r"'no' or 'bf16' on cpu, but got 'fp16'; .* \(fp16=True needs an"
+    ):
+        Streamed(llama(), args)
 
 
 def test_budget_that_does_not_suffice(tmp_path):

@@ -13,7 +13,6 @@ from outcore.optim.blocks import Piece, split, update_blocks
 from outcore.optim.formats import Codes, codes_of, decode, encode
 from outcore.optim.rules import rule_for
 from outcore.spec.layout import NOISE_BYTES
-from outcore.spec.model import ParamSpec
 
 from .update_cases import assert_same_bits, random
 
@@ -35,8 +34,7 @@ class Run:
         optimizer.param_groups[0]["state_format"] = chosen
         self.rule, group = rule_for(optimizer), optimizer.param_groups[0]
         kept = self.rule.kept(optimizer.param_groups)(param, "float32")
-        spec = {"name": "w", "shape": (numel,), "dtype": "float32", "update_dtype": "float32", "requires_grad": True}
-        self.codes, self.hyper = codes_of(ParamSpec(**spec, states=kept.states)), self.rule.hyper(group)
+        self.codes, self.hyper = codes_of(kept.states, "w"), self.rule.hyper(group)
         self.target, self.numel = param.detach().clone(), numel
         self.states, self.numbers = {}, {}
         for form in kept.states:

@@ -104,7 +104,10 @@ def test_what_is_right_passes(kind):
         (Forgetful, r"the bits of step.* the weight differs after step 1 in pieces .*set is_whole = True"),
         (Spoiling, r"the gradient to be only read, but update\(\) changed it"),
         (Wasteful, r"at most temporaries = 2 times .* but it made 3\.00 times as much \(torch.float32 of shape \(67"),
-        (keeping("step"), "of the state 'step' of Keeping a name other than step, master, and no '_absmax' at its end"),
+        (
+            keeping("step"),
+            "of the state 'step' of Keeping a name other than step, master, master_codes, and no '_absmax' at its end",
+        ),
         (keeping("master"), "of the state 'master' of Keeping a name other than"),
         (keeping("mine_absmax"), "of the state 'mine_absmax' of Keeping a name other than"),
         (keeping(dtype=torch.int64), r"of the state 'mine' of Keeping one of the dtypes .* but got torch\.int64"),

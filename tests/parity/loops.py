@@ -32,6 +32,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamax": (torch.optim.Adamax, {"lr": 1e-2, "weight_decay": 0.1}),
     "adadelta": (torch.optim.Adadelta, {"lr": 1.0}),
     "lion": (Lion, {"lr": 1e-3, "weight_decay": 0.1}),
+    "dyadic": (torch.optim.SGD, {"lr": 2.0**-4}),
     "adafactor": (torch.optim.Adafactor, {"lr": 1e-2, "eps": (1e-9, 1e-3), "weight_decay": 0.1}),
 }
 BY_RULE = ("adamw foreach", "rmsprop", "nadam", "radam", "adamax", "adadelta", "lion", "adafactor", "muon")
@@ -272,10 +273,10 @@ def build_optimizer(
         adamw = build_optimizer(dataclasses.replace(setting, optimizer="adamw"), rest, is_fused=is_fused)
         return Both([torch.optim.Muon(list(matrices.values()), lr=1e-2), adamw])
     if ":" in setting.optimizer:  # such as "adamw:8bit"
-        name, chosen = setting.optimizer.split(":")
+        name, chosen = setting.optimizer.rsplit(":", 1)
         optimizer = build_optimizer(dataclasses.replace(setting, optimizer=name), named, is_fused=is_fused)
         for group in optimizer.param_groups:
-            group["state_format"] = chosen
+            group["master_format" if chosen == "compact" else "state_format"] = chosen
         return optimizer
     cls, options = OPTIMIZERS[setting.optimizer]
     groups: list[dict[str, Any]] = [{"params": list(named.values())}]

@@ -33,6 +33,10 @@ def stored_in(chosen: str) -> Any:
     return lambda model: torch.optim.AdamW([{"params": trained(model), "state_format": chosen}], lr=1e-2)
 
 
+def compact(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": trained(model), "master_format": "compact"}], lr=1e-2)
+
+
 def sgd(model: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": trained(model), "state_format": "bf16"}], lr=1e-2, momentum=0.9)
 
@@ -42,6 +46,7 @@ OPTIMIZERS = {
     "adafactor": lambda model: torch.optim.Adafactor(trained(model), lr=1e-2),  # states of other shapes
     "bf16": stored_in("bf16"),  # noise that goes on
     "8bit": stored_in("8bit"),  # codes and scales
+    "compact": compact,  # weights that are a part of masters
     "muon": muon,  # two optimizers, whose parameters have other states
 }
 

@@ -112,12 +112,13 @@ def plan(  # noqa: PLR0913 (one option each)
     grad_accum: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 1,
     nodes: Annotated[int, typer.Option(min=1, help="Machines of this kind that train together.")] = 1,
     gpus_per_node: Annotated[int, typer.Option(min=1, help="Ranks on each, with such a batch and device each.")] = 1,
-    precision: Annotated[str, typer.Option(help="fp32, bf16 or pure_bf16.")] = "bf16",
+    precision: Annotated[str, typer.Option(help="fp32, bf16, pure_bf16 or fp16.")] = "bf16",
     lora: Annotated[int | None, typer.Option(min=1, help="Train LoRA adapters of this rank, not the weights.")] = None,
     load_in_4bit: Annotated[
         bool, typer.Option("--load-in-4bit", help="Under --lora: the base in 4 bits (nf4), with bitsandbytes.")
     ] = False,
     load_in_8bit: Annotated[bool, typer.Option("--load-in-8bit", help="The same in 8 bits.")] = False,
+    master_format: Annotated[str, typer.Option(help="Of fp32 masters beside bf16 weights: fp32 or compact.")] = "fp32",
     optim: Annotated[str, typer.Option(help="Its name in Transformers: adamw_torch, adamw_8bit, lion_32bit.")] = (
         "adamw_torch"
     ),
@@ -151,6 +152,7 @@ def plan(  # noqa: PLR0913 (one option each)
         gpus_per_node=gpus_per_node,
         precision=precision,
         optim=optim,
+        master_format=master_format,
         clipping=clipping,
         device_memory=device_memory,
         host_memory=host_memory,

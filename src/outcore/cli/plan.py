@@ -73,6 +73,7 @@ class Question:
     disk_size: str | None
     optim: str = "adamw_torch"
     """As training arguments name it."""
+    master_format: str = "fp32"
     lora: int | None = None
     """Rank of adapters; None: all weights are trained."""
     load_in_4bit: bool = False
@@ -229,7 +230,7 @@ def answer_for(question: Question, source: ModelSource, hardware: Hardware) -> A
     model = build_model(dataclasses.replace(source, quantization=question.quantization), precision)
     if question.lora is not None:
         model = with_adapters(model, {"r": question.lora, "target_modules": "all-linear", "task_type": "CAUSAL_LM"})
-    optimizer = optimizer_named(question.optim, model)
+    optimizer = optimizer_named(question.optim, model, question.master_format)
     cut = partition(model, keeps=rule_for(optimizer).kept(optimizer.param_groups), precision=precision)
     with of_a_node(question.ranks.per_node):
         return _Asking(question, among(cut, question.ranks, 0, "outcore plan"), hardware, limits).answer()

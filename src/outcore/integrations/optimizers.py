@@ -130,7 +130,7 @@ def optimizer_for(args: Any, model: nn.Module | None = None) -> tuple[type[torch
     return kind, {**options, "state_format": named.state_format, "apart": apart}
 
 
-def optimizer_named(name: str, model: nn.Module) -> torch.optim.Optimizer:
+def optimizer_named(name: str, model: nn.Module, master_format: str = "fp32") -> torch.optim.Optimizer:
     """With the settings that training arguments have by themselves.
 
     Raises:
@@ -139,7 +139,10 @@ def optimizer_named(name: str, model: nn.Module) -> torch.optim.Optimizer:
     if name not in OPTIMIZERS:
         raise ConfigError(f"--optim: expected one of {', '.join(OPTIMIZERS)}, but got '{name}'")
     kind, options = optimizer_for(TrainingArguments(optim=name, use_cpu=True, report_to="none"), model)
-    return kind([param for param in model.parameters() if param.requires_grad], **options)
+    optimizer = kind([param for param in model.parameters() if param.requires_grad], **options)
+    for group in optimizer.param_groups:
+        group["master_format"] = master_format
+    return optimizer
 
 
 def optimizer_or_other(args: Any, model: nn.Module | None = None) -> tuple[Any, Any]:

@@ -15,13 +15,11 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import TrainingArguments
 
-_NO_SCALER = "a gradient scaler has no way to skip a streamed step here, only in a loop of your own"
 _ARGUMENTS = {
     "deepspeed": "drop the DeepSpeed config; budget= says what may be taken on device, host and disk",
     "fsdp": "drop it; under torchrun, outcore shares the work among the ranks itself",
     "parallelism_config": "drop it; under torchrun, outcore shares the work among the ranks itself",
     "auto_find_batch_size": "choose per_device_train_batch_size yourself; a plan is made once, for one batch size",
-    "fp16": f"use bf16=True; {_NO_SCALER}",
     "fp16_full_eval": "drop it; evaluation runs in the precision of training",
     "bf16_full_eval": "drop it; evaluation runs in the precision of training",
     "torch_compile": "drop it; compile=True beside budget=, in the command --compile, compiles the blocks",
@@ -56,6 +54,7 @@ def refuse_unranked(args: TrainingArguments) -> None:
     if args.world_size == 1:
         return
     refused = {
+        "fp16": (args.fp16, "use bf16=True, which needs no scaler"),
         "save_on_each_node": (args.save_on_each_node, "drop it; all ranks write one folder, which all must see"),
         "accelerator_config.split_batches": (
             args.accelerator_config.split_batches,
@@ -87,15 +86,16 @@ def refuse_optimizer(args: TrainingArguments) -> None:
     optimizer_for(args)
 
 
-def refuse_precision(precision: str | None) -> None:
-    """Refuse to train in fp16 under a Trainer, whatever the weights were loaded in.
+def refuse_unscaled(precision: str | None, args: TrainingArguments | None) -> None:
+    """Refuse fp16 weights without a scaler for their gradients.
 
     Raises:
-        UnsupportedError: It is fp16.
+        UnsupportedError: It is so.
     """
-    if precision == "fp16":
+    if precision == "fp16" and not getattr(args, "fp16", False):
         raise UnsupportedError(
-            f"expected precision to be None, 'bf16', 'pure_bf16' or 'fp32', but got 'fp16'; use 'bf16': {_NO_SCALER}"
+            "expected fp16=True in the training arguments beside precision 'fp16', since gradients in fp16 need its "
+            "scaler; set it, or take precision 'bf16'"
         )
 
 
@@ -144,10 +144,12 @@ def refuse_accelerator(accelerator: Accelerator) -> None:
             f"accelerate: expected it to see the {count} ranks that train together, but it sees "
             f"{accelerator.num_processes}; start with torchrun, which sets LOCAL_RANK beside RANK and WORLD_SIZE"
         )
-    if accelerator.mixed_precision not in ("no", "bf16"):
+    known = ("no", "bf16", *(("fp16",) if accelerator.scaler is not None else ()))
+    if accelerator.mixed_precision not in known:
         raise UnsupportedError(
-            f"accelerate: expected mixed precision 'no' or 'bf16', but got '{accelerator.mixed_precision}'; unset "
-            "ACCELERATE_MIXED_PRECISION and pass bf16=True"
+            f"accelerate: expected mixed precision {' or '.join(map(repr, known))} on {accelerator.device.type}, but "
+            f"got '{accelerator.mixed_precision}'; pass bf16=True (fp16=True needs an accelerator), and unset "
+            "ACCELERATE_MIXED_PRECISION"
         )
     backend = accelerator.state.dynamo_plugin.backend
     if backend != "NO":
@@ -157,11 +159,12 @@ def refuse_accelerator(accelerator: Accelerator) -> None:
         )
 
 
-def refuse_model(model: nn.Module) -> None:
+def refuse_model(model: nn.Module, *, has_scaler: bool) -> None:
     """Refuse a model whose weights are not all its own, in memory or on the meta device.
 
     Raises:
-        UnsupportedError: Quantized by another library, to be trained in fp16, or spread over devices by a device map.
+        UnsupportedError: Quantized by another library, to be trained in fp16 without a scaler, or spread over devices
+            by a device map.
     """
     what = type(model).__name__
     method = getattr(model, "quantization_method", None)
@@ -172,11 +175,10 @@ def refuse_model(model: nn.Module) -> None:
             "load it without quantization_config, or with BitsAndBytesConfig and train adapters"
         )
     half = next((n for n, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16), None)
-    if half is not None:
+    if half is not None and not has_scaler:
         raise UnsupportedError(
             f"expected weights to train in fp32 or bf16, but '{half}' is in fp16, which needs a scaler for gradients; "
-            "load the model with dtype=torch.bfloat16 or torch.float32, or use outcore.prepare and GradScaler in your "
-            "own loop"
+            "pass fp16=True, or load the model with dtype=torch.bfloat16 or torch.float32"
         )
     places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     if len(places) > 1 or places & {"disk", "meta"}:

@@ -36,10 +36,11 @@ from outcore.integrations.refusals import (
     refuse_model,
     refuse_optimizer,
     refuse_pieces,
-    refuse_precision,
     refuse_unranked,
+    refuse_unscaled,
 )
 from outcore.integrations.saves import TrainerSaves
+from outcore.integrations.scaling import step_with
 from outcore.integrations.streamed_checkpoints import StreamedCheckpoints
 from outcore.integrations.versions import scores_in_tiles
 from outcore.runtime.module_guard import attachment_of
@@ -47,7 +48,7 @@ from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.saving.training_state import load_weights
 from outcore.saving.weights.conversions import is_adapter_model
 from outcore.spec.budget import Budget
-from outcore.spec.model import Precision
+from outcore.spec.model import MasterFormat, Precision
 from outcore.spec.plan import AwayTier, Plan
 
 # What Accelerate has this on, it neither moves nor wraps.
@@ -83,6 +84,7 @@ class OutcoreMixin(StreamedCheckpoints):
         sample: Mapping[str, torch.Tensor] | None = None,
         activations: AwayTier | None = None,
         micro_batches_in_unit: int | None = None,
+        master_format: MasterFormat = "fp32",
         **kwargs: Any,
     ) -> None:
         """Build the Trainer below; the model is prepared when it is first used.
@@ -92,7 +94,8 @@ class OutcoreMixin(StreamedCheckpoints):
             budget: The most to take on each tier, as for ``outcore.prepare``.
             plan: To obey, instead of a search.
             precision: None: what the plain Trainer computes, so a bf16 model is updated in bf16. ``"bf16"`` gives it
-                fp32 master weights. ``bf16=True`` in the training arguments is autocast, as ever.
+                fp32 master weights, ``"fp16"`` weights in fp16 beside such. ``bf16=True`` and ``fp16=True`` in the
+                training arguments are autocast, as ever, the latter with Accelerate's gradient scaler.
             weights: A Hugging Face checkpoint directory to stream in; the model may then be on the meta device.
             units: Classes or names of the modules that move as a whole.
             hardware: As for ``outcore.prepare``. If the training arguments have a ``max_length``, it says, with the
@@ -102,25 +105,26 @@ class OutcoreMixin(StreamedCheckpoints):
                 arguments have a ``max_length``.
             activations: As for ``outcore.prepare``: ``"host"`` or ``"disk"``.
             micro_batches_in_unit: As for ``outcore.prepare``: pieces of a micro-batch.
+            master_format: ``"compact"`` stores fp32 masters in half the bytes, for param groups that do not say it.
             **kwargs: The Trainer's own.
 
         Raises:
             UnsupportedError: A setting that cannot work on streamed weights.
         """
-        refuse_precision(precision)
         self._outcore_options: dict[str, Any] = {"budget": budget, "plan": plan, "weights": weights, "units": units}
         self._outcore_options |= {"hardware": hardware, "compile": compile, "activations": activations}
         self._outcore_options |= {"micro_batches_in_unit": micro_batches_in_unit}
         self._outcore_sample = sample
-        self._outcore_precision = precision
+        self._outcore_precision, self._outcore_master_format = precision, master_format
         self._outcore_checkpoint, self._outcore_reading = None, ExitStack()
         self._outcore_saves = TrainerSaves(self, self._outcore_saved)
         self._outcore_logged = (0, 0.0)
         training = next((a for a in (*args, *kwargs.values()) if isinstance(a, TrainingArguments)), None)
+        refuse_unscaled(precision, training)
         if training is not None:
             refuse_arguments(training)
             refuse_pieces(training, micro_batches_in_unit)
-            if not self._outcore_brings_optimizer(args, kwargs):
+            if not _brings_optimizer(type(self), args, kwargs):
                 refuse_optimizer(training)
             is_name = isinstance(kwargs.get("model", args[0] if args else None), str)
             if is_name and hasattr(training, "model_init_kwargs"):
@@ -129,15 +133,6 @@ class OutcoreMixin(StreamedCheckpoints):
         _take_over(super().__init__, args, kwargs)
         super().__init__(*args, **kwargs)
 
-    def _outcore_brings_optimizer(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether the training arguments do not choose the optimizer."""
-        given = (*args, *kwargs.values())
-        return (
-            type(self).create_optimizer is not Trainer.create_optimizer
-            or kwargs.get("optimizer_cls_and_kwargs") is not None
-            or any(isinstance(value, tuple) and any(part is not None for part in value) for value in given)
-        )
-
     def create_accelerator_and_postprocess(self) -> None:
         """Refuse what the plain Trainer would distribute, compile or convert."""
         refuse_arguments(self.args)
@@ -145,7 +140,7 @@ class OutcoreMixin(StreamedCheckpoints):
         refuse_accelerator(self.accelerator)
         refuse_unranked(self.args)
         if self.model is not None:
-            refuse_model(self.model)
+            refuse_model(self.model, has_scaler=self.accelerator.scaler is not None)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """End the preparation of the model that the new one replaces."""
@@ -189,7 +184,8 @@ class OutcoreMixin(StreamedCheckpoints):
             setattr(self.optimizer, _ACCELERATE_PREPARED, True)
 
     def _outcore_prepare(self) -> None:
-        refuse_model(self.model)
+        scaler = self.accelerator.scaler
+        refuse_model(self.model, has_scaler=scaler is not None)
         options = dict(self._outcore_options)
         checkpoint, self._outcore_checkpoint = self._outcore_checkpoint, None
         adapters = is_adapter_model(self.model)
@@ -206,9 +202,13 @@ class OutcoreMixin(StreamedCheckpoints):
             is_promised=_has_a_known_loop(type(self)),
             makes_logits=self._outcore_sample is not None or not scores_in_tiles(),
         )
+        for group in [] if self.optimizer is None else self.optimizer.param_groups:
+            group.setdefault("master_format", self._outcore_master_format)
         with self.accelerator.autocast():  # in which activations are measured
             prepared = prepare_in_loop(self.model, self.optimizer, loop=loop, **options)
         self.optimizer = prepared.optimizer
+        if scaler is not None and self.optimizer is not None:
+            step_with(scaler, self.optimizer)
         _PREPARED.add(self.model)
         self._outcore_logged = (0, 0.0)
         if checkpoint is not None and adapters:
@@ -233,6 +233,16 @@ class OutcoreMixin(StreamedCheckpoints):
             logs |= {"moved_bytes": moved_bytes - before_bytes, "exposed_s": exposed_s - before_s}
             self._outcore_logged = (moved_bytes, exposed_s)
         super().log(logs, start_time)
+
+
+def _brings_optimizer(trainer: type[Trainer], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the training arguments do not choose the optimizer."""
+    given = (*args, *kwargs.values())
+    return (
+        trainer.create_optimizer is not Trainer.create_optimizer
+        or kwargs.get("optimizer_cls_and_kwargs") is not None
+        or any(isinstance(value, tuple) and any(part is not None for part in value) for value in given)
+    )
 
 
 def _has_a_known_loop(trainer: type[Trainer]) -> bool:

@@ -22,9 +22,11 @@ import torch
 from torch import Tensor
 
 from outcore.core.quantities import align_up
-from outcore.optim.formats import NOISE_NUMEL, SCALED_NUMEL, Codes, decode, encode, is_scale
+from outcore.optim.compact import close_masters, open_masters
+from outcore.optim.formats import NOISE_NUMEL, Codes, decode, encode
 from outcore.optim.kernels import FusedStep, apply
 from outcore.optim.rules import Hyper, RuleHyper, SgdHyper
+from outcore.spec.layout import CODES
 
 CUT_NUMEL = 64
 """Cuts inside a parameter are multiples of it: a cache line or more in every dtype, and a whole number of vectors."""
@@ -36,7 +38,8 @@ class Piece:
     """One parameter to update, or a part of one cut at multiples of ``CUT_NUMEL`` elements. All tensors are 1D."""
 
     target: Tensor
-    """What the rule updates, in the update dtype: master weights, or the weights where there is no master."""
+    """What the rule updates, in the update dtype: master weights, or the weights where there is no master. The weights,
+    too, where the master is compact: they are its upper half."""
     grad: Tensor | None
     """Gradient in the update dtype or in the dtype in which autograd made it; only read. None needs ``zero``."""
     states: Mapping[str, Tensor]
@@ -68,7 +71,12 @@ class Piece:
     @property
     def cut_numel(self) -> int:
         """Cuts are at multiples of it."""
-        return SCALED_NUMEL if self.codes is not None and self.codes.has_scales else CUT_NUMEL
+        return CUT_NUMEL if self.codes is None else max(CUT_NUMEL, self.codes.shared_numel)
+
+    @property
+    def update_dtype(self) -> torch.dtype:
+        """In which the rule updates."""
+        return self.target.dtype if self.codes is None else torch.float32
 
     @property
     def is_whole(self) -> bool:
@@ -106,9 +114,8 @@ class Piece:
     def _cut_state(self, name: str, tensor: Tensor, numels: Sequence[int]) -> Sequence[Tensor]:
         if name in self.numbers:
             return [tensor] * len(numels)
-        if self.codes is not None and is_scale(name, self.codes):
-            return tensor.split_with_sizes([-(-numel // SCALED_NUMEL) for numel in numels])
-        return tensor.split_with_sizes(numels)
+        shared = 1 if self.codes is None else self.codes.elements_of(name)
+        return tensor.split_with_sizes([-(-numel // shared) for numel in numels])
 
 
 class StoppedError(Exception):
@@ -140,7 +147,7 @@ def update_blocks(pieces: Iterable[Piece], scratch: Tensor, is_stopped: Callable
                 times = hyper.rule.temporaries if isinstance(hyper, RuleHyper) else 2.0
                 cuts = min(cuts, max(int(cuts / max(times / lanes, 1.0)), 1))
             numel = cuts * cut
-            if formats and scratch.is_cpu:
+            if scratch.is_cpu and "bf16" in dict(formats).values():
                 numel = min(numel, NOISE_NUMEL // cut * cut)
             room = scratch[: lanes * numel * dtype.itemsize].view(dtype).view(lanes, numel)
             for blocks in ([piece] for piece in group) if group[0].is_whole else _filled(group, numel):
@@ -158,7 +165,7 @@ def _alike(pieces: Iterable[Piece]) -> dict[_Alike, list[Piece]]:
     for piece in pieces:
         first = isinstance(piece.hyper, SgdHyper) and piece.step == 1
         formats = () if piece.codes is None else tuple(piece.codes.formats.items())
-        alike.setdefault((piece.hyper, piece.target.dtype, first, formats), []).append(piece)
+        alike.setdefault((piece.hyper, piece.update_dtype, first, formats), []).append(piece)
     return alike
 
 
@@ -192,7 +199,7 @@ def _update(blocks: list[Piece], lanes: Tensor) -> None:
 
     Args:
         blocks: Alike.
-        lanes: Scratch of the dtype of the targets: a row for gradients, and one for each state that is coded.
+        lanes: Scratch of the dtype of the update: a row for gradients, and one for each state that is coded.
     """
     grads = _gradients(blocks, lanes[0])
     hyper = blocks[0].hyper
@@ -201,16 +208,17 @@ def _update(blocks: list[Piece], lanes: Tensor) -> None:
             block.target.copy_(block.old_target)
         for name, old in block.old_states.items():
             block.states[name].copy_(old)
-    held = [block.states for block in blocks] if len(lanes) == 1 else list(_decoded(blocks, lanes))
+    coded = [] if blocks[0].codes is None else list(_rooms(blocks, lanes))
+    held = [_decoded(*each) for each in coded] or [(block.target, block.states) for block in blocks]
     if isinstance(hyper, RuleHyper):
-        for block, grad, states in zip(blocks, grads, held, strict=True):
-            _follow(hyper, block, grad, states)
+        for block, grad, (target, states) in zip(blocks, grads, held, strict=True):
+            _follow(hyper, block, target, grad, states)
     else:
-        targets, steps = [block.target for block in blocks], [block.step for block in blocks]
-        columns = [tuple(states[name] for name in hyper.state_names) for states in held]
+        targets, steps = [target for target, _ in held], [block.step for block in blocks]
+        columns = [tuple(states[name] for name in hyper.state_names) for _, states in held]
         apply(FusedStep(hyper=hyper, targets=targets, grads=grads, states=columns, steps=steps))
-    if len(lanes) > 1:
-        _encode(blocks, lanes)
+    for each in coded:
+        _encode(*each)
     for block in blocks:
         if block.weights is not None:
             block.weights.copy_(block.target)
@@ -221,7 +229,7 @@ def _gradients(blocks: Sequence[Piece], scratch: Tensor) -> list[Tensor]:
     for block in blocks:
         numel = block.target.numel()
         if is_whole:
-            room = torch.empty_like(block.target) if _needs_room(block) else block.target
+            room = torch.empty_like(block.target, dtype=block.update_dtype) if _needs_room(block) else scratch
         else:
             room = scratch if numel == scratch.numel() else scratch[start : start + numel]
         grads.append(_gradient(block, room))
@@ -236,28 +244,38 @@ def _rooms(blocks: Sequence[Piece], lanes: Tensor) -> Iterator[tuple[Piece, Code
         if block.codes is None:
             raise AssertionError("a block whose states are not coded among others")
         stop = start + align_up(block.target.numel(), block.cut_numel)
-        rooms = {name: lanes[i][start:stop] for i, name in enumerate(block.codes.formats, start=1)}
+        if block.is_whole:
+            rooms = {name: lanes.new_empty(stop - start) for name in block.codes.formats}
+        else:
+            rooms = {name: lanes[i][start:stop] for i, name in enumerate(block.codes.formats, start=1)}
         yield block, block.codes, rooms
         start = stop
 
 
-def _decoded(blocks: Sequence[Piece], lanes: Tensor) -> Iterator[dict[str, Tensor]]:
-    for block, codes, rooms in _rooms(blocks, lanes):
-        opened = {name: decode(name, block.states, codes, room) for name, room in rooms.items()}
-        yield {n: opened.get(n, t) for n, t in block.states.items() if not is_scale(n, codes)}
+def _decoded(block: Piece, codes: Codes, rooms: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """What the rule updates: target and states."""
+    opened, states = dict[str, Tensor](), block.states
+    for name, room in rooms.items():
+        if name == "master":
+            opened[name] = open_masters(block.target, states[name], states[CODES], room)
+        else:
+            opened[name] = decode(name, states, codes, room)
+    target = opened.get("master", block.target)
+    return target, {n: opened.get(n, t) for n, t in states.items() if n != "master" and codes.elements_of(n) == 1}
 
 
-def _encode(blocks: Sequence[Piece], lanes: Tensor) -> None:
-    for block, codes, rooms in _rooms(blocks, lanes):
-        for name, room in rooms.items():
+def _encode(block: Piece, codes: Codes, rooms: Mapping[str, Tensor]) -> None:
+    for name, room in rooms.items():
+        if name == "master":
+            close_masters(room, block.target, block.states[name], block.states[CODES])
+        else:
             encode(name, block.states, codes, room, block.start, block.step)
 
 
-def _follow(hyper: RuleHyper, block: Piece, grad: Tensor, held: Mapping[str, Tensor]) -> None:
+def _follow(hyper: RuleHyper, block: Piece, target: Tensor, grad: Tensor, held: Mapping[str, Tensor]) -> None:
     """The rule's own function."""
     numbers = {name: _number(value, block.states[name].dtype) for name, value in block.numbers.items()}
     states = {name: numbers[name] if name in numbers else t for name, t in held.items()}
-    target = block.target
     if block.is_whole:
         target, grad = _shaped(target, block.likes[""]), _shaped(grad, block.likes[""])
         states = {n: t if n in numbers else _shaped(t, block.likes.get(n, block.likes[""])) for n, t in states.items()}
@@ -296,7 +314,7 @@ def numbers_after(
 
 
 def _needs_room(block: Piece) -> bool:
-    return block.zero or bool(block.factors) or block.grad is None or block.grad.dtype != block.target.dtype
+    return block.zero or bool(block.factors) or block.grad is None or block.grad.dtype != block.update_dtype
 
 
 def _gradient(block: Piece, room: Tensor) -> Tensor:

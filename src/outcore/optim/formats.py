@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple, get_args
@@ -26,17 +26,20 @@ from torch import Tensor
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.core.quantities import align_up
 from outcore.optim.rule import SCALE
-from outcore.spec.layout import NOISE_BYTES
-from outcore.spec.model import ParamSpec, StateForm, StateFormat
+from outcore.spec.layout import CODES, NOISE_BYTES, ROW_NUMEL
+from outcore.spec.model import MasterFormat, ParamSpec, StateForm, StateFormat
 
 FORMATS: tuple[StateFormat, ...] = get_args(StateFormat)
+MASTER_FORMATS: tuple[MasterFormat, ...] = get_args(MasterFormat)
+NOT_TAKEN_OVER = ("params", "master_format")
+"""What a param group keeps when settings are loaded: masters are converted."""
 SCALED_NUMEL = 256
 """Elements that share a scale."""
 LEAST_8BIT_NUMEL = 4096
 """Smaller parameters keep states in fp32, as with bitsandbytes."""
 CODING_BYTES = 24 * 2**20
 """The most that coding makes besides on a device: noise, and indices of a block."""
-CODING_COST: Mapping[StateFormat, float] = {"fp32": 0.0, "bf16": 1.25, "8bit": 5.0}
+CODING_COST: Mapping[StateFormat | MasterFormat, float] = {"fp32": 0.0, "bf16": 1.25, "8bit": 5.0, "compact": 1.75}
 """Time of decoding and encoding a state on the CPU, in times of AdamW's update (``benchmarks/cpu_update.py``)."""
 _PERIOD = 65521  # of noise; prime, so that no row of a matrix gets what the row above gets
 NOISE_NUMEL = _PERIOD
@@ -59,13 +62,34 @@ def format_of(group: Mapping[str, object]) -> StateFormat:
     return found
 
 
+def master_format_of(group: Mapping[str, object]) -> MasterFormat:
+    """What a param group asks for under ``master_format``.
+
+    Raises:
+        ConfigError: Something else than a format.
+    """
+    found = group.get("master_format", "fp32")
+    if found not in MASTER_FORMATS:
+        raise ConfigError(
+            f"optimizer: expected master_format to be one of {', '.join(MASTER_FORMATS)} in a param group, but got "
+            f"{found!r}"
+        )
+    return found
+
+
 def refuse_other_format(param: ParamSpec, group: Mapping[str, object]) -> None:
     """Raise if a group asks for another format than its parameter was given memory for.
 
     Raises:
         UnsupportedError: It does.
     """
-    chosen, stored, states = format_of(group), codes_of(param), param.states or ()
+    if master_format_of(group) != param.master_format:
+        raise UnsupportedError(
+            f"expected the master_format that the param group of '{param.name}' had at outcore.prepare(), when memory "
+            f"was taken, but it is {master_format_of(group)!r} now; set it before prepare"
+        )
+    chosen, states = format_of(group), param.states or ()
+    stored = codes_of(states, param.name)
     has_none = all(coded(form, param.numel, param.update_dtype, chosen) == (form,) for form in states)
     if not states or (has_none if stored is None else chosen in stored.formats.values()):
         return
@@ -89,40 +113,41 @@ def coded(form: StateForm, numel: int, dtype: str, chosen: StateFormat) -> tuple
 class Codes(NamedTuple):
     """How the states of a piece are stored."""
 
-    formats: Mapping[str, StateFormat]
-    """By the name of a state that is coded."""
+    formats: Mapping[str, StateFormat | MasterFormat]
+    """By the name of a state that is coded, the master among them."""
     seed: int
     """Of the noise."""
     unsigned: frozenset[str] = frozenset()
     """States that are never negative."""
 
     @property
-    def has_scales(self) -> bool:
-        """Whether cuts must keep to blocks of ``SCALED_NUMEL``."""
-        return "8bit" in self.formats.values()
+    def shared_numel(self) -> int:
+        """Cuts must keep to multiples of it: so many elements share a number."""
+        return max(self.elements_of(name) for name in ("", CODES, *(name + SCALE for name in self.formats)))
+
+    def elements_of(self, name: str) -> int:
+        """How many elements of a parameter share an element of a state: a scale, or a code."""
+        if self.formats.get(name.removesuffix(SCALE)) == "8bit" and name.endswith(SCALE):
+            return SCALED_NUMEL
+        return ROW_NUMEL if name == CODES and "master" in self.formats else 1
 
 
-def codes_of(param: ParamSpec) -> Codes | None:
-    """How the states of a parameter are stored; None: as they are updated."""
-    if not param.is_coded:
+def codes_of(forms: Iterable[StateForm | None], name: str) -> Codes | None:
+    """How the states of a parameter are stored; None: as they are updated. Args: forms: All. name: Of it."""
+    stored = [form for form in forms if form is not None and form.format != "fp32"]
+    if not stored:
         return None
-    stored = [form for form in param.states or () if form.format != "fp32"]
     formats = {form.name: form.format for form in stored}
     unsigned = frozenset(form.name for form in stored if form.is_unsigned)
-    return Codes(formats, zlib.crc32(param.name.encode()), unsigned)
+    return Codes(formats, zlib.crc32(name.encode()), unsigned)
 
 
 def updated_in(param: ParamSpec) -> dict[str, str]:
     """Dtypes of a parameter ("") and of its states when they are decoded."""
-    codes = codes_of(param)
-    forms = [form for form in param.states or () if codes is None or not is_scale(form.name, codes)]
+    codes = codes_of(param.states or (), param.name)
+    forms = [form for form in param.states or () if codes is None or codes.elements_of(form.name) == 1]
     states = {form.name: form.dtype if form.format == "fp32" else param.update_dtype for form in forms}
     return {"": param.update_dtype, **states}
-
-
-def is_scale(name: str, codes: Codes) -> bool:
-    """Whether a state is the scale of another one."""
-    return codes.formats.get(name.removesuffix(SCALE)) == "8bit" and name.endswith(SCALE)
 
 
 def decode(name: str, states: Mapping[str, Tensor], codes: Codes, room: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from outcore.core.errors import ConfigError
+from outcore.spec.layout import CODES
 from outcore.spec.model import DTYPE_BYTES
 
 Settings = Mapping[str, Any]
@@ -43,7 +44,7 @@ class State:
     """It is never negative: with ``state_format="8bit"`` all codes are numbers from 0 on."""
 
 
-RESERVED = ("step", "master")
+RESERVED = ("step", "master", CODES)
 """Names that stand for something else beside the states."""
 SCALE = "_absmax"
 """How the name ends of what belongs to a state in 8 bits."""

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from outcore.core.errors import ConfigError
-from outcore.optim.formats import CODING_BYTES, CODING_COST, coded, format_of
+from outcore.optim.formats import CODING_BYTES, CODING_COST, coded, format_of, master_format_of
 from outcore.optim.of_torch import RULES, UNSIGNED, TensorNumber, TorchRule
 from outcore.optim.rule import Rule, State, checked_states, name_of, settings_of
 from outcore.spec.layout import SCRATCH_BYTES
-from outcore.spec.model import DTYPE_BYTES, StateForm, StateFormat
+from outcore.spec.model import DTYPE_BYTES, MasterFormat, StateForm, StateFormat
 
 Group = Mapping[str, Any]
 """One entry of ``optimizer.param_groups``."""
@@ -171,6 +171,7 @@ class Kept(NamedTuple):
     is_whole: bool
     cost: float
     """Of the update on the host, in times of AdamW's."""
+    master_format: MasterFormat
 
 
 @final
@@ -233,7 +234,11 @@ class UpdateRule:
                 made += CODING_BYTES
                 cost += CODING_COST[chosen] * len(set(forms) - set(stored))
                 forms = stored
-            return Kept(forms, made, is_whole, cost)
+            master = master_format_of(group)
+            if master == "compact":
+                made += param.numel() * DTYPE_BYTES[dtype] if is_whole else 0
+                cost += CODING_COST[master]
+            return Kept(forms, made, is_whole, cost, master)
 
         return kept
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, Union
 
-from outcore.spec.layout import has_master, states_bytes, states_of
+from outcore.spec.layout import CODES, has_master, states_bytes, states_of
 from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import Tier, UnitPlan
 
@@ -145,6 +145,11 @@ class Ledger(Generic[H]):
         """Where gradients of the pass that is running are on the device."""
         self.slot: Slot[H] | None = None
         """Where the weights are on the device while they live elsewhere."""
+
+    @property
+    def starts_from_weights(self) -> bool:
+        """Whether an update reads the weights."""
+        return not self.has_master or CODES in self.state_specs
 
     def rest_in(self, kind: str, memory: Any) -> None:
         """Give homes of one kind their memory. Args: memory: Buffer or extent for all of them."""

@@ -105,7 +105,24 @@ class Supply(Generic[H]):
         if unit.weights.tier == "host":
             return Borrowed(unit.weights.span(0, nbytes), unit.weights.before_write())
         taken = self._pools.take("host", "new_weights", nbytes)
-        return Borrowed(taken.slot.span(nbytes), {"new weights slot free": taken.slot.free_after}, taken)
+        target, after = taken.slot.span(nbytes), {"new weights slot free": taken.slot.free_after}
+        if unit.starts_from_weights:
+            return Borrowed(target, self.old_weights(unit, target, after), taken)
+        return Borrowed(target, after, taken)
+
+    def old_weights(self, unit: Ledger[H], target: Span, after: After[H], is_due: Answer | None = None) -> After[H]:
+        """Start reading trained weights from disk to where the new ones are written. Returns: what comes behind it."""
+        read = self._port.submit(
+            Lane.STATES_READ,
+            "read old weights of",
+            unit,
+            reads=[unit.weights.span(0, target.nbytes)],
+            writes=[target],
+            after={**after, **unit.weights.before_read()},
+            work=Work(is_due=is_due),
+        )
+        unit.weights.read_by(read)
+        return {"old weights read": read}
 
     def give_back_gradients(self, unit: Ledger[H], grads: Borrowed[H], done: H) -> None:
         """They were last used by an update."""

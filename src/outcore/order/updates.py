@@ -191,16 +191,20 @@ class UpdateOrder(Generic[H]):
         """Update out of place, into the second homes."""
         is_due = work.is_due
         grads, old = self._supply.gradients(unit, is_due), self._supply.states(unit, is_due)
+        after = {**grads.after, **({} if old is None else old.after)}
         old_states, new_states = None, None
         if old is not None:  # from disk they come as a copy, which may be changed in place
             old_states, new_states = (old.span, unit.next_states.span()) if old.taken is None else (None, old.span)
-        old_weights = None if unit.has_master else unit.weights.span()
-        reads, after = [grads.span], {**grads.after, **({} if old is None else old.after)}
-        reads += [span for span in (old_weights, old_states) if span is not None]
-        if old_weights is not None:
-            after |= unit.weights.before_read()
+        old_weights = None
         # A save may still read what rests in the second homes: they were the first ones a step ago.
         after |= {"next weights read": unit.next_weights.readers}
+        if unit.starts_from_weights and unit.weights.tier == "host":
+            old_weights = unit.weights.span()
+            after |= unit.weights.before_read()
+        elif unit.starts_from_weights:  # they become the new ones there
+            free = {"next weights written": unit.next_weights.ready, "next weights read": unit.next_weights.readers}
+            after |= self._supply.old_weights(unit, unit.next_weights.span(), free, is_due)
+        reads = [grads.span, *(span for span in (old_weights, old_states) if span is not None)]
         if new_states is not None and old is not None and old.taken is None:
             after |= {"next states read": unit.next_states.readers}
         new_weights = unit.next_weights.span()
@@ -264,8 +268,8 @@ class UpdateOrder(Generic[H]):
         taken.pool.give(taken.slot, [*left, free])
 
     def _bring(self, unit: Ledger[H], free_after: list[H], states: Span, grads: Span, weights: Span) -> H:
-        """Copy what the update reads: states, gradients that rest in host memory, weights without a master."""
-        wanted = [(unit.states, states), (unit.gradients, grads)] + [(unit.weights, weights)] * (not unit.has_master)
+        """Copy what the update reads: states, gradients that rest in host memory, weights that it starts from."""
+        wanted = [(unit.states, states), (unit.gradients, grads)] + [(unit.weights, weights)] * unit.starts_from_weights
         pairs = [(home, part) for home, part in wanted if part.nbytes]
         after = {"staging free": free_after}
         for home, _ in pairs:

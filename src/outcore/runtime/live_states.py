@@ -14,7 +14,7 @@ from outcore.runtime.engine import Engine
 from outcore.runtime.gradients.on_demand import DistantTensor
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.unit.views import torch_dtype
-from outcore.runtime.values.access import own_states
+from outcore.runtime.values.access import shown_states
 from outcore.runtime.values.edits import take_edits
 
 
@@ -81,7 +81,7 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
 
     def _all_names(self, param: torch.Tensor, unit: Unit, index: int) -> tuple[str, ...]:
         has_step = self.kind(param).has_step or unit.spec.params[index].is_coded  # which the noise depends on
-        return (*(("step",) if has_step else ()), *(state.name for state in own_states(unit, index)))
+        return (*(("step",) if has_step else ()), *(state.name for state, _ in shown_states(unit, index)))
 
     def read(self, param: torch.Tensor, name: str) -> torch.Tensor:
         """One state, in host memory."""
@@ -121,7 +121,9 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
         like, device = torch.empty((), device="meta"), torch.device("cpu")
         if name != "step":
             state = unit.ledger.state_specs[name]
-            dtype, form = torch_dtype(state.parts[index].dtype), state.described(unit.spec.params[index], index)
+            shown = {each.name: dtype for each, dtype in shown_states(unit, index)}
+            dtype = torch_dtype(shown.get(name, state.parts[index].dtype))
+            form = state.described(unit.spec.params[index], index)
             like = torch.empty_like(unit.gradient_form.likes[index], dtype=dtype)
             if form is not unit.spec.params[index]:
                 like = torch.empty(form.shape, dtype=dtype, device="meta")

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.device.recorder import Recorder
-from outcore.optim.formats import format_of
+from outcore.optim.formats import NOT_TAKEN_OVER, format_of
 from outcore.optim.joined import HOOKS, members
 from outcore.optim.rules import Kind
 from outcore.runtime.engine import Engine
@@ -114,6 +114,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._refuse_new_groups()
         with self.engine.device.recorder.step():
             if not self._is_infinite():
                 self._unscale()
@@ -121,6 +122,17 @@ class StreamedOptimizer(torch.optim.Optimizer):
         for one in self._originals:
             one._opt_called = True  # type: ignore[attr-defined]  # a scheduler built on it warns otherwise
         return loss
+
+    def _refuse_new_groups(self) -> None:
+        """Of several optimizers each has a list of its own."""
+        mine = {id(group) for group in self.param_groups}
+        for one in self._originals:
+            if any(id(group) not in mine for group in one.param_groups):
+                raise ConfigError(
+                    "optimizer: expected param groups that were there at outcore.prepare(), but one was added to the "
+                    f"{type(one).__name__} among those that it was given, which nobody would train; add it before "
+                    "prepare"
+                )
 
     def _is_infinite(self) -> bool:
         """Whether ``GradScaler`` found infinities. Waits for the device if the host does not know."""
@@ -237,7 +249,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         for param, state in zip(params, values, strict=True):
             self.engine.states.check(param, state)
         for mine, theirs in zip(self.param_groups, groups, strict=True):
-            mine.update({k: v for k, v in theirs.items() if k != "params"})
+            mine.update({k: v for k, v in theirs.items() if k not in NOT_TAKEN_OVER})
         for param, state in zip(params, values, strict=True):
             self.engine.states.load(param, state)
 

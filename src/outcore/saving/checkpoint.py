@@ -23,6 +23,7 @@ from torch import nn
 
 from outcore.core.errors import ConfigError, OutcoreError, UnsupportedError
 from outcore.memory.files.weights_file import WeightsDirectory, write_safetensors
+from outcore.optim.formats import NOT_TAKEN_OVER
 from outcore.planning.units.quantized import FULL_CHECKSUM
 from outcore.ranks.agreement import agree, agreed
 from outcore.runtime.engine import Engine
@@ -36,7 +37,7 @@ from outcore.saving.found import found, found_in, prune
 from outcore.saving.shared import all_random_states, restore_random_states_of
 from outcore.saving.small_state import encode, random_states, read_small, write_small
 from outcore.saving.training_state import like_setting, plain_setting
-from outcore.saving.unit_files import load_param, records, sections, write_units
+from outcore.saving.unit_files import as_shown, load_param, records, sections, write_units
 from outcore.saving.weights.conversions import is_adapter_model, is_pretrained_model
 from outcore.saving.weights.state_names import places
 from outcore.spec.checkpoint import MANIFEST_NAME, Manifest, PartRecord, TensorRecord
@@ -221,7 +222,8 @@ class Resumed:
                     unit.steps[i] = manifest.steps[spec.name]
             _load_buffers(engine, path, manifest)
             for group, settings in zip(optimizer.param_groups, manifest.groups, strict=True):
-                group.update({k: like_setting(group.get(k), v) for k, v in settings.items() if k != "params"})
+                taken = {k: v for k, v in settings.items() if k not in NOT_TAKEN_OVER}
+                group.update({k: like_setting(group.get(k), v) for k, v in taken.items()})
             restore_random_states_of(small["ranks"], engine, call)
         self._let_go()
         return {**small["extra"], "step": manifest.step}
@@ -357,10 +359,10 @@ def _refuse_others(optimizer: StreamedOptimizer, path: Path, manifest: Manifest)
     """Nothing was changed yet."""
     engine = optimizer.engine
     saved = (pair for unit in engine.units for pair in records(unit))
-    wanted = {name: (record.dtype, record.shape) for name, record in saved}
+    wanted = dict(as_shown(saved))
     buffers = _buffers(engine)
     wanted |= {f"model.{n}": (str(b.dtype).removeprefix("torch."), tuple(b.shape)) for n, b in buffers.items()}
-    there = {name: (record.dtype, record.shape) for name, record in manifest.tensors.items()}
+    there = dict(as_shown(manifest.tensors.items()))
     differing = sorted(name for name in wanted.keys() | there.keys() if wanted.get(name) != there.get(name))
     if differing:
         name = differing[0]

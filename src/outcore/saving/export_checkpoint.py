@@ -21,6 +21,7 @@ from outcore.core.extra import refuse_missing
 from outcore.memory.files.checkpoint_folder import mapped_tensors
 from outcore.memory.files.staged_files import copy_files
 from outcore.memory.files.weights_file import write_safetensors
+from outcore.optim.compact import masters_of
 from outcore.planning.units.quantized import full_checksum
 from outcore.runtime.values.access import sample_of
 from outcore.saving.checkpoint import LIBRARY
@@ -29,6 +30,7 @@ from outcore.saving.weights.conversions import Group, saving_groups
 from outcore.saving.weights.export import adapter_names, saved_state
 from outcore.saving.weights.state_names import places
 from outcore.spec.checkpoint import Manifest
+from outcore.spec.layout import CODES
 
 Format = Literal["hf", "dcp"]
 
@@ -79,9 +81,15 @@ class _Saved:
 
     def read(self, name: str) -> torch.Tensor:
         """A view where it can be one."""
+        return self._shaped(name, self._flat(name))
+
+    def _flat(self, name: str) -> torch.Tensor:
+        """As it lay in memory."""
+        flats = [self._tensors[part.file](name).reshape(-1) for part in self.manifest.tensors[name].parts]
+        return flats[0] if len(flats) == 1 else torch.cat(flats)
+
+    def _shaped(self, name: str, flat: torch.Tensor) -> torch.Tensor:
         record = self.manifest.tensors[name]
-        flats = [self._tensors[part.file](name).reshape(-1) for part in record.parts]
-        flat = flats[0] if len(flats) == 1 else torch.cat(flats)
         order = record.order or tuple(range(len(record.shape)))
         return flat.view([record.shape[i] for i in order]).permute([order.index(i) for i in range(len(order))])
 
@@ -98,7 +106,11 @@ class _Saved:
         """Optimizer states of a parameter, its master among them."""
         prefix = f"optimizer.{name}."
         found = [key for key in self.manifest.tensors if key.startswith(prefix) and "." not in key[len(prefix) :]]
-        return {key.removeprefix(prefix): self.read(key) for key in found}
+        states = {key.removeprefix(prefix): self.read(key) for key in found}
+        if states.pop(CODES, None) is not None:
+            stored = (self._flat(key) for key in (f"model.{name}", f"{prefix}master", prefix + CODES))
+            states["master"] = self._shaped(f"{prefix}master", masters_of(*stored))
+        return states
 
 
 def _built(library: Path) -> nn.Module:

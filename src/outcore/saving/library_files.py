@@ -21,18 +21,20 @@ import torch
 from outcore.memory.files.checkpoint_file import CheckpointFile, PartOfCheckpoint
 from outcore.memory.files.checkpoint_folder import write_new
 from outcore.memory.files.weights_layout import TensorSpec, tensor_files
+from outcore.optim.compact import masters_of
 from outcore.runtime.engine import Engine
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.runtime.saves import Save, Source, append_bytes
 from outcore.runtime.unit.unit import Unit
-from outcore.runtime.unit.views import shaped, torch_dtype
-from outcore.runtime.values.access import own_states
+from outcore.runtime.unit.views import flat, shaped, torch_dtype
+from outcore.runtime.values.access import shown_states
 from outcore.runtime.values.edits import take_edits
 from outcore.saving.beside import refuse_full
 from outcore.saving.training_state import STATES, described_states, plain_settings, trained_params
 from outcore.saving.unit_files import is_state, records, state_sections, write_units
 from outcore.saving.weights.conversions import Group, saving_groups
 from outcore.saving.weights.export import read_tensor, save_beside_weights, saved_state, saves_adapters, without_bytes
+from outcore.spec.layout import CODES
 from outcore.spec.model import ParamSpec, Part
 
 
@@ -131,12 +133,15 @@ class LibraryFiles:
 
     def _states(self, unit: Unit, index: int) -> Iterator[_Item]:
         access = self._engine.access
-        for state in own_states(unit, index):
+        for state, dtype in shown_states(unit, index):
             spec = state.described(unit.spec.params[index], index)
             param = _param(unit, unit.ledger.states, spec, state.parts[index], state.start)
-            convert = None if spec.strides is None else list
-            specs = [(f"{unit.spec.params[index].name}.{state.name}", param.dtype, spec.shape)]
-            yield _Item(specs, [param], convert, partial(_alone, access.read_state, unit, state.name, index))
+            specs = [(f"{unit.spec.params[index].name}.{state.name}", torch_dtype(dtype), spec.shape)]
+            read = partial(_alone, access.read_state, unit, state.name, index)
+            if state.name == "master" and unit.views.is_compact[index]:
+                yield _Item(specs, _compact(unit, index, param), partial(_master, spec), read)
+            else:
+                yield _Item(specs, [param], None if spec.strides is None else list, read)
 
     def _submit(self, stem: str, items: Sequence[_Item], metadata: Mapping[str, str]) -> None:
         turns = {id(unit.ledger): turn for turn, unit in enumerate(self._engine.weights.units_to_update())}
@@ -185,6 +190,17 @@ def _weight(unit: Unit, index: int) -> _Param:
 def _param(unit: Unit, home: Any, spec: ParamSpec, part: Part, start: int) -> _Param:
     first = start + part.offset
     return _Param(Source(unit.ledger, home, first, first + part.nbytes), spec, torch_dtype(part.dtype))
+
+
+def _compact(unit: Unit, index: int, lower: _Param) -> list[_Param]:
+    """What a compact master is made of, as it lies in memory."""
+    codes = unit.ledger.state_specs[CODES]
+    row = codes.described(unit.spec.params[index], index)
+    return [_weight(unit, index), lower, _param(unit, unit.ledger.states, row, codes.parts[index], codes.start)]
+
+
+def _master(spec: ParamSpec, stored: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [shaped(spec, masters_of(*(flat(spec, each) if each.dtype != torch.uint8 else each for each in stored)))]
 
 
 def _alone(read: Callable[..., torch.Tensor], *args: object) -> list[torch.Tensor]:

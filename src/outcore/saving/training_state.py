@@ -21,12 +21,13 @@ from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.memory.files.checkpoint_folder import read_manifest
 from outcore.memory.files.weights_file import WeightsDirectory, write_safetensors
 from outcore.memory.files.weights_layout import TensorSpec
+from outcore.optim.formats import NOT_TAKEN_OVER
 from outcore.runtime.engine import Engine
 from outcore.runtime.module_guard import engine_of
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.unit.views import torch_dtype
-from outcore.runtime.values.access import own_states
+from outcore.runtime.values.access import shown_states
 from outcore.runtime.values.edits import take_edits
 from outcore.saving.unit_files import is_state, load_states_of
 from outcore.saving.weights.conversions import is_adapter_model
@@ -129,7 +130,7 @@ def load_states(optimizer: StreamedOptimizer, directory: str | Path) -> None:
             f"has, but {len(groups)} were saved; build it as in the run that saved them"
         )
     for group, settings in zip(optimizer.param_groups, groups, strict=True):
-        group.update({k: like_setting(group.get(k), v) for k, v in settings.items()})
+        group.update({k: like_setting(group.get(k), v) for k, v in settings.items() if k not in NOT_TAKEN_OVER})
     for name, (unit, i) in trained.items():
         if manifest is None:
             for state, _, _ in _specs(name, unit, i):
@@ -231,8 +232,8 @@ def trained_params(optimizer: StreamedOptimizer) -> Iterator[tuple[str, tuple[Un
 
 def _specs(name: str, unit: Unit, index: int) -> list[TensorSpec]:
     spec = unit.spec.params[index]
-    states = [(state, torch_dtype(state.parts[index].dtype)) for state in own_states(unit, index)]
-    return [(f"{name}.{state.name}", dtype, state.described(spec, index).shape) for state, dtype in states]
+    states = shown_states(unit, index)
+    return [(f"{name}.{s.name}", torch_dtype(dtype), s.described(spec, index).shape) for s, dtype in states]
 
 
 def _values(engine: Engine, trained: Mapping[str, tuple[Unit, int]]) -> Iterator[tuple[str, torch.Tensor]]:

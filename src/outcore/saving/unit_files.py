@@ -7,7 +7,7 @@ of tensors may have no holes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from outcore.core.quantities import PAGE_BYTES, align_up
 from outcore.memory.files.checkpoint_file import CheckpointFile, PartOfCheckpoint
 from outcore.memory.files.weights_file import WeightsDirectory
 from outcore.memory.files.weights_layout import TensorSpec, safetensors_header
+from outcore.optim.compact import masters_of
 from outcore.order.ledger import Home
 from outcore.runtime.engine import Engine
 from outcore.runtime.saves import Save
@@ -26,6 +27,7 @@ from outcore.runtime.unit.views import torch_dtype
 from outcore.runtime.values.access import Access, own_states
 from outcore.saving.beside import refuse_full
 from outcore.spec.checkpoint import BLOCK_BYTES, Manifest, PartRecord, TensorRecord
+from outcore.spec.layout import CODES
 from outcore.spec.model import ParamSpec, Part, UnitSpec
 
 _OPTIMIZER = "optimizer."
@@ -130,6 +132,14 @@ def _record(unit: Unit, index: int, form: ParamSpec, part: Part) -> TensorRecord
     return TensorRecord(part.dtype, form.shape, tuple(parts), order)
 
 
+def as_shown(records: Iterable[tuple[str, TensorRecord]]) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
+    """Dtypes and shapes by name. A compact master is shown as fp32: it can be either on resume."""
+    for name, record in records:
+        if not name.endswith(f".{CODES}"):
+            is_compact = name.endswith(".master") and record.dtype == "int16"
+            yield name, ("float32" if is_compact else record.dtype, record.shape)
+
+
 def write_units(
     engine: Engine, unfinished: PartOfCheckpoint, save: Save, sections_of: Callable[[Unit], list[Section]]
 ) -> None:
@@ -161,22 +171,54 @@ def load_param(access: Access, unit: Unit, index: int, path: Path, manifest: Man
 def load_states_of(access: Access, unit: Unit, index: int, path: Path, manifest: Manifest) -> None:
     """Replace its states alone."""
     spec = unit.spec.params[index]
+    is_so = _is_stored_so(manifest, unit, index)
+    if not is_so:
+        access.write_state(unit, "master", index, _master(path, manifest, spec.name))
     for state in own_states(unit, index):
+        if state.name in ("master", CODES) and not is_so:
+            continue
         name = f"optimizer.{spec.name}.{state.name}"
         form = state.described(spec, index)
         access.replace_state(unit, state.name, index, _bytes_in_order(path, manifest, name, form))
 
 
+def _is_stored_so(manifest: Manifest, unit: Unit, index: int) -> bool:
+    """Whether the bytes of a master are there as they are here."""
+    spec = unit.spec.params[index]
+    is_compact = f"optimizer.{spec.name}.{CODES}" in manifest.tensors
+    if not is_compact:
+        return not unit.views.is_compact[index]
+    order = manifest.tensors[f"optimizer.{spec.name}.master"].order  # rows go through elements as they lie in memory
+    return unit.views.is_compact[index] and order == (None if spec.strides is None else spec.order)
+
+
+def _master(path: Path, manifest: Manifest, name: str) -> torch.Tensor:
+    """As fp32, in the parameter's shape."""
+    weight, lower, codes = (f"model.{name}", f"optimizer.{name}.master", f"optimizer.{name}.{CODES}")
+    found = _flat(path, manifest, lower)
+    if codes in manifest.tensors:
+        found = masters_of(_flat(path, manifest, weight), found, _flat(path, manifest, codes))
+    return _logical(found, manifest.tensors[lower])
+
+
+def _flat(path: Path, manifest: Manifest, name: str) -> torch.Tensor:
+    """A tensor as it lay in memory."""
+    files = (WeightsDirectory.open(path, p.file.removesuffix(".safetensors")) for p in manifest.tensors[name].parts)
+    return torch.cat([file.read(name).reshape(-1) for file in files])
+
+
+def _logical(flat: torch.Tensor, record: TensorRecord) -> torch.Tensor:
+    order = record.order or tuple(range(len(record.shape)))
+    return flat.view([record.shape[i] for i in order]).permute([order.index(i) for i in range(len(order))])
+
+
 def _bytes_in_order(path: Path, manifest: Manifest, name: str, spec: ParamSpec) -> Iterator[torch.Tensor]:
     """A tensor's bytes as the parameter lies in memory here."""
     record = manifest.tensors[name]
-    files = [WeightsDirectory.open(path, part.file.removesuffix(".safetensors")) for part in record.parts]
     mine = None if spec.strides is None else spec.order
     if mine == record.order:
-        for file in files:
-            yield from file.pieces(name, BLOCK_BYTES)
+        for part in record.parts:
+            yield from WeightsDirectory.open(path, part.file.removesuffix(".safetensors")).pieces(name, BLOCK_BYTES)
         return
-    flat = torch.cat([file.read(name).reshape(-1) for file in files])
-    order = record.order or tuple(range(len(record.shape)))
-    logical = flat.view([record.shape[i] for i in order]).permute([order.index(i) for i in range(len(order))])
-    yield logical.permute(mine or tuple(range(len(order)))).contiguous().view(-1).view(torch.uint8)
+    logical = _logical(_flat(path, manifest, name), record)
+    yield logical.permute(mine or tuple(range(logical.ndim))).contiguous().view(-1).view(torch.uint8)

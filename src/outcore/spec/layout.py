@@ -26,6 +26,12 @@ SCRATCH_BYTES = 16 * 2**20
 """Device memory in which an update there holds blocks of gradients, upcast and scaled."""
 NOISE_BYTES = 8 * 2**20
 """Host memory of the noise with which updates there round states."""
+COMPACT_BYTES = 24 * 2**20
+"""Device memory that coding compact masters makes and drops there."""
+CODES = "master_codes"
+"""State that stands beside compact masters."""
+ROW_NUMEL = 128
+"""Elements of a master that share a code."""
 
 
 def has_master(unit: UnitPlan, precision: Precision) -> bool:
@@ -35,6 +41,19 @@ def has_master(unit: UnitPlan, precision: Precision) -> bool:
     the host.
     """
     return precision in WITH_MASTERS or unit.states != unit.weights or unit.states == "disk"
+
+
+def has_compact(spec: UnitSpec, unit: UnitPlan) -> bool:
+    """Whether masters of the unit are what its weights lack. See ``optim.compact``.
+
+    Weights that live on the device may be edited in place, which would change the master, too. So these have it whole.
+    """
+    return unit.weights != "device" and any(param.master_format == "compact" for param in spec.trainable)
+
+
+def starts_from_weights(spec: UnitSpec, unit: UnitPlan, precision: Precision) -> bool:
+    """Whether an update of the unit reads its weights."""
+    return not has_master(unit, precision) or has_compact(spec, unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +84,17 @@ class StateSpec:
         return self.start + self.nbytes
 
 
-def lay_out_states(spec: UnitSpec, names: Iterable[str]) -> dict[str, StateSpec]:
+def lay_out_states(spec: UnitSpec, names: Iterable[str], *, is_compact: bool = False) -> dict[str, StateSpec]:
     """The states of a unit, by name, in the order in which they lie behind one another.
 
     Args:
         spec: Parameters that say what they have get that alone.
         names: Of all states that any of them has.
+        is_compact: Masters are, of those that ask for it.
     """
     states, start = dict[str, StateSpec](), 0
     for name in names:
-        forms = tuple(_form(param, name) for param in spec.trainable)
+        forms = tuple(_form(param, name, is_compact=is_compact) for param in spec.trainable)
         if all(form is not None and form.shape is None for form in forms) and _is_update_layout(spec, forms):
             states[name] = StateSpec(name, start, spec.update_bytes, spec.update_parts, forms)
         else:
@@ -83,7 +103,12 @@ def lay_out_states(spec: UnitSpec, names: Iterable[str]) -> dict[str, StateSpec]
     return states
 
 
-def _form(param: ParamSpec, name: str) -> StateForm | None:
+def _form(param: ParamSpec, name: str, *, is_compact: bool) -> StateForm | None:
+    if is_compact and param.master_format == "compact" and name in ("master", CODES):
+        rows = -(-param.numel // ROW_NUMEL)
+        return StateForm(CODES, "uint8", (rows,), 255) if name == CODES else StateForm(name, "int16", format="compact")
+    if name == CODES:
+        return None
     if param.states is None or name == "master":
         return StateForm(name, param.update_dtype)
     return next((form for form in param.states if form.name == name), None)
@@ -113,7 +138,9 @@ def _parts_of(spec: UnitSpec, forms: Sequence[StateForm | None], rank: int) -> t
 
 def states_of(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> dict[str, StateSpec]:
     """The states that a unit has under a plan."""
-    return lay_out_states(spec, (("master",) if has_master(unit, model.precision) else ()) + model.state_names)
+    is_compact = has_compact(spec, unit)
+    masters = ("master", CODES) if is_compact else ("master",) if has_master(unit, model.precision) else ()
+    return lay_out_states(spec, masters + model.state_names, is_compact=is_compact)
 
 
 def states_bytes(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> int:

@@ -42,10 +42,11 @@ Precision = Literal["fp32", "bf16", "pure_bf16", "fp16", "fp64"]
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "pure_bf16", "fp16", "fp64")
 TRAINED_DTYPES = ("float32", "bfloat16", "float16", "float64")
 """Of parameters, but for quantised ones."""
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "uint8": 1, "int8": 1}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "uint8": 1, "int8": 1, "int16": 2}
 WITH_MASTERS: tuple[Precision, ...] = ("bf16", "fp16")
 """Weights that are updated in fp32."""
 StateFormat = Literal["fp32", "bf16", "8bit"]
+MasterFormat = Literal["fp32", "compact"]
 ALIAS_BYTES = 2**27
 """No state's size is a multiple of it, see [Note: aliases]."""
 
@@ -98,7 +99,7 @@ class StateForm:
     """None: the parameter's own, with its strides. ``()`` is a number that a step reads before it begins."""
     initial: float = 0.0
     """What every element begins with."""
-    format: StateFormat = "fp32"
+    format: StateFormat | MasterFormat = "fp32"
     """How it is stored; fp32: as it is updated, whatever its dtype."""
     is_unsigned: bool = False
     """It is never negative."""
@@ -125,6 +126,8 @@ class ParamSpec:
     """As ``torch.Tensor.stride()`` says it; None: row-major. See [Note: strides]."""
     states: tuple[StateForm, ...] | None = None
     """What its optimizer keeps of it. None: all of ``ModelSpec.state_names``, of its shape in the update dtype."""
+    master_format: MasterFormat = "fp32"
+    """Of its master where its weights do not live on the device; there it is fp32."""
     temporary_bytes: int = 0
     """What an update of it makes and drops besides, where it does; on the host it counts for what is whole."""
     is_whole: bool = False

@@ -38,6 +38,7 @@ Kind = Literal[
     "use activations of",
     "fetch",
     "read weights of",
+    "read old weights of",
     "write weights of",
     "activations of",
     "write activations of",
@@ -67,7 +68,7 @@ Kind = Literal[
 inside backward. ``stage``, ``states of`` and ``new weights of`` go to an update on the device and come from there.
 ``activations of`` takes what a forward saved off the device, ``bring activations of`` takes it back.
 ``bring gradients of`` takes sums to the device, where those of all ranks are added. ``exchange gradients of`` and
-``gather weights of`` are between ranks.
+``gather weights of`` are between ranks. ``read old weights of`` is for updates that start from them.
 ``wait`` is the host's: what is behind it in the row is not submitted before.
 """
 

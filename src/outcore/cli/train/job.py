@@ -31,7 +31,7 @@ from outcore.memory.disk import DiskStore
 from outcore.planning.homes.table import plan_table
 from outcore.runtime.module_guard import is_guarded
 from outcore.spec.budget import Budget
-from outcore.spec.layout import lay_out_states
+from outcore.spec.layout import CODES, lay_out_states
 from outcore.spec.plan import TIERS, Plan, Tier
 
 
@@ -176,6 +176,7 @@ class Job:
                 plan=self.model.plan,
                 budget=self._planned_budget(self.model, self.model.plan.kept_bytes),
                 precision=settings.precision,
+                master_format=settings.master_format,
                 weights=self.source.weights,
                 compile=settings.compile,
                 micro_batches_in_unit=settings.unit_micro_batches,
@@ -215,8 +216,8 @@ class Job:
 
     def checkpoint_bytes(self) -> int:
         """Of one: the model or its adapters, and their states."""
-        names = ("master", *self.model.spec.state_names)
-        states = [state for unit in self.model.spec.units for state in lay_out_states(unit, names).values()]
+        names, units = ("master", CODES, *self.model.spec.state_names), self.model.spec.units
+        states = [state for unit in units for state in lay_out_states(unit, names, is_compact=True).values()]
         return self._model_bytes() + sum(part.nbytes for state in states for part in state.parts)
 
     def _model_bytes(self) -> int:
@@ -240,13 +241,16 @@ def _plan_model(settings: Settings, args: Any, source: ModelSource, budget: Budg
         model = with_adapters(model, settings.lora)
     kind, options = optimizer_for(args, model)
     optimizer = kind([p for p in model.parameters() if p.requires_grad], **options)
+    for group in optimizer.param_groups:
+        group["master_format"] = settings.master_format
     _refuse_replan(settings, args)
     given = None if settings.plan is None else Plan.load(settings.plan)
     promises = given is not None and given.accumulation_steps is not None
     micro_batches = args.gradient_accumulation_steps
     _refuse_activations(settings, args)
     refuse_pieces(args, settings.unit_micro_batches)
-    with torch.autocast(args.device.type, torch.bfloat16, enabled=args.bf16):  # as the Trainer's own forward
+    autocast = torch.float16 if args.fp16 else torch.bfloat16
+    with torch.autocast(args.device.type, autocast, enabled=args.bf16 or args.fp16):  # as the Trainer's own forward
         found = plan_in_time(
             model,
             optimizer,

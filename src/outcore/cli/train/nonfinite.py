@@ -44,13 +44,16 @@ class FiniteSteps(OutcoreMixin):
         super().__init__(*args, **kwargs)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Judge the step: the Trainer comes here between clipping and the update. See [Note: when it is read]."""
+        """Judge the step: the Trainer comes here between clipping and the update. See [Note: when it is read].
+
+        With fp16 a norm that is not finite is what the scaler looks for: it leaves the update out.
+        """
         norm = super()._get_grad_norm(model, grad_norm)
         self.optimizer.step_was_skipped = False
         if self._on_nonfinite != "go":
             total = float(self._tr_loss)
             self._steps += 1
-            if math.isfinite(total) and math.isfinite(norm):
+            if math.isfinite(total) and (math.isfinite(norm) or self.accelerator.scaler is not None):
                 self._finite_loss = total
             else:
                 self._leave_out(model, loss=total - self._finite_loss, norm=float(norm))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from outcore.planning.paper.schedule import Circumstances
 from outcore.planning.paper.weight_cache import changed_units
 from outcore.planning.timing.rates import Link, Pace, Rates
-from outcore.spec.layout import Staging, has_master, staging, states_bytes, sums_on_device
+from outcore.spec.layout import Staging, staging, starts_from_weights, states_bytes, sums_on_device
 from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import Plan, PoolKind, Tier, UnitPlan
 from outcore.spec.schedule import ROOT, Phase, Visit
@@ -257,6 +257,11 @@ class Times:
             return rates.move_s("compute" if plan.weights == "device" else "d2h", spec.trainable_bytes)
         return rates.move_s("disk_write" if plan.weights == "disk" else "h2d", spec.trainable_bytes)
 
+    def old_weights_s(self, unit: Trained) -> float:
+        """Of reading weights from disk for an update that starts from them."""
+        is_read = unit.plan.weights == "disk" and starts_from_weights(unit.spec, unit.plan, self.model.precision)
+        return self.rates.move_s("disk_read", unit.spec.trainable_bytes) if is_read else 0.0
+
     def bring_s(self, spec: UnitSpec, plan: UnitPlan) -> tuple[float, float]:
         """Of reading weights from disk, and of fetching them."""
         read_s = self.rates.move_s("disk_read", spec.weight_bytes) if plan.weights == "disk" else 0.0
@@ -265,4 +270,4 @@ class Times:
     def staged_bytes(self, unit: Trained) -> int:
         """What goes to an update on the device."""
         states, gradients, weights, _ = (stop - start for start, stop in unit.staging)
-        return states + gradients + (0 if has_master(unit.plan, self.model.precision) else weights)
+        return states + gradients + weights * starts_from_weights(unit.spec, unit.plan, self.model.precision)

@@ -145,7 +145,7 @@ class _Listing:
             return
         held = _Held(rates.move_s("disk_read", nbytes), update_s, rates.move_s("disk_write", nbytes))
         self._hold("states", nbytes, held, unit, tail_s)
-        self.work.total_s["disk_read"] += held.before_s
+        self.work.total_s["disk_read"] += held.before_s + self._times.old_weights_s(unit)
         self.work.total_s["disk_write"] += held.after_s
         self._read_s[self._times.pool("host", "states", nbytes)].append(held.before_s)
         self._ahead("disk_read", "states", nbytes, held, unit, tail_s)

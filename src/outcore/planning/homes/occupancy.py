@@ -19,7 +19,15 @@ from outcore.spec.model import ModelSpec
 from outcore.spec.plan import TIERS, Plan, Pool, Tier
 from outcore.spec.schedule import Operation, Visit
 
-_BEGINS = {"fetch", "read weights of", "read states of", "read gradients of", "stage", "bring activations of"}
+_BEGINS = {
+    "fetch",
+    "read weights of",
+    "read old weights of",
+    "read states of",
+    "read gradients of",
+    "stage",
+    "bring activations of",
+}
 """What fills a slot anew, even for the unit that had it before."""
 _Interval = tuple[float, float]
 

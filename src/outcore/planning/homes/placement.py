@@ -342,7 +342,8 @@ def _shape(unit: UnitSpec, model: ModelSpec) -> Hashable:
     """What the bytes of a unit depend on, wherever it lives."""
     states = lay_out_states(unit, ("master", *model.state_names)).values()
     nbytes = (unit.weight_bytes, unit.trainable_bytes, unit.update_bytes, unit.buffer_bytes)
-    return *nbytes, *(state.nbytes for state in states), not unit.name
+    compact = [param.numel for param in unit.trainable if param.master_format == "compact"]
+    return *nbytes, *(state.nbytes for state in states), *compact, not unit.name
 
 
 def _infeasible(search: _Search, policy: Policy) -> PlanInfeasibleError:

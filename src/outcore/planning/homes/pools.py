@@ -12,7 +12,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from outcore.core.quantities import PAGE_BYTES, align_up
-from outcore.spec.layout import NOISE_BYTES, SCRATCH_BYTES, staging, states_bytes, sums_on_device
+from outcore.spec.layout import (
+    COMPACT_BYTES,
+    NOISE_BYTES,
+    SCRATCH_BYTES,
+    has_compact,
+    staging,
+    states_bytes,
+    sums_on_device,
+)
 from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import Pool, PoolKind, Tier, UnitPlan
 
@@ -124,6 +132,8 @@ def _update_needs(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> Iterator[
     made = max((p.temporary_bytes for p in spec.trainable if p.is_whole or not on_host), default=0)
     if on_host and any(p.draws_noise for p in spec.trainable):
         made += NOISE_BYTES
+    if not on_host and has_compact(spec, unit):
+        made += COMPACT_BYTES
     yield Need("host" if on_host else "device", "temporary", align_up(made, PAGE_BYTES))
     if unit.states == "device":
         yield Need("device", "scratch", min(SCRATCH_BYTES, spec.update_bytes))

@@ -18,6 +18,7 @@ from outcore.planning.units.quantized import Quantized, full_shape, is_quantized
 from outcore.spec.model import (
     PRECISIONS,
     TRAINED_DTYPES,
+    MasterFormat,
     ModelSpec,
     ParamSpec,
     Precision,
@@ -38,8 +39,9 @@ _CHOSEN: tuple[Precision, ...] = ("bf16", "fp16", "fp64")
 """What is trained in a model with parameters of such a dtype, the first that there are."""
 
 
-Keeps = Callable[[torch.Tensor, str], tuple[tuple[StateForm, ...], int, bool, float]]
-"""Parameter, dtype of its update -> ``ParamSpec.states``, ``temporary_bytes``, ``is_whole``, ``update_cost``."""
+Keeps = Callable[[torch.Tensor, str], tuple[tuple[StateForm, ...], int, bool, float, MasterFormat]]
+"""Parameter, dtype of its update -> what ``ParamSpec`` has of it: states, temporary bytes, whether it is whole, cost,
+format of its master."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -138,7 +140,13 @@ def _describe(
     own = str(param.dtype).removeprefix("torch.")
     compute = own if dtype is None or stands_for is not None else dtype
     update = compute if precision == "pure_bf16" or compute == "float64" else "float32"
-    kept = (None, 0, False, 1.0) if keeps is None or not param.requires_grad else keeps(param, update)
+    master: MasterFormat = "fp32"
+    kept = (None, 0, False, 1.0, master) if keeps is None or not param.requires_grad else keeps(param, update)
+    if kept[4] == "compact" and precision != "bf16":
+        raise ConfigError(
+            f"optimizer: expected master_format 'fp32' with precision {precision}, but got 'compact' for '{name}', "
+            "which is for bf16 weights with fp32 masters; leave it out, or choose precision bf16"
+        )
     return ParamSpec(
         name=name,
         shape=tuple(param.shape),
@@ -151,6 +159,7 @@ def _describe(
         temporary_bytes=kept[1],
         is_whole=kept[2],
         update_cost=kept[3],
+        master_format=kept[4] if (compute, update) == ("bfloat16", "float32") else master,
     )
 
 

@@ -35,9 +35,12 @@ class Views:
         self._spec, self._states, self._num_trainable = spec, states, len(spec.trainable)
         self._made: dict[tuple[str, Region], list[torch.Tensor]] = {}
         forms = [[s.forms[i] for s in states.values()] for i in range(len(spec.trainable))]
-        named = [[form for form in own if form is not None and form.name != "master"] for own in forms]
+        named = [
+            [form for form in own if form is not None and (form.name != "master" or form.format != "fp32")]
+            for own in forms
+        ]
         self.state_names = [tuple(form.name for form in own) for own in named]
-        """Of every trained parameter, without its master."""
+        """Of every trained parameter, without an fp32 master."""
         self.numbers = [
             tuple(form.name for form in own if form.is_number and not param.is_whole)
             for own, param in zip(named, spec.trainable, strict=True)
@@ -48,7 +51,9 @@ class Views:
             for param, numbers in zip(spec.trainable, self.numbers, strict=True)
         ]
         """Of those that have such: of the parameter ("") and all its states, as they are updated."""
-        self.codes = [codes_of(param) for param in spec.trainable]
+        self.codes = [codes_of(own, param.name) for own, param in zip(forms, spec.trainable, strict=True)]
+        self.is_compact = [codes is not None and "master" in codes.formats for codes in self.codes]
+        """Whether the master of a parameter is what its weight lacks."""
 
     def weights(self, buffer: Buffer) -> list[torch.Tensor]:
         """All parameters over a buffer in the weights layout."""

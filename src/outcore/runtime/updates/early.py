@@ -238,8 +238,9 @@ def _carried(
     if new_states is not None and old_states is not None:
         for name in unit.ledger.state_specs:
             copies.append((unit.views.state(new_states, name)[index], unit.views.state(old_states, name)[index]))
-    if old_weights is not None:
-        copies.append((weight, unit.views.own(old_weights)[index]))
+    if unit.views.is_compact[index] or not unit.ledger.has_master:
+        if old_weights is not None:
+            copies.append((weight, unit.views.own(old_weights)[index]))
     elif new_states is not None:
         copies.append((weight, unit.views.state(new_states, "master")[index]))
     return copies

@@ -169,7 +169,8 @@ class UnitUpdate:
         """Weights that a slot must carry home although they were not updated: the home is overwritten as a whole."""
         unit = self.unit
         masters, views = unit.views.state(states, "master"), unit.views.own(weights)
-        return [(views[i], masters[i]) for i in range(unit.num_trainable) if i not in self._changes]
+        lost = (i for i, is_compact in enumerate(unit.views.is_compact) if i not in self._changes and not is_compact)
+        return [(views[i], masters[i]) for i in lost]
 
 
 def run_on(workers: UpdateWorkers | None, pieces: Sequence[Piece]) -> None:
@@ -212,16 +213,18 @@ def pieces_of(
     unit = gradients.unit
     views, weight_views = _views(unit, states), unit.views.own(weights)
     old_views, stored = _views(unit, old_states), gradients.stored_views(grads)
-    old_targets = old_views.get("master") if old_weights is None else unit.views.own(old_weights)
+    old_weight_views = None if old_weights is None else unit.views.own(old_weights)
     pieces = []
     for i, change in changes.items():
         moments = unit.views.state_names[i] if views else ()
+        has_master = unit.ledger.has_master and not unit.views.is_compact[i]
+        old_targets = old_views.get("master") if has_master else old_weight_views
         pieces.append(
             Piece(
-                target=views["master"][i] if unit.ledger.has_master else weight_views[i],
+                target=views["master"][i] if has_master else weight_views[i],
                 grad=None if change.is_zero else stored[i],
                 states={name: views[name][i] for name in moments},
-                weights=weight_views[i] if unit.ledger.has_master else None,
+                weights=weight_views[i] if has_master else None,
                 step=change.step,
                 hyper=change.hyper,
                 factors=change.factors,

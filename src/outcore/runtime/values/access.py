@@ -15,6 +15,7 @@ from outcore.device.device import Device
 from outcore.device.lanes import Handle
 from outcore.memory.arena import Buffer
 from outcore.memory.disk import Extent
+from outcore.optim.compact import close_masters, masters_of
 from outcore.optim.rule import SCALE
 from outcore.order.ledger import Home
 from outcore.order.slots import Pools
@@ -23,7 +24,7 @@ from outcore.runtime.unit.tiers import Tiers
 from outcore.runtime.unit.unit import Beneath, Unit
 from outcore.runtime.unit.views import flat, own_slice, shaped, torch_dtype
 from outcore.runtime.weights import Weights
-from outcore.spec.layout import StateSpec
+from outcore.spec.layout import CODES, ROW_NUMEL, StateSpec
 from outcore.spec.model import DTYPE_BYTES, ParamSpec, Part
 
 _SAMPLE_BYTES = 4096
@@ -61,7 +62,11 @@ class Access:
     def _own_state(self, unit: Unit, name: str, index: int) -> torch.Tensor:
         """What is here of it (1D)."""
         state = unit.ledger.state_specs[name]
-        return self._read(unit.ledger.states, state.parts[index], state.start)
+        stored = self._read(unit.ledger.states, state.parts[index], state.start)
+        if name != "master" or not unit.views.is_compact[index]:
+            return stored
+        weight = self._read(unit.ledger.weights, unit.spec.weight_parts[index])
+        return masters_of(weight, stored, self._own_state(unit, CODES, index))
 
     def sample(self, unit: Unit, index: int) -> bytes:
         """Some bytes in the middle of a weight: other weights have others."""
@@ -117,6 +122,9 @@ class Access:
         """
         spec, part = unit.spec.params[index], unit.spec.weight_parts[index]
         weight = flat(spec, value.detach().to(torch_dtype(part.dtype)))
+        if spec.requires_grad and unit.views.is_compact[index]:  # the weight follows its master
+            self.write_master(unit, index, value)
+            return
         self._weights.invalidate(unit)
         unit.weights_version += 1
         self._write(unit.ledger.weights, part.offset, weight)
@@ -132,6 +140,8 @@ class Access:
         if value.dtype == torch_dtype(unit.spec.params[index].dtype):
             master, values = self._own_state(unit, "master", index), values.to("cpu")
             is_edited = master.to(values.dtype) != values
+            if unit.views.is_compact[index]:  # nothing else says what the sign of a 0 is
+                is_edited |= master.to(values.dtype).view(torch.int16) != values.view(torch.int16)
             if not bool(is_edited.any()):
                 return
             values = torch.where(is_edited, values.to(master.dtype), master)
@@ -147,8 +157,18 @@ class Access:
     def _write_state(self, unit: Unit, name: str, index: int, values: torch.Tensor) -> None:
         unit.states_version += 1
         state = unit.ledger.state_specs[name]
-        part = state.parts[index]
-        self._write(unit.ledger.states, state.start + part.offset, values.to(torch_dtype(part.dtype)))
+        part, home = state.parts[index], unit.ledger.states
+        if name == "master" and unit.views.is_compact[index]:
+            lower = torch.empty(part.numel, dtype=torch.int16, device="cpu")
+            weight, codes = lower.bfloat16(), torch.empty(-(-part.numel // ROW_NUMEL), dtype=torch.uint8, device="cpu")
+            close_masters(values.to("cpu", torch.float32), weight, lower, codes)
+            self._weights.invalidate(unit)
+            unit.weights_version += 1
+            self._write(unit.ledger.weights, unit.spec.weight_parts[index].offset, weight)
+            row = unit.ledger.state_specs[CODES]
+            self._write(home, row.start + row.parts[index].offset, codes)
+            values = lower
+        self._write(home, state.start + part.offset, values.to(torch_dtype(part.dtype)))
 
     def _read(self, home: Home[Handle], part: Part, start: int = 0) -> torch.Tensor:
         """A part of a layout that begins at ``start`` (1D)."""
@@ -212,6 +232,12 @@ def own_states(unit: Unit, index: int) -> list[StateSpec]:
     return [s for s in states if s.name != "master" or s.parts[index].dtype != dtype]
 
 
+def shown_states(unit: Unit, index: int) -> list[tuple[StateSpec, str]]:
+    """The same as others see them, with their dtypes: a master is fp32, however it is stored."""
+    seen = [s for s in own_states(unit, index) if s.name != CODES]
+    return [(s, "float32" if s.name == "master" else s.parts[index].dtype) for s in seen]
+
+
 class States:
     """Checks and replaces the states of single parameters."""
 
@@ -232,7 +258,9 @@ class States:
     def names(self, param: torch.Tensor) -> list[str] | None:
         """States for which a parameter has memory; None: it is not trained."""
         unit, index = self.place(param) or (None, 0)
-        return None if unit is None else [s.name for s in unit.ledger.state_specs.values() if s.forms[index]]
+        if unit is None:
+            return None
+        return [s.name for s in unit.ledger.state_specs.values() if s.forms[index] and s.name != CODES]
 
     def check(self, param: torch.Tensor, values: Mapping[str, Any]) -> None:
         """Raise if states of an optimizer do not fit a parameter.
@@ -258,7 +286,7 @@ class States:
                     f"optimizer state: expected {state.name + SCALE} beside {state.name} of '{spec.name}', whose codes "
                     "it scales, but it is missing; give all states of the parameter together"
                 )
-            stored = torch_dtype(form.dtype)
+            stored = torch.float32 if form.format == "compact" else torch_dtype(form.dtype)
             if value.dtype != stored and (form.format != "fp32" or value.dtype == torch.uint8):
                 raise ConfigError(
                     f"optimizer state: expected {state.name} of '{spec.name}' in {stored}, as this run stores it "
@@ -276,7 +304,7 @@ class States:
         unit.steps[index] = int(values["step"]) if "step" in values else int(has_states)  # SGD keeps no step
         for name, state in states.items():
             value, form = values.get(name), state.forms[index]
-            if form is None:
+            if form is None or name == CODES:
                 continue
             if value is None and name != "master":
                 shape = state.described(unit.spec.params[index], index).shape

@@ -11,11 +11,13 @@ import torch
 
 from outcore.device.lanes import Handle
 from outcore.memory.arena import Buffer
+from outcore.optim.compact import close_masters
 from outcore.order.ledger import Home
 from outcore.order.slots import Pools
 from outcore.runtime.unit.tiers import Tiers
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.unit.views import flat, own_slice
+from outcore.spec.layout import CODES
 
 Values = Callable[[int], torch.Tensor]
 """Parameter index -> its first value, in any dtype, on any device."""
@@ -42,7 +44,11 @@ def fill_unit(unit: Unit, tiers: Tiers, pools: Pools[Handle], values: Values) ->
             unit.views.weights(weights)[i].copy_(value)
         if states is not None and unit.ledger.has_master and param.requires_grad:
             master = unit.views.state(states, "master")[i]
-            master.copy_(own_slice(unit.spec, i, flat(param, value.to(master.dtype))))
+            if weights is not None and unit.views.is_compact[i]:
+                codes = unit.views.state(states, CODES)[i]
+                close_masters(flat(param, value.to("cpu", torch.float32)), unit.views.own(weights)[i], master, codes)
+            else:
+                master.copy_(own_slice(unit.spec, i, flat(param, value.to(master.dtype))))
     for home, staged in ((unit.ledger.weights, weights), (unit.ledger.states, states)):
         if staged is not None and staged is not home.memory:
             tiers.store().write(home.memory, staged.bytes)

@@ -32,7 +32,7 @@ class Quantization:
             load_in_4bit=True,
             bnb_4bit_quant_type=self.kind,
             bnb_4bit_use_double_quant=self.nested,
-            bnb_4bit_compute_dtype=torch.float32 if precision == "fp32" else torch.bfloat16,
+            bnb_4bit_compute_dtype={"fp32": torch.float32, "fp16": torch.float16}.get(precision, torch.bfloat16),
         )
 
     def __str__(self) -> str:

@@ -115,14 +115,14 @@ def build_model(source: ModelSource, precision: Precision) -> PreTrainedModel:
 
     Args:
         source: What ``find_model`` found.
-        precision: ``fp32`` makes parameters of that dtype, the others bf16 ones.
+        precision: ``fp32`` and ``fp16`` make parameters of that dtype, the others bf16 ones.
 
     Raises:
         ConfigError: No model can be built from its configuration.
 
     Memory: none.
     """
-    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(precision, torch.bfloat16)
     where = f"--model '{source.name}'"
 
     def build(attention: str | None = None) -> PreTrainedModel:

@@ -33,7 +33,7 @@ from outcore.memory.files.weights_file import WeightsDirectory
 
 _FREE = {
     *("device_memory", "host_memory", "disk", "plan", "activations", "hardware", "device", "use_cpu"),
-    *("trace", "on_nonfinite", "eval_data"),
+    *("trace", "on_nonfinite", "eval_data", "master_format"),
     *("save_steps", "save_strategy", "save_total_limit", "save_on_each_node", "report_to", "run_name", "project"),
     *("load_best_model_at_end", "metric_for_best_model", "greater_is_better", "per_device_eval_batch_size"),
     *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers", "dataset_num_proc"),
@@ -122,7 +122,7 @@ class RunRecord:
             values.pop(name, None)
         own = {
             name: getattr(settings, name)
-            for name in ("eval_data", "precision", "plan", "hardware", "device", "on_nonfinite")
+            for name in ("eval_data", "precision", "master_format", "plan", "hardware", "device", "on_nonfinite")
         }
         budget = settings.budget
         values |= own | {"device_memory": budget.device, "host_memory": budget.host, "disk": list(budget.paths)}

@@ -52,7 +52,7 @@ _SAID = {
     *("max_steps", "num_train_epochs", "per_device_train_batch_size", "per_device_eval_batch_size", "use_cpu"),
     *("gradient_accumulation_steps", "max_length", "packing", "packing_strategy", "learning_rate", "warmup_steps"),
     *("lr_scheduler_type", "max_grad_norm", "eval_strategy", "eval_steps", "save_strategy", "save_steps"),
-    *("save_total_limit", "seed", "bf16", "beta", "loss_type"),
+    *("save_total_limit", "seed", "bf16", "fp16", "beta", "loss_type"),
 }
 """Fields of TRL's classes that ``describe`` puts into words."""
 
@@ -78,8 +78,9 @@ def _said_of_training(settings: Settings, values: Mapping[str, Any]) -> dict[str
         checkpoints = often if values["save_strategy"] == "no" else f"{checkpoints}, {often}"
     if values["save_total_limit"] is not None:
         checkpoints += f", the last {values['save_total_limit']} kept"
+    masters = ", compact masters" if settings.master_format == "compact" else ""
     return {
-        "precision": f"{settings.precision}{', bf16 autocast' if values['bf16'] else ''}",
+        "precision": f"{settings.precision}{', bf16 autocast' if values['bf16'] else ''}{masters}",
         "length": f"{steps} steps" if steps > 0 else f"{values['num_train_epochs']:g} epochs",
         "batch": f"{batch} sequences" + (f", {accumulated} times accumulated" if accumulated > 1 else ""),
         "sequences": ", ".join([longest, *_said_of_rows(settings, values)]),

@@ -153,7 +153,7 @@ _SHARED: Mapping[str, Any] = {
         _HOW,
         "WORD",
         "bf16: bf16 weights with fp32 masters and optimizer states, the default. fp32: all in fp32. pure_bf16: all in "
-        "bf16.",
+        "bf16. fp16: fp16 weights with fp32 masters, and a gradient scaler, for GPUs without bf16.",
     ),
     "attention": _option(
         _HOW,

@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic_core import PydanticCustomError
 
+from outcore.spec.model import MasterFormat
 from outcore.spec.plan import AwayTier
 
-RunPrecision = Literal["fp32", "bf16", "pure_bf16"]
-"""Of TRL's trainers, which have no scaler for gradients in fp16."""
+RunPrecision = Literal["fp32", "bf16", "pure_bf16", "fp16"]
 OnNonfinite = Literal["stop", "skip", "go"]
 Resume = bool | Literal["auto"]
 
@@ -37,6 +37,8 @@ class RunOptions:
     out: File
     eval_data: Name | None = None
     precision: RunPrecision = "bf16"
+    master_format: MasterFormat = "fp32"
+    """Of masters beside bf16 weights."""
     plan: File | None = None
     activations: AwayTier | None = None
     """Where what forward saves rests until backward; None: on the device, as far as it fits."""

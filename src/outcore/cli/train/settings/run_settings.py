@@ -174,6 +174,14 @@ def _training(settled: Settled, own: Mapping[str, Any]) -> dict[str, Any]:
         follows["eval_strategy"] = "epoch" if every is None else "steps"
         if given.get("eval_strategy", follows["eval_strategy"]) == "steps":
             follows["eval_steps"] = every
+    if own["precision"] == "fp16":
+        if follows["use_cpu"]:
+            where = settled["outcore.precision"].where
+            raise ConfigError(
+                f"{where}: expected an accelerator for fp16, whose gradients need a scaler, but the run is on the CPU; "
+                "take bf16"
+            )
+        follows["fp16"] = True
     return {**follows, **given, "use_cpu": follows["use_cpu"]}
 
 

@@ -73,7 +73,7 @@ INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(
         ("do_train", "do_eval", "do_predict"), "this command always trains, and evaluates with --eval-data"
     ),
-    "fp16": "--precision says what weights and arithmetic are in: bf16, pure_bf16 or fp32",
+    "fp16": "--precision says what weights and arithmetic are in: bf16, pure_bf16, fp16 or fp32",
     "disable_tqdm": "outcore shows a progress bar of its own",
     "model_init_kwargs": "the model is built from its config.json: change a copy of that file",
     "trust_remote_code": "only models that transformers itself knows can be trained",

@@ -1,0 +1,121 @@
+"""What a parameter takes on every tier is what the README says, within a hundredth: of memory and files themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plans import forced
+from torch import nn
+
+import outcore
+from outcore.optim import Lion
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+WIDTH = 512
+FEW, MANY = 2, 5
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
+
+
+def table() -> dict[str, list[list[float]]]:
+    """By precision: of weight, gradient, master and moments, the least and the most."""
+    rows = {}
+    for line in README.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        name = re.match(r"`(\w+)`( with \[compact masters\])?", cells[0])
+        if name and len(cells) == 7:
+            numbers = [[float(n) for n in re.findall(r"[\d.]+", cell)] for cell in cells[1:6]]
+            rows[name[1] + " compact" * bool(name[2])] = [numbers[i] for i in range(4)]
+            assert sum(n[-1] for n in numbers[:4]) == pytest.approx(numbers[4][-1])
+    return rows
+
+
+TABLE = table()
+
+
+def expected(precision: str, tier: str, moments: float | None = None) -> float:
+    """A master is needed where states are on disk, and with some precisions everywhere."""
+    has_compact = precision.endswith(" compact") and tier != "device"
+    weight, gradient, master, both = TABLE[precision if has_compact else precision.removesuffix(" compact")]
+    return weight[0] + gradient[0] + master[-1 if tier == "disk" else 0] + (both[0] if moments is None else moments)
+
+
+def test_the_table_has_what_is_measured_here() -> None:
+    assert TABLE.keys() == {"bf16", "bf16 compact", "fp16", "fp32", "pure_bf16", "fp64"}
+    assert expected("bf16", "host") == 18
+    assert expected("bf16 compact", "disk") == pytest.approx(16.01)
+    assert [expected("pure_bf16", tier) for tier in ("device", "disk")] == [8, 10]
+
+
+def on_disk(folder: Path) -> int:
+    """Of files in a folder that are open: what a run has there has no name any more."""
+    found = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the one that lists them
+            if str(link.readlink()).startswith(str(folder)):
+                found += link.stat().st_blocks * 512
+    return found
+
+
+def measured(folder: Path, tier: str, precision: str, make: Any, **group: Any) -> float:
+    """Bytes per parameter of a block more, of all that a run has taken there."""
+    taken = []
+    for count in (FEW, MANY):
+        model = nn.Sequential(*(Block() for _ in range(count)))
+        optimizer = make([{"params": model.parameters(), **group}])
+        _, plan = forced(model, optimizer, tier, precision=precision, units=[Block])
+        run = folder / f"{count}"
+        run.mkdir()
+        budget = outcore.Budget(disk=str(run))
+        with outcore.prepare(
+            model, optimizer, plan=plan, precision=precision, units=[Block], budget=budget, device="cpu"
+        ) as (_, streamed):
+            tiers = streamed.engine.opened.tiers
+            nbytes = {name: arena.nbytes for name, arena in tiers._arenas.items()}
+            nbytes["disk"] = on_disk(run)
+            taken.append(nbytes.get(tier, 0))
+    return (taken[1] - taken[0]) / ((MANY - FEW) * WIDTH**2)
+
+
+ADAMW = torch.optim.AdamW
+CASES: list[Any] = [
+    *((precision, ADAMW, {}, None) for precision in ("bf16", "fp16", "fp32", "pure_bf16", "fp64")),
+    ("bf16 compact", ADAMW, {}, None),
+    ("bf16", ADAMW, {"state_format": "bf16"}, 4),
+    ("bf16", ADAMW, {"state_format": "8bit"}, 2.03),
+    ("bf16 compact", ADAMW, {"state_format": "8bit"}, 2.03),
+    ("fp32", ADAMW, {"state_format": "bf16"}, 4),
+    ("bf16", partial(torch.optim.SGD, momentum=0.9), {}, 4),
+    ("bf16", torch.optim.Adagrad, {}, 4),
+    ("bf16", torch.optim.RMSprop, {}, 4),
+    ("bf16", Lion, {}, 4),
+    ("bf16 compact", Lion, {"state_format": "8bit"}, 1.02),
+    ("bf16", torch.optim.Muon, {}, 4),
+    ("bf16 compact", torch.optim.Muon, {}, 4),
+    ("bf16", torch.optim.Adafactor, {}, 0),
+]
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+@pytest.mark.parametrize(("precision", "make", "group", "moments"), CASES)
+def test_a_parameter_takes_what_the_readme_says(
+    precision: str, make: Any, group: dict[str, Any], moments: float | None, tier: str, tmp_path: Path
+) -> None:
+    wanted = expected(precision, tier, moments)
+    if precision.endswith(" compact"):
+        group = {**group, "master_format": "compact"}
+    found = measured(tmp_path, tier, precision.removesuffix(" compact"), make, **group)
+    assert found == pytest.approx(wanted, rel=0.01)
