@@ -96,6 +96,16 @@ def test_a_new_group_belongs_to_none_of_them() -> None:
         train(model, optimizer)
 
 
+def test_a_group_that_is_added_to_one_of_them_later_is_refused() -> None:
+    model = build()
+    optimizers = two(model)
+    with outcore.prepare(model, optimizers, budget=ROOM, device=DEVICE) as (model, optimizer):
+        train(model, optimizer)
+        optimizers[1].add_param_group({"params": [torch.nn.Parameter(torch.zeros(3, device=DEVICE))]})
+        with pytest.raises(ConfigError, match="was added to the .* among those that it was given, which nobody"):
+            optimizer.step()
+
+
 def test_schedulers_see_what_all_have() -> None:
     model = build()
     params = list(model.parameters())

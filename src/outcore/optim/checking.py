@@ -19,6 +19,7 @@ from outcore.optim.rule import Rule, name_of
 from outcore.optim.rules import rule_for
 
 _SHAPES = ((7, 33), (33, 7), (64,), (199,), (3, 5, 11), (), (67, 70))
+_TRANSPOSED = ((33, 7), (7, 33), (67, 70))
 _CUTS = (64, 192, 4096)
 _STEPS = 3
 _LEAST_BYTES = 8192
@@ -49,6 +50,9 @@ def check(
             where = f"{dtype} of shape {shape}"
             for cut in _CUTS:
                 _compare(make, shape, dtype, torch.device(device), cut, where)
+                if shape in _TRANSPOSED:
+                    where_else = f"{dtype} of shape {shape}, transposed in memory"
+                    _compare(make, shape, dtype, torch.device(device), cut, where_else, is_transposed=True)
 
 
 def _compare(
@@ -58,9 +62,16 @@ def _compare(
     device: torch.device,
     cut: int,
     where: str,
+    *,
+    is_transposed: bool = False,
 ) -> None:
     def values(seed: int) -> Tensor:
-        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+        made = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+        return made.t().contiguous().t() if is_transposed else made
+
+    def flat(tensor: Tensor) -> Tensor:
+        """As it lies in memory."""
+        return (tensor.t() if is_transposed and tensor.shape == shape else tensor).reshape(-1)
 
     plain, param = _plain(make, values(0))
     rule, group = rule_for(plain), plain.param_groups[0]
@@ -68,20 +79,20 @@ def _compare(
         raise ConfigError(f"{_EXPECTED} no state_format in param groups, since it changes bits; leave it out")
     hyper, forms = rule.hyper(group), rule.kept([group])(param, name_of(dtype)).states
     dtypes = {"": dtype, **{form.name: getattr(torch, form.dtype) for form in forms}}
-    target, states = values(0).reshape(-1), dict[str, Tensor]()
+    target, states = flat(values(0)).clone(), dict[str, Tensor]()
     for form in forms:
         own = shape if form.shape is None else form.shape
         states[form.name] = torch.full(own, form.initial, dtype=dtypes[form.name], device=device).reshape(-1)
     numbers = {form.name: form.initial for form in forms if form.is_number and not plain.is_whole}
-    likes = {"": torch.empty(shape, device="meta")}
+    likes = {"": values(0).to("meta")}
     likes |= {form.name: torch.empty(form.shape, device="meta") for form in forms if form.shape is not None}
     room = math.ceil(cut * dtype.itemsize * max(plain.temporaries, 1.0))  # see update_blocks
     scratch = torch.empty(room, dtype=torch.uint8, device=device)
     for step in range(1, _STEPS + 1):
         grad = values(step)
-        param.grad = grad.clone()
+        param.grad = grad.clone()  # with its strides
         plain.step()
-        given = grad.reshape(-1).clone()
+        given = flat(grad).clone()
         piece = Piece(
             target=target,
             grad=given,
@@ -96,9 +107,9 @@ def _compare(
         with _Made() as made:
             update_blocks([piece], scratch)
         _refuse_more(plain, made.peak_bytes, (target.numel() if plain.is_whole else cut) * dtype.itemsize, where)
-        if not torch.equal(given, grad.reshape(-1)):
+        if not torch.equal(given, flat(grad)):
             raise ConfigError(f"{_EXPECTED} the gradient to be only read, but update() changed it ({where})")
-        _same(plain, param, {"the weight": target, **states}, step, where)
+        _same(plain, param, {"the weight": target, **states}, step, where, flat)
 
 
 def _plain(make: Callable[[list[torch.nn.Parameter]], Rule], value: Tensor) -> tuple[Rule, torch.nn.Parameter]:
@@ -144,10 +155,17 @@ def _refuse_more(plain: Rule, made_bytes: int, weight_bytes: int, where: str) ->
         )
 
 
-def _same(plain: Rule, param: torch.nn.Parameter, got: Mapping[str, Tensor], step: int, where: str) -> None:
+def _same(
+    plain: Rule,
+    param: torch.nn.Parameter,
+    got: Mapping[str, Tensor],
+    step: int,
+    where: str,
+    flat: Callable[[Tensor], Tensor],
+) -> None:
     want = {"the weight": param.detach(), **{n: plain.state[param][n] for n in got if n != "the weight"}}
     for name, tensor in got.items():
-        if not torch.equal(tensor.nan_to_num(1.5), want[name].to(tensor.device).reshape(-1).nan_to_num(1.5)):
+        if not torch.equal(tensor.nan_to_num(1.5), flat(want[name].to(tensor.device)).nan_to_num(1.5)):
             raise ConfigError(
                 f"{_EXPECTED} the bits of step() over whole parameters, but {name} differs after step {step} in pieces "
                 f"({where}): an element may depend on its own weight, gradient and states alone; set is_whole = True "
