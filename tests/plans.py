@@ -14,7 +14,7 @@ from outcore.optim.rules import rule_for
 from outcore.planning.homes.pools import LEAST, Comfort, pools_for
 from outcore.planning.homes.reservations import can_be_early
 from outcore.planning.homes.share import can_be_staged, spread
-from outcore.planning.units.partition import partition
+from outcore.planning.units.partition import partition as cut_into_units
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, UnitPlan
 
@@ -41,6 +41,9 @@ def forced(
     may_be_one: bool = False,
     pieces: int = 1,
     num_ranks: int = 1,
+    per_node: int | None = None,
+    partition: str | Callable[[int], str] = "replicate",
+    gather: str = "link",
 ) -> tuple[ModelSpec, Plan]:
     """What the units are, and the plan.
 
@@ -60,11 +63,14 @@ def forced(
         may_be_one: The root may be all there is.
         pieces: ``micro_batches_in_unit``.
         num_ranks: So many train together.
+        per_node: So many of them on each machine; None: all.
+        partition: Of the weights of all units but the root.
+        gather: Of those that are cut; what one copy cannot hold is put together by link.
     """
     rule, groups = (None, []) if optimizer is None else (rule_for(*members(optimizer)), optimizer.param_groups)
     keeps = None if rule is None else rule.kept(groups)
-    cut = partition(model, units=units, keeps=keeps, precision=precision, micro_batches_in_unit=pieces)
-    spec = cut.spec.among(num_ranks, 0)
+    cut = cut_into_units(model, units=units, keeps=keeps, precision=precision, micro_batches_in_unit=pieces)
+    spec = cut.spec.among(num_ranks, 0, per_node)
     assert may_be_one or len(spec.units) > 1, "nothing moves"
     plans = []
     for i, unit in enumerate(spec.units):
@@ -78,6 +84,10 @@ def forced(
         )
         if i and tier != "device":
             plan = dataclasses.replace(plan, activations=tier, saved_bytes=SAVED_BYTES)
+        if i:
+            over = partition if isinstance(partition, str) else partition(i)
+            way = gather if over == "node" and weights == "host" else "link"
+            plan = dataclasses.replace(plan, partition=over, gather=way)
         plans.append(dataclasses.replace(plan, early=early and can_be_early(unit, plan)))
     plans = share_updates(plans, share)
     return spec, Plan(

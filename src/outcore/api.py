@@ -58,9 +58,11 @@ class Prepared(NamedTuple):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         # An interrupt is to end things soon, so nothing is copied; errors leave the weights of the last whole step.
-        with last_save(attachment_of(self.model), error):
+        attachment = attachment_of(self.model)
+        is_cut = attachment is not None and attachment.engine.has_cut_weights  # and the other ranks may be elsewhere
+        with last_save(attachment, error):
             try:
-                close(self.model, keep_weights=kind is None or issubclass(kind, Exception))
+                close(self.model, keep_weights=kind is None or (issubclass(kind, Exception) and not is_cut))
             except OutcoreError as refusal:
                 gone = f"the weights of this {type(self.model).__name__} are gone with the end of its block"
                 lost = f"{gone}: {refusal.__cause__}. Save them inside the block, or go on from an earlier save"
@@ -307,7 +309,8 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def save_pretrained(model: nn.Module, directory: str | Path) -> None:
     """Save a prepared model so that ``from_pretrained`` loads it; of a model with adapters, the adapters alone.
 
-    Any other module is saved as ``model.safetensors`` under the names of its ``state_dict``, tied ones once.
+    Any other module is saved as ``model.safetensors`` under the names of its ``state_dict``, tied ones once. Of several
+    ranks the first writes; where weights are cut over them, all call it.
 
     Args:
         model: Prepared. Updates that are under way are waited for.

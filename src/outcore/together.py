@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,16 +11,19 @@ from torch import nn
 
 from outcore.choice import Options, Timed, choose_plan, limits_of, plan_within
 from outcore.core.errors import ConfigError, OutcoreError, PlanInfeasibleError, UnsupportedError
+from outcore.core.quantities import PAGE_BYTES
 from outcore.device.device import Device
 from outcore.device.opening import device_of_rank
 from outcore.planning.homes.check import check_plan
 from outcore.planning.timing.ranks import Ranks
 from outcore.planning.units.partition import Partition
 from outcore.ranks.agreement import agree, least_limits
+from outcore.ranks.one_copy import shared_memory
 from outcore.ranks.world import World, join_world
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.values.fill import Values
-from outcore.spec.model import ModelSpec
+from outcore.spec.budget import Limits
+from outcore.spec.model import ModelSpec, Sharing
 from outcore.spec.plan import Plan
 
 
@@ -50,15 +53,17 @@ def chosen(cut: Partition, options: Options, device: Device, world: World | None
     if world is None:
         return cut, choose_plan(cut, options, device, Timed(cut, options, device))
     agree(world, _facts(cut, options))
-    ranks = Ranks(world.size // world.local_size, world.local_size)
+    per_node = world.size if world.size % world.local_size else world.local_size
+    ranks = Ranks(world.size // per_node, per_node)
     cut = among(cut, ranks, world.rank, "prepare")
     limits = least_limits(world, limits_of(options.budget, device, num_sharers=world.local_size))
     made, error = None, None
+    sharings: list[Sharing] = ["copy" if _can_share(world) else "replicate"]
+    sharings += ["cut"] if options.loop is None else []  # a Trainer's rank 0 reads weights alone
     if world.rank == 0:
-        timed = Timed(cut, options, device, ranks=ranks)
         try:
             with of_a_node(world.local_size):
-                made = plan_within(limits, cut, options, device, timed).to_json()
+                made = _plan_of_all(sharings, limits, cut, options, device, ranks).to_json()
         except OutcoreError as caught:
             error = caught
     text = world.from_first(made)
@@ -82,7 +87,7 @@ def among(cut: Partition, ranks: Ranks, rank: int, call: str) -> Partition:
     if ranks.size == 1:
         return cut
     _refuse_whole(cut.spec, call)
-    return dataclasses.replace(cut, spec=cut.spec.among(ranks.size, rank))
+    return dataclasses.replace(cut, spec=cut.spec.among(ranks.size, rank, ranks.per_node))
 
 
 @contextmanager
@@ -99,6 +104,38 @@ def of_a_node(num_ranks: int) -> Iterator[None]:
 
         text = f"{error}\nThese are budgets of one rank. {num_ranks} ranks share those of host memory and disk."
         raise PlanInfeasibleError(text, node(error.required_bytes), node(error.raise_one_to)) from error
+
+
+def _plan_of_all(
+    sharings: Sequence[Sharing], limits: Limits, cut: Partition, options: Options, device: Device, ranks: Ranks
+) -> Plan:
+    """The first that leaves no weights on disk, where each rank would have all of them; else the last that fits."""
+    found, error = [], None
+    for sharing in sharings[: 1 if options.plan is not None else None]:
+        mine = dataclasses.replace(cut, spec=dataclasses.replace(cut.spec, sharing=sharing))
+        try:
+            found.append(plan_within(limits, mine, options, device, Timed(mine, options, device, ranks=ranks)))
+        except PlanInfeasibleError as caught:
+            error = caught
+        else:
+            if all(unit.weights != "disk" for unit in found[-1].units):
+                break
+    if not found and error is not None:
+        raise error
+    return found[-1]
+
+
+def _can_share(world: World) -> bool:
+    """Whether ranks of a machine see the same memory. A collective."""
+    if world.size % world.local_size:
+        return False
+    try:
+        shared_memory(world, PAGE_BYTES, world.local_size).close()
+    except OutcoreError:
+        if world.failure is not None:
+            raise
+        return False
+    return True
 
 
 def of_first_rank(world: World | None, model: nn.Module, values: Callable[[Unit], Values]) -> Callable[[Unit], Values]:

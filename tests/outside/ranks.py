@@ -25,14 +25,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--fixed", action="store_true", help="the cases of the suite instead")
+    parser.add_argument("--cut", action="store_true", help="weights are cut over ranks")
     parser.add_argument("--loop", default="6 3", help="micro-batches of all ranks in a step, and steps")
     options = parser.parse_args()
     os.environ["OUTCORE_TEST_LOOP"] = options.loop
-    from ranks.cases import CASES, Case, plain, random_cases
+    from ranks.cases import CASES, CUT, Case, plain, random_cases
     from ranks.conftest import launch
 
     began_s = time.monotonic()
-    cases = CASES[: options.cases] if options.fixed else list(random_cases(options.seed, options.cases))
+    fixed = (CUT if options.cut else CASES)[: options.cases]
+    cases = fixed if options.fixed else list(random_cases(options.seed, options.cases, cut=options.cut))
     wrong = 0
     for start in range(0, len(cases), BATCH):
         batch = cases[start : start + BATCH]

@@ -35,6 +35,7 @@ from outcore.planning.timing.simulate import play, tasks_of
 from outcore.planning.units import dear
 from outcore.planning.units.partition import partition
 from outcore.runtime.rows.apart import Apart
+from outcore.runtime.unit.port import Traffic
 from outcore.runtime.updates.early import EarlyUpdates, _Attempt
 from outcore.spec.lanes import RANK_LANES, Lane
 from outcore.spec.model import ModelSpec
@@ -58,8 +59,8 @@ ON_COMPUTE = (USE, "use activations of", "gradients of", "accumulate", "update")
 class Watch:
     """Notes everything that an engine submits."""
 
-    def __init__(self, device: Any, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
+    def __init__(self, device: Any, traffic: Traffic) -> None:
+        self._traffic, self._before = traffic, traffic.totals()
         self.row: list[Operation] = []
         self._index: dict[Any, int] = {}
         self._computed = -1
@@ -72,7 +73,8 @@ class Watch:
         handle = self._submit(lane, name, work, is_due=is_due, **more)
         skipped = is_due is not None and not is_due()
         nbytes = 0 if skipped else _bytes(more.get("writes", ()))
-        nbytes -= nbytes // self.num_ranks if lane in RANK_LANES else 0  # a rank has its own run already
+        if lane in RANK_LANES:  # a rank has a part of what it writes already
+            nbytes, self._before = self._traffic.since(self._before)[lane.value], self._traffic.totals()
         after = [] if skipped else self.indices(more.get("after", {}).values())
         self._index[handle] = self._note(lane.value, name, nbytes, after)
         return handle
@@ -150,7 +152,7 @@ class Echo:
 
     def __init__(self, size: int) -> None:
         self.rank, self.size, self.local_size = 0, size, size
-        self.num_steps, self.failure = 0, None
+        self.num_steps, self.failure, self.facts, self.last_step = 0, None, "", ""
 
     def begin_step(self) -> None:
         self.num_steps += 1
@@ -174,8 +176,17 @@ class Echo:
         received.view(self.size, -1).copy_(bucket[: len(bucket) // self.size])
         return [bits] * self.size
 
-    def gather(self, facts: str, unit: str, whole: torch.Tensor) -> None:
+    def gather(self, *_: Any) -> None:
         """Nothing."""
+
+    fill_copy = meet = say = open_groups = gather
+
+    def all_gather(self, facts: str, unit: str, pieces: Any, num_sharers: int) -> None:
+        for whole, run in pieces:
+            whole.view(num_sharers, -1).copy_(run.clone())
+
+    def gather_parts(self, mine: torch.Tensor, numels: list[int], what: str) -> torch.Tensor:
+        return torch.zeros(sum(numels), dtype=mine.dtype)
 
 
 @dataclass
@@ -225,6 +236,10 @@ def make(seed: int, num_ranks: int = 1) -> Program:
             nbytes = align_up(ROWS * of.params[0].shape[0] * (4 if precision == "fp32" else 2), PAGE_BYTES)
             policy = chance.choice(["keep", "select"])
             homes = replace(homes, policy=policy, activations=tier, saved_bytes=nbytes)
+        if num_ranks > 1 and of.name:
+            ways = [("replicate", "link"), ("world", "link"), ("node", "host" if weights == "host" else "link")]
+            over, gather = chance.choice(ways)
+            homes = replace(homes, partition=over, gather=gather)
         plans.append(homes)
     plans = share_updates(plans, chance.choice([0.0, 0.5, 1.0]))
     comfort = Comfort(
@@ -272,7 +287,7 @@ def submitted(
         engine.weights._step.reset(nothing_held(program.plan))
         if any(visit.unit == ROOT for visit in visits):
             engine.units[ROOT].presence.hide()  # as after a step that updates it elsewhere than at once
-    watch, settle = Watch(engine.device, program.num_ranks), EarlyUpdates.settle
+    watch, settle = Watch(engine.device, engine.opened.traffic), EarlyUpdates.settle
 
     def settled(early: EarlyUpdates) -> None:
         if early._attempts:
@@ -361,7 +376,7 @@ def compare(seed: int, folder: Path, num_ranks: int = 1) -> None:
     for i, (want, got) in enumerate(zip(expected, found, strict=False)):
         assert facts(want) == facts(got), f"operation {i}"
     # The last step's updates are followed by what is fetched ahead of a next one.
-    assert all(op.name.startswith(("fetch", "read weights of")) for op in found[len(expected) :])
+    assert all(op.name.startswith(("fetch", "read weights of", "all-gather")) for op in found[len(expected) :])
     assert len(found) >= len(expected)
     rates = random_rates(program.spec, random.Random(seed))
     pace = Pace(program.spec, program.plan, rates)

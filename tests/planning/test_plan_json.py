@@ -56,7 +56,8 @@ def test_what_has_a_default_may_be_left_out():
     data = json.loads(PLAN.to_json())
     for key in ("accumulation_steps", "micro_batches_in_unit", "tier_bytes", "version"):
         del data[key]
-    del data["units"][1]["policy"]
+    for key in ("policy", "partition", "gather"):
+        del data["units"][1][key]
     plan = Plan.from_json(json.dumps(data))
     assert (plan.accumulation_steps, plan.micro_batches_in_unit, plan.units[1].policy) == (None, 1, "recompute")
 
@@ -90,6 +91,10 @@ def test_missing_keys(key):
         ("units/1/weights", {}, "weights: expected one of"),
         ("units/1/policy", "offload", "policy: expected one of keep, select, recompute, but got 'offload'"),
         ("units/1/states", "device", "states on the device need weights and gradients on the device too"),
+        ("units/1/partition", "all", "partition: expected one of replicate, node, world, but got 'all'"),
+        ("units/0/partition", "world", "root unit's weights are always whole on each rank"),
+        ("units/1/gather", "nccl", "gather: expected one of link, host, but got 'nccl'"),
+        ("units/1/gather", "host", "with partition 'node', of which .* weights=host, partition=replicate; set gather"),
         ("pools", "none", "expected a list under 'pools'"),
         ("pools/0/tier", "disk", "tier: expected one of device, host, but got 'disk'"),
         (

@@ -94,6 +94,8 @@ class Case(NamedTuple):
     """Seed, if any."""
     keep: bool = False
     """Gradients are zeroed in place."""
+    partition: str = "replicate"
+    gather: str = "link"
 
     @property
     def name(self) -> str:
@@ -113,6 +115,27 @@ CASES = [
     Case("absent", "float16", clip=0.3),
     Case("absent", "bfloat16", delays=7, keep=True, clip=0.3, homes="mixed"),
 ]
+CUT = [
+    Case("absent", clip=0.3, depth=1, partition="world"),
+    Case("tied", "bfloat16", homes="disk", clip=0.3, partition="world"),
+    Case("frozen", homes="device", clip=0.3, depth=1, partition="world"),
+    Case("frozen", "bfloat16", share=1.0, clip=0.3, partition="world"),
+    Case("lora", "bfloat16", homes="mixed", clip=0.3, delays=7, depth=2, partition="world"),
+    Case("backwards", homes="mixed", keep=True, delays=5, partition="node"),
+    Case("routes", "bfloat16", clip=1e9, depth=1, delays=3, partition="node", gather="host"),
+    Case("frozen", share=1.0, clip=0.3, delays=9, partition="node", gather="host"),
+    Case("tied", "bfloat16", homes="mixed", clip=0.3, partition="node", gather="host"),
+]
+"""Weights cut over ranks."""
+MACHINES = [
+    Case("tied", homes="disk", partition="node"),
+    Case("frozen", "bfloat16", homes="device", depth=1, partition="node"),
+    Case("absent", share=1.0, delays=7, partition="node"),
+    Case("routes", "bfloat16", clip=1e9, delays=3, partition="node", gather="host"),
+    Case("frozen", share=1.0, partition="node", gather="host"),
+    Case("plain", "bfloat16", depth=1, partition="world"),
+]
+"""For ranks on two machines."""
 
 
 def micro_batches(step: int) -> list[torch.Tensor]:
@@ -207,8 +230,9 @@ def run(case: Case, folder: str, num_ranks: int, rank: int) -> dict[str, Any]:
         case.homes if case.homes != "mixed" else lambda i: (["host", "disk"][i % 2], "host", ["disk", "host"][i % 2])
     )
     options: dict[str, Any] = {"homes": homes, "units": [Block], "share": case.share, "comfort": comfort}
-    _, plan = forced(model, optimizer, num_ranks=num_ranks, **options)
-    lanes = ("compute", "h2d", "d2h", "update", "reduce", "gather", "device_update")
+    options |= {"num_ranks": num_ranks, "per_node": int(os.environ.get("LOCAL_WORLD_SIZE", "1"))}
+    _, plan = forced(model, optimizer, **options, partition=case.partition, gather=case.gather)
+    lanes = ("compute", "h2d", "d2h", "update", "reduce", "gather", "link", "device_update")
     delays = dict.fromkeys(lanes, 2e-3) if case.delays else {}
     model, optimizer = prepare_for_test(
         model,
@@ -242,11 +266,14 @@ def _digest(tensors: Any) -> str:
     return found.hexdigest()[:16]
 
 
-def random_cases(seed: int, count: int) -> Iterator[Case]:
+def random_cases(seed: int, count: int, *, cut: bool = False) -> Iterator[Case]:
+    """Args: cut: Weights are cut over ranks. By link all ranks visit the same units."""
     draw = random.Random(seed)
     for _ in range(count):
+        partition, gather = draw.choice([("world", "link"), ("node", "host")]) if cut else ("replicate", "link")
+        kinds = ["plain", "tied", "frozen", "absent", "backwards", "lora"]
         yield Case(
-            kind=draw.choice(["plain", "tied", "frozen", "absent", "routes", "backwards", "lora"]),
+            kind=draw.choice(kinds if partition == "world" else [*kinds, "routes"]),
             dtype=draw.choice(["float32", "bfloat16"]),
             homes=draw.choice(["device", "host", "disk", "mixed"]),
             clip=draw.choice([0.0, 0.3, 1e9]),
@@ -254,6 +281,8 @@ def random_cases(seed: int, count: int) -> Iterator[Case]:
             depth=draw.randrange(3),
             delays=draw.choice([0, 0, draw.randrange(1, 1000)]),
             keep=draw.choice([False, True]),
+            partition=partition,
+            gather=gather,
         )
 
 

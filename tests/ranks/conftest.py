@@ -13,15 +13,17 @@ import nursery
 TESTS = Path(__file__).parents[1]
 
 
-def launch(code: str, num_ranks: int, arguments: Sequence[str] = (), *, timeout_s: float = 60.0) -> list[str]:
+def launch(
+    code: str, num_ranks: int, arguments: Sequence[str] = (), *, timeout_s: float = 60.0, **environment: str
+) -> list[str]:
     """Run code in so many processes; what each has printed. One that fails is shown."""
-    ended = launch_and_wait(code, num_ranks, arguments, timeout_s=timeout_s)
+    ended = launch_and_wait(code, num_ranks, arguments, timeout_s=timeout_s, **environment)
     assert [status for status, _, _ in ended] == [0] * num_ranks, "\n".join(err[-3000:] for _, _, err in ended)
     return [out for _, out, _ in ended]
 
 
 def launch_and_wait(
-    code: str, num_ranks: int, arguments: Sequence[str] = (), *, timeout_s: float
+    code: str, num_ranks: int, arguments: Sequence[str] = (), *, timeout_s: float, **environment: str
 ) -> list[tuple[int, str, str]]:
     """Of each: status, what it has printed, and what it has complained of."""
     with socket.socket() as free:
@@ -29,7 +31,7 @@ def launch_and_wait(
         port = str(free.getsockname()[1])
     common = {**os.environ, "OMP_NUM_THREADS": "1", "OUTCORE_RANKS_TIMEOUT_S": str(timeout_s)}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(num_ranks)}
-    common |= {"LOCAL_WORLD_SIZE": str(num_ranks)}
+    common |= {"LOCAL_WORLD_SIZE": str(num_ranks), **environment}
     pipes = {"stdout": -1, "stderr": -1, "text": True}
     ranks = [
         nursery.Popen(

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from .cases import CASES, DEVICE, plain
+from .cases import CASES, CUT, DEVICE, MACHINES, Case, plain
 from .conftest import launch, launch_and_wait
 from .faults import TIMEOUT_S
 
@@ -15,6 +15,8 @@ pytestmark = [
     pytest.mark.xdist_group("ranks"),
 ]
 RUN = "from ranks.cases import main; main(sys.argv[1:])"
+EVERY = [*CASES, *CUT]
+NAMES = [case.name for case in EVERY]
 
 
 @pytest.fixture(scope="module")
@@ -23,25 +25,53 @@ def found(tmp_path_factory):
     results = {}
     for num_ranks in (2, 3):
         folder = tmp_path_factory.mktemp("disk")
-        said = launch(RUN, num_ranks, [json.dumps(CASES), str(folder)])
+        said = launch(RUN, num_ranks, [json.dumps(EVERY), str(folder)])
         results[num_ranks] = [[json.loads(line) for line in of_rank.splitlines()] for of_rank in said]
         assert list(folder.iterdir()) == []
     return results
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=[case.name for case in CASES])
+@pytest.mark.parametrize("number", range(len(EVERY)), ids=NAMES)
 def test_is_the_plain_loop(number, found):
-    wanted = plain(CASES[number])
+    wanted = plain(EVERY[number])
     for num_ranks, ranks in found.items():
         weights = [of_rank[number]["weights"] for of_rank in ranks]
         assert weights == [wanted] * num_ranks, num_ranks
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=[case.name for case in CASES])
+@pytest.mark.parametrize("number", range(len(EVERY)), ids=NAMES)
 def test_states_and_norms_are_the_same_on_every_rank(number, found):
     said = [of_rank[number] for ranks in found.values() for of_rank in ranks]
     assert all(one == said[0] for one in said)
-    assert len(said[0]["norms"]) == (3 if CASES[number].clip else 0)
+    assert len(said[0]["norms"]) == (3 if EVERY[number].clip else 0)
+
+
+def test_two_machines(tmp_path):
+    """Four ranks come to what one comes to, wherever weights are cut."""
+    said = {}
+    for num_ranks, per_node in ((1, 1), (4, 2)):
+        environment = {"LOCAL_WORLD_SIZE": str(per_node), "OUTCORE_TEST_LOOP": "8 2"}
+        ranks = launch(RUN, num_ranks, [json.dumps(MACHINES), str(tmp_path)], **environment)
+        said[num_ranks] = [[json.loads(line) for line in of_rank.splitlines()] for of_rank in ranks]
+    for i, case in enumerate(MACHINES):
+        wanted = {**said[1][0][i], "norms": said[4][0][i]["norms"]}  # one rank has torch's norm
+        assert [of_rank[i] for of_rank in said[4]] == [wanted] * 4, case.name
+
+
+def test_cut_weights_are_whole_where_they_are_read(tmp_path):
+    said = launch("from ranks.cut_faces import main; main()", 2, [str(tmp_path)])
+    assert said[0] == said[1]
+    assert len(said[0].splitlines()) == 4
+
+
+def test_all_ranks_visit_the_same_units_by_link(tmp_path):
+    case = Case("routes", partition="world")
+    ended = launch_and_wait(RUN, 2, [json.dumps([case]), str(tmp_path)], timeout_s=60)
+    for rank, (status, _, error) in enumerate(ended):
+        assert status == 1
+        start = f"rank {rank}: expected all ranks to all-gather weights of unit 'blocks."
+        assert start in error, error
+        assert f"rank {1 - rank} was about to all-gather weights of unit 'blocks." in error
 
 
 def test_what_ranks_see():

@@ -85,10 +85,7 @@ class HostMemory(Closing):
             mapping = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise MemoryBudgetError(f"{what}, but the system refuses: {error.strerror}; {todo} (ulimit -v?)") from error
-        address = np.frombuffer(mapping, np.uint8).ctypes.data
-        if not inherit:
-            _live_mappings[address] = mapping
-            mapping.madvise(mmap.MADV_DONTFORK)
+        address = address_of(mapping) if inherit else kept_from_children(mapping)
         interleave(address, len(mapping))
         start = align_up(address, HUGE_PAGE_BYTES) - address
         _use_huge_pages(mapping, start, size // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
@@ -126,6 +123,19 @@ class HostMemory(Closing):
         mapping, self._mapping, self._tensor = self._mapping, None, None
         if mapping is not None and os.getpid() == self._pid:
             mapping.madvise(mmap.MADV_DONTNEED)  # see [Note: mapping lifetime]
+
+
+def address_of(mapping: mmap.mmap) -> int:
+    """Its first byte."""
+    return int(np.frombuffer(mapping, np.uint8).ctypes.data)
+
+
+def kept_from_children(mapping: mmap.mmap) -> int:
+    """A forked child does not see it. See [Note: fork]. Returns its address."""
+    address = address_of(mapping)
+    _live_mappings[address] = mapping
+    mapping.madvise(mmap.MADV_DONTFORK)
+    return address
 
 
 def _use_huge_pages(mapping: mmap.mmap, start: int, nbytes: int) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, Union
 
+from outcore.spec.cut import weights_home
 from outcore.spec.layout import CODES, has_master, states_bytes, states_of
 from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import Tier, UnitPlan
@@ -48,6 +49,10 @@ class Span(NamedTuple):
     """How many they are."""
     memory: Any
     """In a run: the buffer or extent."""
+
+    def part(self, start: int, stop: int) -> Span:
+        """The bytes [start, stop) of it, which begins where its home or slot does."""
+        return Span(self.of, start, stop, stop - start, None if self.memory is None else self.memory.part(start, stop))
 
 
 @dataclass(slots=True, eq=False)
@@ -125,12 +130,12 @@ class Ledger(Generic[H]):
         """Args: index: In the plan's order."""
         self.index, self.spec, self.plan = index, spec, plan
         self.name = spec.name or "root"  # for people
-        self.is_resident = plan.weights == "device"
+        self.cut = weights_home(spec, plan)
         self.state_specs = states_of(spec, plan, model)
         self.has_master = has_master(plan, model.precision)
         nbytes = states_bytes(spec, plan, model)
         of = f"of {self.name}"
-        self.weights: Home[H] = Home(f"weights {of}", "weights", plan.weights, spec.weight_bytes)
+        self.weights: Home[H] = Home(f"weights {of}", "weights", plan.weights, self.cut.nbytes)
         self.gradients: Home[H] = Home(f"gradients {of}", "gradients", plan.gradients, spec.update_bytes)
         self.states: Home[H] = Home(f"states {of}", "states", plan.states, nbytes)
         self.activations: list[Home[H]] = [
@@ -168,7 +173,7 @@ class Ledger(Generic[H]):
 
     def weights_on_device(self) -> Span | None:
         """Where the weights are on the device now, if they are."""
-        if self.is_resident:
+        if self.cut.is_resident:
             return self.weights.span() if self.weights.nbytes else None
         return None if self.slot is None else self.slot.span(self.slot.nbytes)
 

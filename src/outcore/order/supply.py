@@ -101,11 +101,11 @@ class Supply(Generic[H]):
 
     def new_weights(self, unit: Ledger[H]) -> Borrowed[H]:
         """Where the new trainable weights are written: their home, or a slot on the way there."""
-        nbytes = unit.spec.trainable_bytes
+        start, stop = unit.cut.updated
         if unit.weights.tier == "host":
-            return Borrowed(unit.weights.span(0, nbytes), unit.weights.before_write())
-        taken = self._pools.take("host", "new_weights", nbytes)
-        target, after = taken.slot.span(nbytes), {"new weights slot free": taken.slot.free_after}
+            return Borrowed(unit.weights.span(start, stop), unit.weights.before_write())
+        taken = self._pools.take("host", "new_weights", stop - start)
+        target, after = taken.slot.span(stop - start), {"new weights slot free": taken.slot.free_after}
         if unit.starts_from_weights:
             return Borrowed(target, self.old_weights(unit, target, after), taken)
         return Borrowed(target, after, taken)

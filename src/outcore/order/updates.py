@@ -7,6 +7,11 @@ own, so that with two slots one unit comes while another one leaves. The rule an
 on a GPU results agree to the rounding of one kernel with those of the CPU.
 
 The idea is that of Deep Optimizer States (arXiv:2410.21316, section 4), without its limit of one half.
+
+[Note: one copy] Of weights that ranks of a machine share in host memory each rank writes its own run. Nobody may read
+there any more by then, and nobody before all have written. So a step begins with a meeting, for which each rank waits
+until its own reads are over, and each update ends with one; both on the lane on which new weights go. Between two steps
+nobody waits for another rank.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Generic, Protocol
 
-from outcore.order.ledger import H, Home, Ledger, Span
+from outcore.order.ledger import H, Home, Ledger, Span, newest
 from outcore.order.port import Deed, Port, Work
 from outcore.order.slots import Pools
 from outcore.order.supply import Supply
@@ -51,7 +56,7 @@ class UpdateWork(Protocol[H]):
         """New weights are on their way to the device."""
 
     def gather(self, weights: Span) -> Deed:
-        """Give all ranks the run that was updated here, and take theirs."""
+        """Give the run that was updated here to all ranks that have it, and take theirs."""
 
 
 class EarlyWork(Protocol):
@@ -74,8 +79,14 @@ class UpdateOrder(Generic[H]):
         self, model: ModelSpec, port: Port[H], pools: Pools[H], supply: Supply[H], weights: WeightOrder[H]
     ) -> None:
         self._model, self._port, self._pools, self._supply, self._weights = model, port, pools, supply, weights
+        self._shared = [unit for unit in weights.units if unit.cut.is_one_copy and unit.cut.updated_bytes]
 
-    def step(self, units: Iterable[Ledger[H]], work_of: Callable[[Ledger[H]], UpdateWork[H] | None]) -> None:
+    def step(
+        self,
+        units: Iterable[Ledger[H]],
+        work_of: Callable[[Ledger[H]], UpdateWork[H] | None],
+        meet: Deed = None,
+    ) -> None:
         """Submit all updates of a step.
 
         Units whose states are still in slots come first, so that they are not read again; else the order is kept. The
@@ -84,8 +95,11 @@ class UpdateOrder(Generic[H]):
         Args:
             units: In the order in which forward needs them. None is bound.
             work_of: What is to be done; None: nothing.
+            meet: Waits for all ranks. See [Note: one copy].
         """
         kept: set[Home[H]] = {home for pool in self._pools.of("host", "states") for home in pool.spared()}
+        if self._shared:
+            self._begin(meet)
         for unit in sorted(units, key=lambda unit: unit.states not in kept):
             work = work_of(unit)
             if work is None:
@@ -101,9 +115,25 @@ class UpdateOrder(Generic[H]):
             else:
                 self._on_host(unit, work)
 
+    def _begin(self, meet: Deed) -> None:
+        """Nobody reads the copies any more that ranks share. See [Note: one copy]."""
+        homes = [unit.weights for unit in self._shared]
+        used = newest(handle for home in homes for handle in (home.ready, *home.readers) if handle is not None)
+        met = self._port.submit(
+            Lane.GATHER,
+            "wait for readers of",
+            self._shared[0],
+            reads=[],
+            writes=[],
+            after={"used": used},
+            work=Work(meet),
+        )
+        for home in homes:
+            home.written_by(met)
+
     def _at_once(self, unit: Ledger[H], work: UpdateWork[H]) -> None:
         pool = self._pools.pool("device", "scratch", min(SCRATCH_BYTES, unit.spec.update_bytes))
-        scratch, trained = pool.slots[0].span(pool.slot_bytes), unit.weights.span(0, unit.spec.trainable_bytes)
+        scratch, trained = pool.slots[0].span(pool.slot_bytes), unit.weights.span(*unit.cut.updated)
         states = unit.states.span()
         self._port.compute(
             "update",
@@ -118,6 +148,7 @@ class UpdateOrder(Generic[H]):
         if unit.spec.num_ranks > 1:
             unit.gradients.read_by(done)
             done = self._gathered(unit, trained, done, work)
+        if unit.spec.num_ranks > 1 and unit.cut.is_resident:
             work.weights_sent()
         unit.weights.written_by(done)
 
@@ -150,24 +181,27 @@ class UpdateOrder(Generic[H]):
         if target.taken is None:
             unit.weights.written_by(done)
             return
-        lane = Lane.WRITE_BACK if unit.is_resident else Lane.DISK_WRITE
+        lane = Lane.WRITE_BACK if unit.weights.tier == "device" else Lane.DISK_WRITE
         self._pools.give(target.taken, self._send_weights(unit, target.span, done, work), lane)
 
     def _gathered(self, unit: Ledger[H], new: Span, done: H, work: UpdateWork[H]) -> H:
-        """The new weights as a whole, which are this rank's run so far."""
+        """The new weights of all ranks that have the same runs, which are this rank's own so far."""
+        if unit.cut.num_copies == 1 and not unit.cut.is_one_copy:
+            return done
+        moved = (unit.cut.num_copies - 1) * unit.spec.run_bytes
         return self._port.submit(
             Lane.GATHER,
             "gather weights of",
             unit,
             reads=[],
-            writes=[new],
+            writes=[unit.weights.span() if unit.cut.is_one_copy else new],
             after={"weights updated": done},
-            work=Work(work.gather(new), moved=unit.spec.others_bytes),
+            work=Work(work.gather(new), moved=moved),
         )
 
     def _send_weights(self, unit: Ledger[H], new: Span, done: H, work: UpdateWork[H]) -> H:
         """Send new trained weights from host memory to their home on the device or on disk."""
-        lane = Lane.WRITE_BACK if unit.is_resident else Lane.DISK_WRITE
+        lane = Lane.WRITE_BACK if unit.weights.tier == "device" else Lane.DISK_WRITE
         sent = self._port.submit(
             lane,
             "write weights of",
@@ -177,13 +211,13 @@ class UpdateOrder(Generic[H]):
             after={"weights updated on the host": done, **self._unused(unit), **unit.weights.before_write()},
         )
         unit.weights.written_by(sent)
-        if unit.is_resident:
+        if unit.cut.is_resident:
             work.weights_sent()
         return sent
 
     def _unused(self, unit: Ledger[H]) -> dict[str, H]:
         """Compute has used the weights that live on the device."""
-        return {"weights used": self._port.mark("weights used", unit)} if unit.is_resident else {}
+        return {"weights used": self._port.mark("weights used", unit)} if unit.cut.is_resident else {}
 
     # Inside backward. See [Note: early updates].
 
@@ -261,7 +295,7 @@ class UpdateOrder(Generic[H]):
         )
         if not grads.nbytes:
             unit.gradients.read_by(updated)
-        if unit.spec.num_ranks > 1:
+        if unit.spec.num_ranks > 1 and not unit.cut.is_one_copy:
             updated = self._gathered(unit, weights, updated, work)
         left = self._take_home(unit, states, weights, updated, work)
         free = self._port.freed(taken.slot, Lane.DEVICE_UPDATE, {"staged bytes home": left})
@@ -271,6 +305,7 @@ class UpdateOrder(Generic[H]):
         """Copy what the update reads: states, gradients that rest in host memory, weights that it starts from."""
         wanted = [(unit.states, states), (unit.gradients, grads)] + [(unit.weights, weights)] * unit.starts_from_weights
         pairs = [(home, part) for home, part in wanted if part.nbytes]
+        firsts = [unit.cut.updated[0] if home is unit.weights else 0 for home, _ in pairs]
         after = {"staging free": free_after}
         for home, _ in pairs:
             after |= home.before_read()  # type: ignore[arg-type]
@@ -278,7 +313,7 @@ class UpdateOrder(Generic[H]):
             Lane.STATES_H2D,
             "stage",
             unit,
-            reads=[home.span(0, part.nbytes) for home, part in pairs],
+            reads=[home.span(at, at + part.nbytes) for at, (home, part) in zip(firsts, pairs, strict=True)],
             writes=[part for _, part in pairs],
             after=after,
         )
@@ -292,15 +327,15 @@ class UpdateOrder(Generic[H]):
         Weights go first: the next forward waits for them, and nothing for the states but the next update.
         """
         sent = self._port.submit(
-            Lane.DEVICE_UPDATE if unit.is_resident else Lane.STATES_D2H,
+            Lane.DEVICE_UPDATE if unit.weights.tier == "device" else Lane.STATES_D2H,
             "new weights of",
             unit,
             reads=[weights],
-            writes=[unit.weights.span(0, weights.nbytes)],
+            writes=[unit.weights.span(*unit.cut.updated)],
             after={"updated on the device": updated, **self._unused(unit), **unit.weights.before_write()},
         )
-        unit.weights.written_by(sent)
-        if unit.is_resident:
+        unit.weights.written_by(self._gathered(unit, weights, sent, work) if unit.cut.is_one_copy else sent)
+        if unit.cut.is_resident:
             work.weights_sent()
         if not states.nbytes:
             return [sent]

@@ -4,15 +4,19 @@
 stays with the unit ("cached") until another unit needs it; weights never change in a slot, so evicting moves no
 bytes. The next fetch into the slot waits for the compute that read it. Weights whose home is disk pass through slots on
 the host, which are kept in the same way and written again after the fetch that read them.
+
+[Note: cut fetches] Of weights that are cut over ranks a fetch brings this rank's runs to their places in the slot, and
+an all-gather fills in the others. Runs that rest on the device go into the all-gather from there. All-gathers meet in
+the order in which they are submitted. So all ranks visit the same units in the same order, and move the same weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Generic
 
-from outcore.order.ledger import Dependency, H, Ledger, Slot, newest
-from outcore.order.port import Port
+from outcore.order.ledger import After, Dependency, H, Ledger, Slot, Span, newest
+from outcore.order.port import Deed, Port, Work
 from outcore.order.slots import Pools
 from outcore.spec.lanes import Lane
 from outcore.spec.schedule import Phase
@@ -61,39 +65,62 @@ class WeightOrder(Generic[H]):
 
     def __init__(self, units: Sequence[Ledger[H]], port: Port[H], pools: Pools[H]) -> None:
         """Args: units: All, in the plan's order."""
-        self._units, self._port = units, port
+        self.units, self._port = units, port
         self.on_device = WeightSlots(pools.slots("device", "weights"), port, "slot free")
         self.on_host = WeightSlots(pools.slots("host", "weights"), port, "staging free")
+        self.all_gather: Callable[[Ledger[H], Span, Span], Deed] = _on_paper
+        """Unit, home, slot -> what fills a slot with the runs of all sharers. This rank's are in the home if that is
+        on the device, else in the slot."""
 
     def fetch(self, index: int, place: int) -> None:
         """Bring weights into a device slot, whatever it holds. Those whose home is disk are in a host slot."""
-        unit = self._units[index]
+        unit = self.units[index]
         self.vacate_on_device(place)
         slot, nbytes = self.on_device.slots[place], unit.spec.weight_bytes
         staging = self.on_host.find(index) if unit.weights.tier == "disk" else None
         staged = None if staging is None else self.on_host.slots[staging]
-        if staged is None:
-            source, after = unit.weights.span(), unit.weights.before_read()
-        else:
-            source, after = staged.span(nbytes), {"weights staged": staged.ready}
-        fetched = self._port.submit(
-            Lane.H2D,
-            "fetch",
-            unit,
-            reads=[source],
-            writes=[slot.span(nbytes)],
-            after={"slot free": slot.free_after, **after},
-        )
-        if staged is None:
+        whole, free = slot.span(nbytes), {"slot free": slot.free_after}
+        if unit.weights.tier == "device":
+            fetched = self._put_together(unit, whole, {**free, **unit.weights.before_read()})
             unit.weights.read_by(fetched)
         else:
-            staged.free_after = [fetched]
+            if staged is None:
+                source, after = unit.weights.span(), {**free, **unit.weights.before_read()}
+            else:
+                source, after = staged.span(unit.weights.nbytes), {**free, "weights staged": staged.ready}
+            reads, writes = self._runs(unit, source, slot) if unit.cut.is_cut else ([source], [whole])
+            fetched = self._port.submit(Lane.H2D, "fetch", unit, reads=reads, writes=writes, after=after)
+            if staged is None:
+                unit.weights.read_by(fetched)
+            else:
+                staged.free_after = [fetched]
+            if unit.cut.is_cut:
+                fetched = self._put_together(unit, whole, {"runs fetched": fetched})
         self.on_device.put(place, index, fetched)
         unit.slot = slot
 
+    def _runs(self, unit: Ledger[H], source: Span, slot: Slot[H]) -> tuple[list[Span], list[Span]]:
+        """From a home or its slot in host memory to their places in a slot on the device."""
+        runs = unit.cut.runs()
+        reads = [source.part(run.home, run.home + run.nbytes) for run in runs]
+        return reads, [slot.span(run.layout + run.nbytes, run.layout) for run in runs]
+
+    def _put_together(self, unit: Ledger[H], whole: Span, after: After[H]) -> H:
+        """See [Note: cut fetches]."""
+        home = unit.weights.span()
+        return self._port.submit(
+            Lane.LINK,
+            "all-gather weights of",
+            unit,
+            reads=[home] if unit.weights.tier == "device" else [],
+            writes=[whole],
+            after=after,
+            work=Work(self.all_gather(unit, home, whole), moved=whole.nbytes - home.nbytes),
+        )
+
     def read(self, index: int, place: int) -> None:
         """Bring weights from disk into a host slot, whatever it holds."""
-        unit = self._units[index]
+        unit = self.units[index]
         self.on_host.vacate(place)
         slot = self.on_host.slots[place]
         read = self._port.submit(
@@ -101,7 +128,7 @@ class WeightOrder(Generic[H]):
             "read weights of",
             unit,
             reads=[unit.weights.span()],
-            writes=[slot.span(unit.spec.weight_bytes)],
+            writes=[slot.span(unit.weights.nbytes)],
             after={"staging free": slot.free_after, **unit.weights.before_read()},
         )
         unit.weights.read_by(read)
@@ -111,7 +138,7 @@ class WeightOrder(Generic[H]):
         """Compute uses the weights of a unit, which are on the device or on the way there."""
         span, slot = unit.weights_on_device(), unit.slot
         after: dict[str, Dependency[H]] = {"weights fetched": None if slot is None else slot.ready}
-        if unit.is_resident:
+        if unit.cut.is_resident:
             after = unit.weights.before_read()
         self._port.compute(phase.value, unit, reads=[] if span is None else [span], after=after)
 
@@ -132,10 +159,14 @@ class WeightOrder(Generic[H]):
         """Take a device slot from the unit that has it."""
         holder = self.on_device.holders[place]
         if holder is not None:
-            self._units[holder].slot = None
+            self.units[holder].slot = None
         self.on_device.vacate(place)
 
     def let_go(self) -> None:
         """Forget all slots, so that their memory can be given back."""
         self.on_device.slots.clear()
         self.on_host.slots.clear()
+
+
+def _on_paper(*_: object) -> None:
+    """Nothing is done there."""

@@ -14,8 +14,9 @@ import datetime
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -56,10 +57,30 @@ class World:
         self._reduce = _Links(self._new_group, device.group_backend)
         self._save = self._new_group("gloo")
         self._gather = _Links(self._new_group, device.group_backend)
+        self._sharers: dict[int, _Links] = {}
+        """By the number of ranks that have weights together: those of this rank."""
+        self._alike = {1: self._gather}
+        """Those that have the same part of them."""
+        self.last_step = ""
+        """What the last step was made with. Weights that are put together must have been updated alike."""
 
-    def _new_group(self, backend: str) -> Any:
-        self._groups.append(distributed.new_group(backend=backend, timeout=self._timeout))
+    def _new_group(self, backend: str, ranks: Sequence[int] | None = None) -> Any:
+        chosen = None if ranks is None else list(ranks)
+        self._groups.append(distributed.new_group(chosen, backend=backend, timeout=self._timeout))
         return self._groups[-1]
+
+    def open_groups(self, num_sharers: int) -> None:
+        """Of ranks that share weights, and of those with the same part of them. A collective."""
+        within = [range(first, first + num_sharers) for first in range(0, self.size, num_sharers)]
+        across = [range(place, self.size, num_sharers) for place in range(num_sharers)]
+        self._sharers[num_sharers] = self._mine(within)
+        if num_sharers < self.size:
+            self._alike[num_sharers] = self._mine(across)
+
+    def _mine(self, groups: Sequence[Sequence[int]]) -> _Links:
+        """All ranks make all groups."""
+        made = [_Links(partial(self._new_group, ranks=ranks), self._reduce.backend) for ranks in groups]
+        return next(links for links, ranks in zip(made, groups, strict=True) if self.rank in ranks)
 
     def close(self) -> None:
         """Give the groups back. Nothing may be under way. Idempotent."""
@@ -89,6 +110,11 @@ class World:
         with self._doing("hear rank 0", self._control):
             distributed.broadcast_object_list(said, src=0, group=self._control)
         return said[0]
+
+    def say(self, what: str) -> None:
+        """All ranks have come here. Args: what: They do, for errors."""
+        with self._doing(what, self._control):
+            pass
 
     def copy_first(self, tensor: torch.Tensor) -> torch.Tensor:
         """Rank 0's tensor, in host memory, in the order in which it lies in memory there."""
@@ -140,17 +166,57 @@ class World:
             distributed.all_gather_object(found, value, group=self._save)
         return found
 
-    def gather(self, facts: str, unit: str, whole: torch.Tensor) -> None:
-        """Fill in the runs of the other ranks.
+    @property
+    def facts(self) -> str:
+        """What made the weights that there are now: the same on all ranks, or one has gone another way."""
+        return f"{self.num_steps} {self.last_step}"
+
+    def gather(self, facts: str, unit: str, new: torch.Tensor, num_sharers: int) -> None:
+        """Fill in the runs of the other ranks that have the same ones.
 
         Args:
-            facts: What made the weights of all units: settings of the step, and which gradients there were.
+            facts: As they were when this was submitted.
             unit: Its label.
-            whole: 1D uint8; this rank's run is there.
+            new: 1D uint8; this rank's run is there.
+            num_sharers: So many ranks share the weights, each in memory of its own.
         """
-        run = whole.numel() // self.size
+        place, run = self.rank // num_sharers, new.numel() * num_sharers // self.size
         with self._doing(f"gather weights of unit '{unit}' on lane {Lane.GATHER.value}", self._gather.host, facts):
-            _gather_single(whole, whole[self.rank * run : (self.rank + 1) * run], group=self._gather.of(whole))
+            _gather_single(new, new[place * run : (place + 1) * run], group=self._alike[num_sharers].of(new))
+
+    def fill_copy(self, facts: str, unit: str, copy: torch.Tensor, num_sharers: int) -> None:
+        """Wait until all have written their run of the copy that they share; bring those that other machines wrote.
+
+        Args: as for ``gather``. copy: Of the trained weights (1D uint8).
+        """
+        run, mine = copy.numel() // self.size, range(self.rank % num_sharers, self.size, num_sharers)
+        runs = [copy[rank * run : (rank + 1) * run] for rank in mine]
+        with self._doing(f"gather weights of unit '{unit}' on lane {Lane.GATHER.value}", self._gather.host, facts):
+            if len(runs) > 1:
+                distributed.all_gather(runs, runs[self.rank // num_sharers], group=self._alike[num_sharers].host)
+        if len(runs) > 1:
+            self.meet(facts, f"have all weights of unit '{unit}'")
+
+    def meet(self, facts: str, what: str) -> None:
+        """All ranks have come here. Args: as for ``gather``. what: All do, for errors."""
+        with self._doing(f"{what} on lane {Lane.GATHER.value}", self._gather.host, facts):
+            pass
+
+    def all_gather(
+        self, facts: str, unit: str, pieces: Sequence[tuple[torch.Tensor, torch.Tensor]], num_sharers: int
+    ) -> None:
+        """Put weights together that ranks share.
+
+        Args:
+            facts: As they were when this was submitted.
+            unit: Its label.
+            pieces: Of a slot, and this rank's run of it (1D uint8).
+            num_sharers: So many ranks share them.
+        """
+        links = self._sharers[num_sharers]
+        with self._doing(f"all-gather weights of unit '{unit}' on lane {Lane.LINK.value}", links.host, facts):
+            for whole, run in pieces:
+                _gather_single(whole, run, group=links.of(whole))
 
     # For errors.
 
@@ -182,9 +248,10 @@ class World:
     def _compare(self, what: str, group: Any, facts: str) -> None:
         said = what.encode()[:_SAID_BYTES].ljust(_SAID_BYTES, b"\0")
         tag = said + hashlib.sha256(f"{what}\0{facts}".encode()).digest()[:_DIGEST_BYTES]
-        found = torch.empty(len(tag) * self.size, dtype=torch.uint8, device="cpu")
+        ranks = distributed.get_process_group_ranks(group)
+        found = torch.empty(len(tag) * len(ranks), dtype=torch.uint8, device="cpu")
         _gather_single(found, torch.frombuffer(bytearray(tag), dtype=torch.uint8), group=group)
-        for rank, theirs in enumerate(part.numpy().tobytes() for part in found.split(len(tag))):
+        for rank, theirs in zip(ranks, (part.numpy().tobytes() for part in found.split(len(tag))), strict=True):
             if theirs != tag:
                 other = theirs[:_SAID_BYTES].rstrip(b"\0").decode(errors="replace")
                 differ = (
@@ -225,6 +292,7 @@ class _Links:
 
     def __init__(self, new_group: Callable[[str], Any], backend: str) -> None:
         """Args: backend: Moves bytes of the device."""
+        self.backend = backend
         self.host = new_group("gloo")
         self._device = self.host if backend == "gloo" else new_group(backend)
 

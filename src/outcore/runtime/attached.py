@@ -50,7 +50,7 @@ class Attached:
             fill_unit(unit, opened.tiers, opened.order.pools, values(unit))
             opened.device.synchronize()
             self._moved.append(unit)
-            if unit.ledger.is_resident:
+            if unit.ledger.cut.is_resident:
                 unit.show()
             else:
                 unit.presence.hide(device=opened.device.torch_device)
@@ -58,6 +58,9 @@ class Attached:
             if freed_bytes >= WORTH_BYTES:
                 freed_bytes = 0
                 self.held_back.give_back()
+        world = self._engine.access.world
+        if world is not None and any(unit.ledger.cut.is_one_copy for unit in self._engine.units):
+            world.say("fill the weights that they share")
         opened.tiers.settle()
         self.held_back.give_back()
 

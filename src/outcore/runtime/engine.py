@@ -104,6 +104,11 @@ class Engine:
         """Processes that train the model together."""
         return 1 if self.access.world is None else self.access.world.size
 
+    @property
+    def has_cut_weights(self) -> bool:
+        """Whether reading weights needs the other ranks."""
+        return any(unit.ledger.cut.is_cut for unit in self.units)
+
     def _units_of(self, partition: Partition) -> list[Unit]:
         ledgers = self.opened.order.ledgers
         owners = [_Absence(self) for _ in ledgers]
@@ -253,7 +258,7 @@ class _Absence:
     def make_present(self) -> bool:
         """Parameters that live on the device need only wait for their update."""
         engine = self._engine()
-        if engine is None or engine.is_closed or not self.unit.ledger.is_resident:
+        if engine is None or engine.is_closed or not self.unit.ledger.cut.is_resident:
             return False
         engine.weights.present_on_demand(self.unit)
         return True
@@ -263,4 +268,5 @@ class _Absence:
         engine = self._engine()
         if engine is None or engine.is_closed:
             return "gone: the model that outcore prepared was closed"
-        return f"in {'host memory' if self.unit.plan.weights == 'host' else 'the disk tier'} between calls of its unit"
+        places = {"device": "cut over the ranks", "host": "in host memory", "disk": "in the disk tier"}
+        return f"{places[self.unit.plan.weights]} between calls of its unit"

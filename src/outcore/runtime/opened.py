@@ -14,6 +14,7 @@ from outcore.order.step import StepOrder
 from outcore.ranks.agreement import core_sharers
 from outcore.ranks.world import World
 from outcore.runtime.saves import Saves
+from outcore.runtime.unit.cut_weights import all_gathers
 from outcore.runtime.unit.port import LivePort, Traffic
 from outcore.runtime.unit.tiers import Tiers
 from outcore.runtime.updates.workers import UpdateWorkers
@@ -52,10 +53,12 @@ class Opened:
         with self.closed_on_error():
             first = 0 if world is None else world.rank % world.local_size % max(len(paths), 1)
             # Ranks that do the same at the same time begin with different drives.
-            self.tiers = Tiers(model, plan, device, [*paths[first:], *paths[:first]])
+            self.tiers = Tiers(model, plan, device, [*paths[first:], *paths[:first]], world)
             self._closing.callback(self.tiers.close)
             port = LivePort(device, self.traffic, self.tiers.store)
             self.order: StepOrder[Handle] = StepOrder(model, plan, port)
+            if world is not None:
+                self.order.weights.all_gather = all_gathers(world, self.order.ledgers)
             self.saves = Saves(device, port, self.tiers)
             self._closing.callback(self.saves.abandon)
             self.tiers.hand_out(self.order)

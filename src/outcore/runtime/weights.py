@@ -103,7 +103,7 @@ class Weights:
             return
         self._make_due()
         ledger = unit.ledger
-        if not ledger.is_resident and ledger.slot is None and ledger.weights.nbytes:
+        if not ledger.cut.is_resident and ledger.slot is None and ledger.weights.nbytes:
             self._fetch_on_demand(index)
         if presence.num_calls == 1:
             self.present(unit, phase)
@@ -131,7 +131,7 @@ class Weights:
         self.calls.pop()
         presence = unit.presence
         presence.num_calls -= 1
-        if presence.num_calls or presence.now is Beneath.GATHERED or unit.ledger.is_resident:
+        if presence.num_calls or presence.now is Beneath.GATHERED or unit.ledger.cut.is_resident:
             return
         self._order.used(unit.ledger)
         presence.hide(device=self._device.torch_device)
@@ -160,7 +160,7 @@ class Weights:
         for i, unit in enumerate(self._units):
             presence = unit.presence
             presence.num_calls = called.count(i)
-            if presence.num_calls or unit.ledger.is_resident:
+            if presence.num_calls or unit.ledger.cut.is_resident:
                 continue
             unit.ledger.slot = None
             if presence.now is not Beneath.GATHERED:
@@ -171,8 +171,8 @@ class Weights:
     def rest(self, unit: Unit) -> None:
         """Take the tensors of their own from a unit's parameters: they are as between calls, or in those that run."""
         ledger, bound = unit.ledger, unit.presence.bound
-        unit.presence.hide(device=None if ledger.is_resident else self._device.torch_device)
-        if ledger.is_resident:
+        unit.presence.hide(device=None if ledger.cut.is_resident else self._device.torch_device)
+        if ledger.cut.is_resident:
             self.present(unit)
         elif bound is not None and any(index == ledger.index for index, _, _ in self.calls):
             unit.presence.show(bound)
@@ -232,7 +232,9 @@ class Weights:
                 return -1
             return NEVER if unit is None or unit == evicts else self._cursor.next_use(unit)
 
-        units = {i: cache.holders[i] for i in slots_for(cache.sizes, self._units[index].spec.weight_bytes)}
+        cut = self._units[index].ledger.cut
+        nbytes = cut.spec.weight_bytes if cache is self._order.on_device else cut.nbytes
+        units = {i: cache.holders[i] for i in slots_for(cache.sizes, nbytes)}
         uses = {i: next_use(unit) for i, unit in units.items()}
         last = max(uses, key=lambda i: (uses[i], i == planned, units[i] is None), default=None)
         return last if last is not None and uses[last] > beyond else None

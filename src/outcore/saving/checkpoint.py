@@ -112,7 +112,6 @@ def _begin_save(
         ]
         for unit in engine.units:
             take_edits(unit, engine.access)
-        described = _description(engine, groups, step)
         target = directory / f"step-{step:08d}"
         _refuse_to_replace(target)
         later = [path.name for number, path in found_in(directory) if number > step]
@@ -122,6 +121,7 @@ def _begin_save(
                 "highest step is what load_checkpoint takes; remove them if this run takes their place",
                 stacklevel=3,
             )
+    described = _description(engine, groups, step)
     if world is not None:
         said = {"step": step, "directory": os.path.abspath(directory), "keep": keep}
         agree(world, {f"{name}={value!r}": "" for name, value in said.items()}, call="save_checkpoint")
@@ -211,8 +211,9 @@ class Resumed:
         engine, path, manifest, call = optimizer.engine, self._path, self._manifest, "load_checkpoint"
         if engine.access.world is not None:
             agree(engine.access.world, {f"step of the checkpoint in '{path.parent}'": str(manifest.step)}, call=call)
+        frozen = _frozen_samples(engine)
         with agreed(engine.access.world, call):
-            _refuse_others(optimizer, path, manifest)
+            _refuse_others(optimizer, path, manifest, frozen)
             small = _read_state(path)
         with _whole_or_refused(engine, path):
             for unit in engine.units:
@@ -290,12 +291,7 @@ def _refuse_unfit(engine: Engine, step: int, extra: Mapping[str, Any], keep: int
 def _description(engine: Engine, groups: list[dict[str, Any]], step: int) -> Any:
     """What becomes the manifest, of the state that training has now."""
     tensors = {name: record for unit in engine.units for name, record in records(unit)}
-    frozen = {
-        spec.name: zlib.crc32(engine.access.sample(unit, i))
-        for unit in engine.units
-        for i, spec in enumerate(unit.spec.params)
-        if i >= unit.num_trainable
-    }
+    frozen = _frozen_samples(engine)
     quantized = ((spec, p) for u in engine.units for spec, p in zip(u.spec.params, u.params, strict=True))
     full = {spec.name: getattr(param, FULL_CHECKSUM) for spec, param in quantized if hasattr(param, FULL_CHECKSUM)}
     steps = {u.spec.params[i].name: u.steps[i] for u in engine.units for i in range(u.num_trainable)}
@@ -309,6 +305,13 @@ def _description(engine: Engine, groups: list[dict[str, Any]], step: int) -> Any
         return Manifest(step=step, files=files, tensors=tensors, groups=tuple(groups), **known)
 
     return describe
+
+
+def _frozen_samples(engine: Engine) -> dict[str, int]:
+    """A checksum of some bytes of each frozen parameter. A collective if they are cut over ranks."""
+    everything = ((unit, i, spec) for unit in engine.units for i, spec in enumerate(unit.spec.params))
+    frozen = ((unit, i, spec.name) for unit, i, spec in everything if i >= unit.num_trainable)
+    return {name: zlib.crc32(engine.access.sample(unit, i)) for unit, i, name in frozen}
 
 
 def _group_names(optimizer: StreamedOptimizer) -> list[list[str]]:
@@ -355,7 +358,7 @@ def _write_library(folder: Path, model: nn.Module) -> None:
 # Reading.
 
 
-def _refuse_others(optimizer: StreamedOptimizer, path: Path, manifest: Manifest) -> None:
+def _refuse_others(optimizer: StreamedOptimizer, path: Path, manifest: Manifest, frozen: Mapping[str, int]) -> None:
     """Nothing was changed yet."""
     engine = optimizer.engine
     saved = (pair for unit in engine.units for pair in records(unit))
@@ -380,15 +383,14 @@ def _refuse_others(optimizer: StreamedOptimizer, path: Path, manifest: Manifest)
             f"groups were saved, and the optimizer has {len(optimizer.param_groups)} or others in them; build it as in "
             "the run that saved them"
         )
-    frozen = {s.name: (u, i) for u in engine.units for i, s in enumerate(u.spec.params) if i >= u.num_trainable}
     if frozen.keys() != manifest.frozen.keys():
         name = min(frozen.keys() ^ manifest.frozen.keys())
         raise ConfigError(
             f"checkpoint '{path}': expected the same parameters to be frozen, but '{name}' is so only "
             f"{'here' if name in frozen else 'there'}; build the model as in the run that saved it"
         )
-    for name, (unit, i) in frozen.items():
-        if zlib.crc32(engine.access.sample(unit, i)) != manifest.frozen[name]:
+    for name, checksum in frozen.items():
+        if checksum != manifest.frozen[name]:
             raise ConfigError(
                 f"checkpoint '{path}': expected the frozen parameters that it was trained with, but '{name}' has other "
                 "values; build the model from the weights that the run which saved it began with"

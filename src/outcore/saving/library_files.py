@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from outcore.core.errors import UnsupportedError
 from outcore.memory.files.checkpoint_file import CheckpointFile, PartOfCheckpoint
 from outcore.memory.files.checkpoint_folder import write_new
 from outcore.memory.files.weights_layout import TensorSpec, tensor_files
@@ -92,6 +93,11 @@ class LibraryFiles:
             ConfigError, UnsupportedError: As ``save_pretrained``.
         """
         model = self._engine.model
+        if self._engine.has_cut_weights:
+            raise UnsupportedError(
+                "checkpoint: expected weights that one rank can read alone, but they are cut over ranks; set partition "
+                "to 'replicate' in the plan, or to 'node' with gather 'host'"
+            )
         small.mkdir(exist_ok=True)
         save_beside_weights(self._engine, small)
         if saves_adapters(model):

@@ -46,11 +46,12 @@ class Section(NamedTuple):
 def sections(unit: Unit) -> list[Section]:
     """What is saved of a unit, in the order of its file."""
     spec = unit.spec
-    own, trained = spec.own_parts, _trained(unit)
+    own, trained = unit.ledger.cut.own_parts, _trained(unit)
     if not trained:
         return []
-    weights = [(f"model.{p.name}", _here(spec, p, own[i]), own[i], own[i].offset) for i, p in trained]
-    start = spec.rank * spec.run_bytes
+    first = unit.ledger.cut.updated[0]
+    weights = [(f"model.{p.name}", _here(spec, p, own[i]), own[i], first + own[i].offset) for i, p in trained]
+    start = first + unit.ledger.cut.own_start
     return [Section(unit.ledger.weights, start, start + spec.run_bytes, weights), *state_sections(unit)]
 
 

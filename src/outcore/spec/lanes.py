@@ -22,10 +22,12 @@ class Lane(enum.Enum):
     STATES_H2D = "states_h2d"
     DEVICE_UPDATE = "device_update"
     STATES_D2H = "states_d2h"
-    # Between ranks: gradients to whoever updates with them, and new weights to all. Every rank submits the same
-    # operations in the same order, so each of the two has nothing else in its queue.
+    # Between ranks: gradients to whoever updates with them, new weights to whoever has the same part of them, and the
+    # parts of weights that are cut to all who compute with them. Every rank submits the same operations in the same
+    # order, so each has nothing else in its queue.
     REDUCE = "reduce"
     GATHER = "gather"
+    LINK = "link"
     # To a checkpoint's files: apart from the disk tier, whose writes the next forward may wait for.
     SAVE = "save"
 
@@ -48,10 +50,11 @@ _ROUTES = {
     Lane.STATES_D2H: "device to host",
     Lane.REDUCE: "between ranks",
     Lane.GATHER: "between ranks",
+    Lane.LINK: "between ranks",
     Lane.SAVE: "to a checkpoint",
 }
 
-RANK_LANES = (Lane.REDUCE, Lane.GATHER)
+RANK_LANES = (Lane.REDUCE, Lane.GATHER, Lane.LINK)
 """Lanes on which all ranks meet."""
 
 COPY_LANES = frozenset(

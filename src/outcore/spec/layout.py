@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from outcore.core.quantities import PAGE_BYTES, PARAM_ALIGN_BYTES, align_up
+from outcore.spec.cut import weights_home
 from outcore.spec.model import (
     ALIAS_BYTES,
     WITH_MASTERS,
@@ -171,7 +172,7 @@ def staging(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> Staging:
     sizes = (
         states_bytes(spec, unit, model),
         spec.update_bytes if unit.gradients == "host" else 0,
-        spec.trainable_bytes,
+        weights_home(spec, unit).updated_bytes,
         min(SCRATCH_BYTES, spec.update_bytes),
     )
     starts = accumulate((align_up(size, PAGE_BYTES) for size in sizes), initial=0)

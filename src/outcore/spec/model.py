@@ -20,7 +20,8 @@ parameter's own memory, without gaps; torch's fused optimizers walk through them
 [Note: runs] With R ranks the trainable piece of the weights layout is padded and cut into R equal *runs* at page
 borders. A rank sums gradients, keeps states and updates for its own run only, so its update layout has of each
 parameter the elements in that run; sizes are those of the rank that needs most. Parameters begin at multiples of 256
-bytes, so a cut inside of one falls on a multiple of 64 elements, where an update may be cut (``optim.blocks``).
+bytes, so a cut inside of one falls on a multiple of 64 elements, where an update may be cut (``optim.blocks``). The
+frozen piece is padded and cut in the same way, for plans under which ranks home weights together (``spec.cut``).
 
 [Note: aliases] States lie behind one another, and an update walks through all of them side by side. AMD's processors
 (Zen) find lines of the first-level cache by a hash of address bits 12 to 27; at a distance of 256 MiB, or twice 128,
@@ -45,6 +46,7 @@ TRAINED_DTYPES = ("float32", "bfloat16", "float16", "float64")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "uint8": 1, "int8": 1, "int16": 2}
 WITH_MASTERS: tuple[Precision, ...] = ("bf16", "fp16")
 """Weights that are updated in fp32."""
+Sharing = Literal["replicate", "copy", "cut"]
 StateFormat = Literal["fp32", "bf16", "8bit"]
 MasterFormat = Literal["fp32", "compact"]
 ALIAS_BYTES = 2**27
@@ -193,6 +195,8 @@ class UnitSpec:
     """Processes that share the update of the unit. See [Note: runs]."""
     rank: int = 0
     """Whose run is updated here."""
+    ranks_per_node: int = 1
+    """Of them, that run on one machine: ranks 0 to this on the first, and so on."""
 
     def __post_init__(self) -> None:
         flags = [p.requires_grad for p in self.params]
@@ -233,10 +237,17 @@ class UnitSpec:
 
     def owned(self, rank: int) -> tuple[tuple[int, int], ...]:
         """First element and number of elements of every trainable parameter in the run of a rank."""
-        found, start = [], rank * self.run_bytes
-        for part in self.weight_parts[: len(self.trainable)]:
-            size = DTYPE_BYTES[part.dtype]
-            first, stop = (min(max(at - part.offset, 0), part.nbytes) // size for at in (start, start + self.run_bytes))
+        return self.held(rank)[: len(self.trainable)]
+
+    def held(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """First element and number of elements of every parameter in the runs of a rank."""
+        found = []
+        for i, part in enumerate(self.weight_parts):
+            begin, run = (
+                (0, self.run_bytes) if i < len(self.trainable) else (self.trainable_bytes, self.frozen_run_bytes)
+            )
+            size, start = DTYPE_BYTES[part.dtype], begin + rank * run
+            first, stop = (min(max(at - part.offset, 0), part.nbytes) // size for at in (start, start + run))
             found.append((first, stop - first))
         return tuple(found)
 
@@ -287,10 +298,15 @@ class UnitSpec:
         return self.trainable_bytes - self.run_bytes
 
     @cached_property
+    def frozen_run_bytes(self) -> int:
+        """Size of the run of a rank of what is frozen."""
+        nbytes = sum(align_up(p.weight_bytes, PARAM_ALIGN_BYTES) for p in self.params if not p.requires_grad)
+        return align_up(nbytes, PAGE_BYTES * self.num_ranks) // self.num_ranks
+
+    @cached_property
     def weight_bytes(self) -> int:
         """Size of the weights layout."""
-        frozen = sum(align_up(p.weight_bytes, PARAM_ALIGN_BYTES) for p in self.params if not p.requires_grad)
-        return self.trainable_bytes + align_up(frozen, PAGE_BYTES)
+        return self.trainable_bytes + self.frozen_run_bytes * self.num_ranks
 
     @cached_property
     def update_bytes(self) -> int:
@@ -314,7 +330,11 @@ class ModelSpec:
     precision: Precision
     micro_batches_in_unit: int = 1
     """In so many pieces every unit runs a batch."""
+    sharing: Sharing = "replicate"
+    """How ranks have weights in plans that are made for it. See ``spec.cut.shared``."""
 
-    def among(self, num_ranks: int, rank: int) -> ModelSpec:
-        """The same model, updated by several ranks. See [Note: runs]."""
-        return replace(self, units=tuple(replace(unit, num_ranks=num_ranks, rank=rank) for unit in self.units))
+    def among(self, num_ranks: int, rank: int, ranks_per_node: int | None = None) -> ModelSpec:
+        """The same model, updated by several ranks. See [Note: runs]. Args: ranks_per_node: None: all on one."""
+        per_node = ranks_per_node or num_ranks
+        units = (replace(unit, num_ranks=num_ranks, rank=rank, ranks_per_node=per_node) for unit in self.units)
+        return replace(self, units=tuple(units))

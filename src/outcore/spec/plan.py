@@ -17,6 +17,9 @@ TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 AwayTier = Literal["host", "disk"]
 Policy = Literal["keep", "select", "recompute"]
 POLICIES: tuple[Policy, ...] = ("keep", "select", "recompute")
+Partition = Literal["replicate", "node", "world"]
+PARTITIONS: tuple[Partition, ...] = ("replicate", "node", "world")
+Gather = Literal["link", "host"]
 PoolKind = Literal[
     "weights",
     "bucket",
@@ -67,6 +70,13 @@ class UnitPlan:
     early: bool = False
     """Update inside backward, as soon as the last gradient is there, into a second home of states and weights. That
     takes over when ``step()`` finds that nothing came between. Needs promised ``accumulation_steps``."""
+    partition: Partition = "replicate"
+    """Over which ranks weights are cut. ``replicate``: each has all. ``node``: those of one machine have them together.
+    ``world``: all ranks have. Where these are one rank, it has all."""
+    gather: Gather = "link"
+    """How weights that are cut come together. ``link``: each rank brings its part to the device, and there they are
+    exchanged. So all ranks visit the same units. ``host``: the ranks of a machine share one copy in host memory, from
+    which each fetches whole units, whichever it visits."""
 
     @property
     def is_updated_on_host(self) -> bool:
@@ -87,9 +97,25 @@ class UnitPlan:
                 f"weights={self.weights}, gradients={self.gradients}; move the states to host or disk"
             )
         self._check_update(where)
+        self._check_partition(where)
         if self.name == "" and self.weights != "device":
             raise ConfigError(
                 f"plan: the root unit's weights are always resident, expected 'device', but got '{self.weights}'"
+            )
+
+    def _check_partition(self, where: str) -> None:
+        _one_of(self.partition, PARTITIONS, f"{where}: partition")
+        _one_of(self.gather, ("link", "host"), f"{where}: gather")
+        if self.name == "" and self.partition != "replicate":
+            raise ConfigError(
+                f"plan: the root unit's weights are always whole on each rank, expected partition 'replicate', but got "
+                f"'{self.partition}'"
+            )
+        if self.gather == "host" and (self.partition != "node" or self.weights != "host"):
+            raise ConfigError(
+                f"{where}: gather 'host': expected weights in host memory with partition 'node', of which the ranks of "
+                f"a machine share one copy, but got weights={self.weights}, partition={self.partition}; set gather to "
+                "'link', or the others"
             )
 
     def _check_activations(self, where: str) -> None:
@@ -221,7 +247,8 @@ class Plan(Described):
     @property
     def rests_on_device(self) -> bool:
         """Whether nothing moves."""
-        return all(u.weights == u.gradients == u.states == u.activations == "device" for u in self.units)
+        whole = all(u.partition == "replicate" for u in self.units)
+        return whole and all(u.weights == u.gradients == u.states == u.activations == "device" for u in self.units)
 
     @classmethod
     def from_json(cls, text: str, *, where: str = "plan") -> Self:

@@ -49,6 +49,8 @@ Kind = Literal[
     "exchange gradients of",
     "bring gradients of",
     "gather weights of",
+    "all-gather weights of",
+    "wait for readers of",
     "read gradients of",
     "write gradients of",
     "read states of",
@@ -67,8 +69,9 @@ Kind = Literal[
 ``gradients of`` on compute puts them into the unit's bucket; on d2h it is their way to the host. ``update early`` runs
 inside backward. ``stage``, ``states of`` and ``new weights of`` go to an update on the device and come from there.
 ``activations of`` takes what a forward saved off the device, ``bring activations of`` takes it back.
-``bring gradients of`` takes sums to the device, where those of all ranks are added. ``exchange gradients of`` and
-``gather weights of`` are between ranks. ``read old weights of`` is for updates that start from them.
+``bring gradients of`` takes sums to the device, where those of all ranks are added.
+``exchange gradients of``, ``gather weights of`` (new ones), ``all-gather weights of`` (into a slot) and ``wait for
+readers of`` are between ranks. ``read old weights of`` is for updates that start from them.
 ``wait`` is the host's: what is behind it in the row is not submitted before.
 """
 

@@ -22,7 +22,7 @@ LANES = (
     COMPUTE,
     *("h2d", "write_back", "d2h"),
     *("update", "states_h2d", "device_update", "states_d2h", "save"),
-    *("weights_read", "states_read", "disk_write", "states_write", "reduce", "gather"),
+    *("weights_read", "states_read", "disk_write", "states_write", "reduce", "gather", "link"),
 )
 """Names of lanes, and the order of their rows."""
 WRITES_TO_DISK = ("disk_write", "states_write")

@@ -11,9 +11,10 @@ from typing import NamedTuple
 from outcore.planning.paper.schedule import Circumstances
 from outcore.planning.paper.weight_cache import changed_units
 from outcore.planning.timing.rates import Link, Pace, Rates
+from outcore.spec.cut import weights_home
 from outcore.spec.layout import Staging, staging, starts_from_weights, states_bytes, sums_on_device
 from outcore.spec.model import ModelSpec, UnitSpec
-from outcore.spec.plan import Plan, PoolKind, Tier, UnitPlan
+from outcore.spec.plan import Gather, Partition, Plan, PoolKind, Tier, UnitPlan
 from outcore.spec.schedule import ROOT, Phase, Visit
 
 
@@ -45,10 +46,14 @@ class Trained(NamedTuple):
 
 
 @functools.lru_cache(maxsize=2**12)  # asked again and again for one model with many plans
-def _sizes(spec: UnitSpec, weights: Tier, gradients: Tier, states: Tier, model: ModelSpec) -> tuple[int, Staging]:
+def _sizes(
+    spec: UnitSpec, homes: tuple[Tier, Tier, Tier], cut: tuple[Partition, Gather], model: ModelSpec
+) -> tuple[int, Staging]:
     """Args: model: Without units, which take time to compare."""
-    homes = UnitPlan(name=spec.name, weights=weights, gradients=gradients, states=states)
-    return states_bytes(spec, homes, model), staging(spec, homes, model)
+    (weights, gradients, states), (partition, gather) = homes, cut
+    alone = UnitPlan(name=spec.name, weights=weights, gradients=gradients, states=states)
+    alone = replace(alone, partition=partition, gather=gather)
+    return states_bytes(spec, alone, model), staging(spec, alone, model)
 
 
 class Times:
@@ -178,7 +183,8 @@ class Times:
             is_early = plan.early and spec.name not in self._circumstances.overtaken
             after = Moment(last, compute_s[last]) if self.waits else made[-1]
             first = firsts.get(index, last + period)
-            sizes = _sizes(spec, plan.weights, plan.gradients, plan.states, self._alone)
+            homes, cut = (plan.weights, plan.gradients, plan.states), (plan.partition, plan.gather)
+            sizes = _sizes(spec, homes, cut, self._alone)
             found[index] = Trained(spec, plan, made, first, is_early, after, *sizes)
         return found
 
@@ -250,22 +256,23 @@ class Times:
 
     def sent_s(self, unit: Trained) -> float:
         """Of new weights on their way home, if the update does not write them there."""
-        spec, plan, rates = unit.spec, unit.plan, self.rates
+        plan, rates, nbytes = unit.plan, self.rates, weights_home(unit.spec, unit.plan).updated_bytes
         if plan.states == "device" or (plan.weights == "host" and plan.update == "host"):
             return 0.0
         if plan.update == "device":
-            return rates.move_s("compute" if plan.weights == "device" else "d2h", spec.trainable_bytes)
-        return rates.move_s("disk_write" if plan.weights == "disk" else "h2d", spec.trainable_bytes)
+            return rates.move_s("compute" if plan.weights == "device" else "d2h", nbytes)
+        return rates.move_s("disk_write" if plan.weights == "disk" else "h2d", nbytes)
 
     def old_weights_s(self, unit: Trained) -> float:
         """Of reading weights from disk for an update that starts from them."""
         is_read = unit.plan.weights == "disk" and starts_from_weights(unit.spec, unit.plan, self.model.precision)
-        return self.rates.move_s("disk_read", unit.spec.trainable_bytes) if is_read else 0.0
+        return self.rates.move_s("disk_read", weights_home(unit.spec, unit.plan).updated_bytes) if is_read else 0.0
 
     def bring_s(self, spec: UnitSpec, plan: UnitPlan) -> tuple[float, float]:
-        """Of reading weights from disk, and of fetching them."""
-        read_s = self.rates.move_s("disk_read", spec.weight_bytes) if plan.weights == "disk" else 0.0
-        return read_s, 0.0 if plan.weights == "device" else self.rates.move_s("h2d", spec.weight_bytes)
+        """Of reading weights from disk, and of fetching them. What goes between ranks is not counted."""
+        nbytes = weights_home(spec, plan).nbytes
+        read_s = self.rates.move_s("disk_read", nbytes) if plan.weights == "disk" else 0.0
+        return read_s, 0.0 if plan.weights == "device" else self.rates.move_s("h2d", nbytes)
 
     def staged_bytes(self, unit: Trained) -> int:
         """What goes to an update on the device."""

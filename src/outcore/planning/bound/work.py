@@ -18,6 +18,7 @@ from outcore.planning.bound.times import Moment, Times, Trained
 from outcore.planning.paper.schedule import Circumstances
 from outcore.planning.paper.weight_cache import slot_sizes
 from outcore.planning.timing.rates import Rates
+from outcore.spec.cut import weights_home
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, PoolKind
 from outcore.spec.schedule import Visit
@@ -128,7 +129,7 @@ class _Listing:
         self.work.add("disk_write" if unit.plan.weights == "disk" else "h2d", seconds, sent, unit.first, tail_s)
         if not unit.is_early:
             held = _Held(0.0, updated_s + seconds, 0.0)
-            self._hold("new_weights", unit.spec.trainable_bytes, held, unit, tail_s)
+            self._hold("new_weights", weights_home(unit.spec, unit.plan).updated_bytes, held, unit, tail_s)
 
     def _on_host(self, unit: Trained, begin: Moment) -> None:
         spec, plan, rates = unit.spec, unit.plan, self._times.rates
@@ -230,7 +231,7 @@ class _Listing:
     def _fetches(self, trained: Mapping[int, Trained]) -> None:
         for size in sorted(set(slot_sizes(self._times.plan, "device"))):
             mine = {
-                i for i, (spec, plan) in enumerate(self._times.pairs) if plan.weights != "device" and spec.weight_bytes
+                i for i, pair in enumerate(self._times.pairs) if pair[1].weights != "device" and pair[0].weight_bytes
             }
             mine = {
                 i

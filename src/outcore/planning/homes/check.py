@@ -44,6 +44,7 @@ def check_plan(
     _check_pieces(model, plan)
     _check_early(model, plan)
     _check_plain(model, plan)
+    _check_partition(model, plan)
     _check_pools(model, plan)
     if limits is not None:
         _check_limits(model, plan, limits, activation_reserve_bytes)
@@ -96,6 +97,15 @@ def _check_plain(model: ModelSpec, plan: Plan) -> None:
             "plan: plain: expected all homes of all units on the device, gradients updated in the dtype of their "
             "weights, and no accumulation_steps, but that is not so; set plain to false"
         )
+
+
+def _check_partition(model: ModelSpec, plan: Plan) -> None:
+    for spec, unit in zip(model.units, plan.units, strict=True):
+        if unit.partition == "node" and spec.num_ranks % spec.ranks_per_node:
+            raise ConfigError(
+                f"plan, unit '{unit.name}': partition 'node': expected as many ranks on each machine, but there are "
+                f"{spec.num_ranks} with {spec.ranks_per_node} on each; set partition to 'world' or 'replicate'"
+            )
 
 
 def _check_pools(model: ModelSpec, plan: Plan) -> None:

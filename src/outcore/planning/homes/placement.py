@@ -35,6 +35,7 @@ from outcore.planning.homes.pools import (
 from outcore.planning.homes.reservations import tier_bytes
 from outcore.planning.homes.table import infeasible_table
 from outcore.spec.budget import Limits
+from outcore.spec.cut import is_resident, shared
 from outcore.spec.layout import lay_out_states
 from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import Plan, Policy, Tier, UnitPlan
@@ -283,7 +284,7 @@ class _Search:
             self._unit_plan(i, homes, spec.name, policy)
             for i, (spec, homes) in enumerate(zip(self.model.units, self.homes(line), strict=True))
         )
-        fetches = any(u.weights != "device" for u in units)
+        fetches = not all(map(is_resident, self.model.units, units))
         plan = Plan(
             precision=self.model.precision,
             units=units,
@@ -333,9 +334,9 @@ class _Search:
         spec = self.model.units[index]
         weights: Tier = homes.weights if spec.weight_bytes else "device"
         gradients, states = (homes.gradients, homes.states) if spec.trainable_bytes else (weights, weights)
-        return UnitPlan(
-            name=name, weights=weights, gradients=gradients, states=states, policy=policy if name else "keep"
-        )
+        policy = policy if name else "keep"
+        plan = UnitPlan(name=name, weights=weights, gradients=gradients, states=states, policy=policy)
+        return shared(plan, self.model.sharing)
 
 
 def _shape(unit: UnitSpec, model: ModelSpec) -> Hashable:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from outcore.core.quantities import PAGE_BYTES, align_up
+from outcore.spec.cut import in_slot, weights_home
 from outcore.spec.layout import (
     COMPACT_BYTES,
     NOISE_BYTES,
@@ -105,10 +106,8 @@ def needs_of(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> Iterator[Need]
 
 
 def _needs(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> Iterator[Need]:
-    if unit.weights != "device":
-        yield Need("device", "weights", spec.weight_bytes)
-    if unit.weights == "disk":
-        yield Need("host", "weights", spec.weight_bytes)
+    yield Need("device", "weights", in_slot(spec, unit, "device"))
+    yield Need("host", "weights", in_slot(spec, unit, "host"))
     if unit.activations != "device":
         yield Need("device", "activations", unit.saved_bytes)
     if unit.activations == "disk":
@@ -142,7 +141,7 @@ def _update_needs(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> Iterator[
         yield Need("device", "staging", align_up(staging(spec, unit, model).scratch[1], PAGE_BYTES))
         return
     if unit.weights != "host":
-        yield Need("host", "new_weights", spec.trainable_bytes)
+        yield Need("host", "new_weights", weights_home(spec, unit).updated_bytes)
     if unit.states == "disk":
         yield Need("host", "states", states_bytes(spec, unit, model))
     if unit.gradients != "host":

@@ -8,9 +8,10 @@ Predicted bytes are exact because both sides read this list.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from outcore.spec.cut import weights_home
 from outcore.spec.layout import states_bytes
 from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import Plan, Tier, UnitPlan
@@ -29,6 +30,8 @@ class Reservation:
     owner: str
     """Unit name; for a slot ``"<pool kind>/<pool index>/<slot index>"``."""
     nbytes: int
+    num_sharers: int = 1
+    """So many ranks share a buffer of so many times these bytes."""
 
 
 def is_temporary(reservation: Reservation) -> bool:
@@ -66,7 +69,9 @@ def _unit(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> Iterator[Reservat
     def item(tier: Tier, kind: ReservationKind, nbytes: int) -> Reservation:
         return Reservation(tier=tier, kind=kind, owner=spec.name, nbytes=nbytes)
 
-    yield item(unit.weights, "weights", spec.weight_bytes)
+    weights = weights_home(spec, unit)
+    sharers = weights.num_sharers if weights.is_one_copy else 1
+    yield replace(item(unit.weights, "weights", weights.taken_bytes), num_sharers=sharers)
     yield item(unit.gradients, "gradients", spec.update_bytes)
     yield item(unit.states, "states", states_bytes(spec, unit, model))
     if unit.early:

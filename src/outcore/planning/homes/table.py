@@ -10,7 +10,7 @@ from outcore.core.quantities import format_bytes
 from outcore.planning.homes.reservations import Reservation, reservations
 from outcore.spec.budget import Limits
 from outcore.spec.model import ModelSpec
-from outcore.spec.plan import TIERS, Plan, Tier
+from outcore.spec.plan import TIERS, Plan, Tier, UnitPlan
 
 
 def plan_table(model: ModelSpec, plan: Plan, limits: Limits | None = None) -> str:
@@ -32,6 +32,7 @@ def plan_table(model: ModelSpec, plan: Plan, limits: Limits | None = None) -> st
     how = f"precision {plan.precision}, prefetch depth {plan.prefetch_depth}, policy {_policies(plan)}"
     early = sum(u.early for u in plan.units)
     how += f", {early} units updated inside backward" if early else ""
+    how += f", weights {_partitions(plan)}" if any(u.partition != "replicate" for u in plan.units) else ""
     pieces = plan.micro_batches_in_unit
     how += f", units run a batch in {pieces} pieces" if pieces > 1 else ""
     how += f"\nactivations kept while they fit in {format_bytes(plan.kept_bytes)}" if plan.kept_bytes else ""
@@ -156,6 +157,16 @@ def _policies(plan: Plan) -> str:
     if len(counts) < 2:
         return next(iter(counts), "keep")
     return ", ".join(f"{policy} ({count} units)" for policy, count in sorted(counts.items()))
+
+
+def _partitions(plan: Plan) -> str:
+    counts = Counter("on each rank" if u.partition == "replicate" else _cut(u) for u in plan.units if u.name)
+    return ", ".join(f"{how} ({count} units)" for how, count in sorted(counts.items()))
+
+
+def _cut(unit: UnitPlan) -> str:
+    over = "all ranks" if unit.partition == "world" else "the ranks of a machine"
+    return f"shared by {over}" if unit.gather == "host" else f"cut over {over}"
 
 
 def _budget(tier: Tier, limits: Limits) -> int | None:

@@ -20,6 +20,7 @@ from itertools import groupby
 from typing import Literal, NamedTuple
 
 from outcore.core.errors import ConfigError
+from outcore.spec.cut import in_slot
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, Tier
 from outcore.spec.schedule import ROOT, Phase, Visit
@@ -199,9 +200,8 @@ def _without_copies(fetches: Iterable[Move], period: int, held: Sequence[int | N
 def _streamed(model: ModelSpec, plan: Plan, tier: Tier) -> dict[int, list[int]]:
     """Unit -> its slots on a tier, for units that use any."""
     sizes = slot_sizes(plan, tier)
-    homes = ("disk",) if tier == "host" else ("host", "disk")
     pairs = enumerate(zip(model.units, plan.units, strict=True))
-    streamed = {i: spec.weight_bytes for i, (spec, unit) in pairs if unit.weights in homes and spec.weight_bytes}
+    streamed = {i: nbytes for i, (spec, unit) in pairs if (nbytes := in_slot(spec, unit, tier))}
     by_size = {nbytes: slots_for(sizes, nbytes) for nbytes in set(streamed.values())}
     homeless = [nbytes for nbytes, slots in by_size.items() if not slots]
     if homeless:

@@ -18,6 +18,7 @@ from outcore.planning.homes.pools import Comfort, Need, Needs, build_pools, need
 from outcore.planning.homes.reservations import can_be_early, tier_bytes
 from outcore.planning.homes.sending import Away
 from outcore.planning.homes.share import can_be_staged, spread
+from outcore.spec.cut import is_resident, shared
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, Policy, Tier, UnitPlan
 
@@ -110,7 +111,7 @@ class Choice:
     def plan(self, candidate: Candidate) -> Plan:
         """Write a candidate down."""
         units = tuple(self._unit(i, *how) for i, how in enumerate(self._how(candidate)))
-        fetches = any(unit.weights != "device" for unit in units)
+        fetches = not all(map(is_resident, self._model.units, units))
         return Plan(
             precision=self._model.precision,
             units=units,
@@ -170,7 +171,7 @@ class Choice:
         gradients, states = (kind.gradients, kind.states) if spec.trainable_bytes else (weights, weights)
         if states == "device" and (weights, gradients) != ("device", "device"):
             states = "host"
-        return UnitPlan(
+        plan = UnitPlan(
             name=spec.name,
             weights=weights,
             gradients=gradients,
@@ -179,6 +180,7 @@ class Choice:
             update="device" if is_staged else "host",
             early=is_early,
         )
+        return shared(plan, self._model.sharing)
 
     def uniform(self, kind: Kind, comfort: Comfort = ROOMY, *, saves: Away | None = None) -> Candidate:
         """All units alike."""

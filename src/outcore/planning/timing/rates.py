@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from outcore.spec.cut import weights_home
 from outcore.spec.lanes import Lane
 from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import Plan, UnitPlan
@@ -37,6 +38,7 @@ LINK_OF: Mapping[str, Link] = {
     Lane.DEVICE_UPDATE.value: "device_update",
     Lane.REDUCE.value: "reduce",
     Lane.GATHER.value: "gather",
+    Lane.LINK.value: "gather",
 }
 """Lane -> its link."""
 
@@ -89,7 +91,8 @@ class Rates:
 
     def gather_s(self, spec: UnitSpec, plan: UnitPlan) -> float:
         """Seconds in which a rank gets the others' runs of new weights, alone: where they were updated."""
-        return self.move_s("host gather" if plan.is_updated_on_host else "gather", spec.others_bytes)
+        nbytes = (weights_home(spec, plan).num_copies - 1) * spec.run_bytes
+        return self.move_s("host gather" if plan.is_updated_on_host else "gather", nbytes)
 
     def add_s(self, link: Link, spec: UnitSpec) -> float:
         """Seconds to add gradients up, alone: those of every rank."""
@@ -128,7 +131,7 @@ class Pace:
         rates, spec = self._rates, self._specs[op.unit]
         if op.kind in ("update", "update early"):
             return rates.update_s("plain" if self._is_plain else link, spec) if op.nbytes else 0.0
-        if link == "gather":
+        if op.kind == "gather weights of":
             return rates.gather_s(spec, self._plans[op.unit])
         if op.kind == "accumulate" and link != "compute":
             return rates.add_s(link, spec)

@@ -52,7 +52,7 @@ def drop_saved(where: str) -> Any:
 
 def save_weights_by_place(unit: Unit, where: str) -> Any:
     """Hooks under which a weight in a slot is saved as its place: the slot will hold another unit by then."""
-    if unit.ledger.is_resident or unit.device_buffer() is None:
+    if unit.ledger.cut.is_resident or unit.device_buffer() is None:
         return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(*by_place(unit, where))
 
@@ -68,7 +68,7 @@ def by_place(unit: Unit, where: str, rest: Pack | None = None) -> tuple[Pack, Ca
         where: For errors.
         rest: Packs other tensors; None: they are kept.
     """
-    buffer = None if unit.ledger.is_resident else unit.device_buffer()
+    buffer = None if unit.ledger.cut.is_resident else unit.device_buffer()
     first = 0 if buffer is None else buffer.bytes.data_ptr()
     stop = 0 if buffer is None else first + unit.spec.weight_bytes
 

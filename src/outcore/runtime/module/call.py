@@ -238,7 +238,7 @@ class UnitCall:
         return take_apart((result, added), self._where)
 
     def _refuse_weights_outside(self, outputs: Sequence[torch.Tensor]) -> None:
-        buffer = None if self.unit.ledger.is_resident else self.unit.device_buffer()
+        buffer = None if self.unit.ledger.cut.is_resident else self.unit.device_buffer()
         if buffer is None:
             return
         base = buffer.bytes.untyped_storage().data_ptr()
@@ -324,7 +324,7 @@ class UnitCall:
         call.refuse_changes(self._where)
 
     def _weights_version(self) -> int:
-        edits = sum([p._version for p in self.unit.params]) if self.unit.ledger.is_resident else 0
+        edits = sum([p._version for p in self.unit.params]) if self.unit.ledger.cut.is_resident else 0
         return self.unit.weights_version + edits
 
     def _graph(self, call: Call, saved: Sequence[torch.Tensor]) -> Graph:

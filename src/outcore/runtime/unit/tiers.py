@@ -14,8 +14,11 @@ from outcore.device.lanes import Handle
 from outcore.memory.arena import Arena, Buffer
 from outcore.memory.disk import DiskStore, Extent
 from outcore.memory.host import HostMemory
+from outcore.memory.shared import SharedMemory
 from outcore.order.step import StepOrder
 from outcore.planning.homes.reservations import Reservation, is_temporary, reservations
+from outcore.ranks.one_copy import shared_memory
+from outcore.ranks.world import World
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
 
@@ -23,7 +26,9 @@ from outcore.spec.plan import Plan
 class Tiers:
     """Owns the memory of all homes and slots of a run."""
 
-    def __init__(self, model: ModelSpec, plan: Plan, device: Device, paths: Sequence[Path]) -> None:
+    def __init__(
+        self, model: ModelSpec, plan: Plan, device: Device, paths: Sequence[Path], world: World | None = None
+    ) -> None:
         """Allocate everything. Pages are taken as they are written, and the rest by ``settle``.
 
         Args:
@@ -31,6 +36,7 @@ class Tiers:
             plan: Already checked against the model.
             device: Delivers device memory and registers host memory with its driver.
             paths: Folders of the disk tier; needed if the plan uses it.
+            world: The ranks that train together; None: there is one.
 
         Raises:
             MemoryBudgetError: A tier cannot deliver what the plan takes.
@@ -39,13 +45,17 @@ class Tiers:
         # Buffers stay where they are; gradients of a plain plan are autograd's own tensors.
         elsewhere = ("buffers", "workspace", *(["gradients"] if plan.plain else []))
         self._items = [r for r in reservations(model, plan) if r.kind not in elsewhere and not is_temporary(r)]
-        total = {
-            tier: sum(align_up(r.nbytes, 4096) for r in self._items if r.tier == tier)
-            for tier in ("device", "host", "disk")
-        }
+        total = dict.fromkeys(("device", "host", "disk", "shared"), 0)
+        for item in self._items:
+            total[_arena_of(item)] += align_up(item.nbytes * item.num_sharers, 4096)
         self._device, self._host, self.disk = device, None, None
+        self._shared: SharedMemory | None = None
+        self._pinned: list[torch.Tensor] = []
         self.host_is_pinned = False
         try:
+            if total["shared"] and world is not None:
+                sharers = max(item.num_sharers for item in self._items)
+                self._shared = shared_memory(world, total["shared"], sharers)
             self._arenas = {"device": Arena("device", _on_device(device, total["device"]))}
             if total["disk"]:
                 self.disk = DiskStore.open(paths, total["disk"])
@@ -55,6 +65,8 @@ class Tiers:
             raise
         if self._host is not None:
             self._arenas["host"] = Arena("host", self._host.tensor)
+        if self._shared is not None:
+            self._arenas["shared"] = Arena("shared", self._shared.tensor)
 
     def hand_out(self, order: StepOrder[Handle]) -> None:
         """Give every home and every slot its memory."""
@@ -70,14 +82,17 @@ class Tiers:
     def _take(self, item: Reservation) -> Buffer | Extent:
         if item.tier == "disk":
             return self.store().take(item.nbytes, owner=f"{item.owner or 'root'} {item.kind}")
-        return self._arenas[item.tier].take(item.nbytes)
+        return self._arenas[_arena_of(item)].take(item.nbytes * item.num_sharers)
 
     def settle(self) -> None:
         """First values are written: take all pages that nobody has touched, and pin host memory."""
         self._device.touch_memory()
         if self._host is not None:
             self._host.touch()
-            self.host_is_pinned = self._device.register_host(self._host.tensor)
+        for memory in (self._host, self._shared):
+            if memory is not None and self._device.register_host(memory.tensor):
+                self._pinned.append(memory.tensor)
+        self.host_is_pinned = bool(self._pinned)
 
     def store(self) -> DiskStore:
         """The disk tier of a plan that has one."""
@@ -87,15 +102,20 @@ class Tiers:
 
     def close(self) -> None:
         """Give memory and files back. Idempotent."""
-        if self._host is not None:
-            if self.host_is_pinned:
-                self._device.unregister_host(self._host.tensor)
-            self._host.close()
-            self._host = None
+        while self._pinned:
+            self._device.unregister_host(self._pinned.pop())
+        for memory in (self._host, self._shared):
+            if memory is not None:
+                memory.close()
+        self._host = self._shared = None
         if self.disk is not None:
             self.disk.close()
             self.disk = None
         self._arenas = {}
+
+
+def _arena_of(item: Reservation) -> str:
+    return item.tier if item.num_sharers == 1 else "shared"
 
 
 def _on_device(device: Device, nbytes: int) -> torch.Tensor:

@@ -48,13 +48,13 @@ class Unit:
         self.label = ledger.name  # for people
         self.num_trainable = len(spec.trainable)  # they come first in ``params``
         self.modules = list(module.modules()) if spec.name else []
-        self.views = Views(spec, ledger.state_specs)
+        self.views = Views(spec, ledger.state_specs, ledger.cut)
         self.presence = Presence(
             self.label,
             params,
             spec.params,
             absent_class(owner),
-            is_resident=ledger.is_resident,
+            is_resident=ledger.cut.is_resident,
             has_master=ledger.has_master,
         )
         self.gradient_form = GradientForm(params[: self.num_trainable], spec.trainable, is_cut=spec.is_cut)
@@ -65,7 +65,7 @@ class Unit:
     def device_buffer(self) -> Buffer | None:
         """Where the weights are on the device now, if they are."""
         ledger = self.ledger
-        place = ledger.weights if ledger.is_resident else ledger.slot
+        place = ledger.weights if ledger.cut.is_resident else ledger.slot
         return None if place is None else place.memory
 
     def show(self) -> None:

@@ -9,6 +9,7 @@ from torch.nn import Parameter
 
 from outcore.memory.arena import TEMPORARY, Buffer, Region
 from outcore.optim.formats import codes_of, updated_in
+from outcore.spec.cut import WeightsHome
 from outcore.spec.layout import StateSpec
 from outcore.spec.model import ParamSpec, Part, UnitSpec, row_major
 
@@ -30,8 +31,9 @@ def nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 class Views:
     """Made once per buffer; buffers live as long as the unit."""
 
-    def __init__(self, spec: UnitSpec, states: Mapping[str, StateSpec]) -> None:
-        """Args: states: What is in the states home."""
+    def __init__(self, spec: UnitSpec, states: Mapping[str, StateSpec], cut: WeightsHome) -> None:
+        """Args: states: What is in the states home. cut: Which weights are here."""
+        self._own_parts = cut.own_parts
         self._spec, self._states, self._num_trainable = spec, states, len(spec.trainable)
         self._made: dict[tuple[str, Region], list[torch.Tensor]] = {}
         forms = [[s.forms[i] for s in states.values()] for i in range(len(spec.trainable))]
@@ -70,8 +72,8 @@ class Views:
         return self._once("flat", buffer, lambda: _flat_views(parts, buffer))
 
     def own(self, buffer: Buffer) -> list[torch.Tensor]:
-        """What is updated here of the trainable parameters (1D each), over a buffer in the weights layout."""
-        return self._once("own", buffer, lambda: _flat_views(self._spec.own_parts, buffer))
+        """What is updated here of the trainable parameters (1D each), over what an update makes new."""
+        return self._once("own", buffer, lambda: _flat_views(self._own_parts, buffer))
 
     def received(self, buffer: Buffer, sender: int) -> list[torch.Tensor]:
         """Gradients of the same elements (1D each) that a rank has sent, over what all have sent."""

@@ -22,6 +22,7 @@ from outcore.optim.blocks import Piece, update_blocks
 from outcore.optim.formats import format_of, refuse_other_format
 from outcore.optim.rules import Hyper, UpdateRule
 from outcore.order.ledger import Span
+from outcore.ranks.world import World
 from outcore.runtime.gradients.handle import GradHandle
 from outcore.runtime.gradients.of_unit import UnitGradients
 from outcore.runtime.unit.unit import Unit
@@ -77,7 +78,7 @@ class UnitUpdate:
         workers: UpdateWorkers | None,
         *,
         is_early: bool,
-        gather: Callable[[str, torch.Tensor], None] | None = None,
+        world: World | None = None,
     ) -> None:
         """What is to be done.
 
@@ -88,9 +89,9 @@ class UnitUpdate:
             device: Of the unit.
             workers: None if every unit is updated on the device.
             is_early: It was done inside backward.
-            gather: With several ranks: fills in the runs of the others.
+            world: This rank and the others, if there are several.
         """
-        self._gather = gather
+        self._world = world
         self._gradients, self._changes, self._copied = gradients, changes, copied
         self.unit, self._device, self._workers, self.is_early = gradients.unit, device, workers, is_early
 
@@ -110,7 +111,7 @@ class UnitUpdate:
         if unit.presence.num_calls:
             raise AssertionError(f"unit '{unit.label}' is bound while its weights change")
         unit.weights_version += 1
-        if unit.ledger.is_resident:  # as the plain step would: a graph that saved the old weights must not be walked
+        if unit.ledger.cut.is_resident:  # as in the plain step: a graph that saved the old weights must not be walked
             for i in self._changes:
                 torch.autograd.graph.increment_version(unit.params[i])
             unit.presence.watch.note_versions()
@@ -156,10 +157,14 @@ class UnitUpdate:
         self.unit.presence.hide()
 
     def gather(self, weights: Span) -> Callable[[], None]:
-        """The runs of all ranks."""
-        if self._gather is None:
+        """The new runs of other ranks."""
+        world, unit, cut = self._world, self.unit, self.unit.ledger.cut
+        if world is None:
             raise AssertionError("weights are gathered by one rank alone")
-        return partial(self._gather, self.unit.label, weights.memory.bytes)
+        if not cut.is_one_copy:
+            return partial(world.gather, world.facts, unit.label, weights.memory.bytes, cut.num_sharers)
+        copy = unit.ledger.weights.memory.bytes[: unit.spec.trainable_bytes]
+        return partial(world.fill_copy, world.facts, unit.label, copy, cut.num_sharers)
 
     def _room(self, scratch: Span) -> torch.Tensor:
         memory: torch.Tensor = scratch.memory.bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -62,8 +63,6 @@ class StreamedUpdates:
         workers: UpdateWorkers | None,
     ) -> None:
         """Args: units: All. workers: None if every unit is updated on the device."""
-        self._gather: Callable[[str, torch.Tensor], None] | None = None
-        """With several ranks, in the step that is taken."""
         self._units, self._gradients, self._weights = units, gradients, weights
         self._order, self._early, self._access, self._workers = order, early, access, workers
 
@@ -81,10 +80,14 @@ class StreamedUpdates:
         held, hypers = steps
         factors = Factors(self._access.device)
         self._early.settle()
-        if self._access.world is not None:
-            self._gather = partial(self._access.world.gather, self._facts(held, hypers))
+        world, meet = self._access.world, None
+        if world is not None:
+            world.last_step = hashlib.sha256(self._facts(held, hypers).encode()).hexdigest()
+            meet = partial(world.meet, world.facts, "end the reads of weights before a step")
         ledgers = (unit.ledger for unit in self._weights.units_to_update())
-        self._order.step(ledgers, lambda ledger: self._update_of(self._units[ledger.index], held, hypers, factors))
+        self._order.step(
+            ledgers, lambda ledger: self._update_of(self._units[ledger.index], held, hypers, factors), meet
+        )
         self._gradients.after_step()
         self._weights.prefetch_after_update()
 
@@ -114,7 +117,9 @@ class StreamedUpdates:
         if not changes:
             return None
         gradients, device = self._gradients.of[unit.name], self._access.device
-        return UnitUpdate(gradients, changes, copied, device, self._workers, is_early=is_early, gather=self._gather)
+        return UnitUpdate(
+            gradients, changes, copied, device, self._workers, is_early=is_early, world=self._access.world
+        )
 
     def _changes(
         self, unit: Unit, held: Mapping[int, GradHandle], hypers: Mapping[int, Hyper], factors: Factors

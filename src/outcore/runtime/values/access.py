@@ -5,7 +5,8 @@ Synchronous: the host waits for whatever writes the bytes; writers also wait for
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,8 +42,28 @@ class Access:
         self._tiers, self._pools, self._weights, self.world = tiers, pools, weights, world
 
     def read_weight(self, unit: Unit, index: int) -> torch.Tensor:
-        """The current weight as a fresh tensor in host memory."""
-        return shaped(unit.spec.params[index], self._read(unit.ledger.weights, unit.spec.weight_parts[index]))
+        """The current weight as a fresh tensor in host memory. A collective if it is cut over ranks."""
+        part = unit.spec.weight_parts[index]
+        values = self._weight_bytes(unit, index, 0, part.nbytes).view(torch_dtype(part.dtype))
+        return shaped(unit.spec.params[index], values)
+
+    def _weight_bytes(self, unit: Unit, index: int, start: int, stop: int) -> torch.Tensor:
+        """The bytes [start, stop) of a weight."""
+        home, cut, part = unit.ledger.weights, unit.ledger.cut, unit.spec.weight_parts[index]
+        if not cut.is_cut:
+            return self._read(home, Part("uint8", stop - start, part.offset + start))
+        if self.world is None:
+            raise AssertionError("weights are cut over one rank")
+        size, pieces = DTYPE_BYTES[part.dtype], []
+        for rank in range(unit.spec.num_ranks):
+            first, numel = unit.spec.held(rank)[index]
+            begin = max(first * size, start)
+            pieces.append((begin, max(min((first + numel) * size, stop) - begin, 0)))
+        begin, nbytes = pieces[unit.spec.rank]
+        run = cut.own_run(is_trained=index < unit.num_trainable)
+        mine = self._read(home, Part("uint8", nbytes, run.home + part.offset + begin - run.layout if nbytes else 0))
+        what = f"read the weight '{unit.spec.params[index].name}'"
+        return self.world.gather_parts(mine, [nbytes for _, nbytes in pieces], what)
 
     def current_weight(self, unit: Unit, index: int) -> torch.Tensor:
         """The same, but inside of a call of the unit as the parameter has it there: it may have been edited."""
@@ -70,13 +91,10 @@ class Access:
 
     def sample(self, unit: Unit, index: int) -> bytes:
         """Some bytes in the middle of a weight: other weights have others."""
-        home, part = unit.ledger.weights, unit.spec.weight_parts[index]
-        nbytes = min(part.nbytes, _SAMPLE_BYTES)
-        result = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        if nbytes and home.memory is not None:
-            start = part.offset + (part.nbytes - nbytes) // 2
-            self._copy_out(home, home.span(start, start + nbytes).memory, result)
-        return result.numpy().tobytes()
+        whole = unit.spec.weight_parts[index].nbytes
+        nbytes = min(whole, _SAMPLE_BYTES)
+        start = (whole - nbytes) // 2
+        return self._weight_bytes(unit, index, start, start + nbytes).numpy().tobytes()
 
     @torch.no_grad()
     def replace_weight(self, unit: Unit, index: int, pieces: Iterable[torch.Tensor]) -> None:
@@ -88,12 +106,13 @@ class Access:
         if master is not None and master.parts[index].dtype != spec.dtype:
             master = None
         start = 0
-        for piece in pieces:
-            self._write(unit.ledger.weights, part.offset + start, piece)
-            if master is not None:
-                self._write_own(unit, master, index, start, piece)
-            start += piece.numel()
-        if unit.ledger.is_resident:
+        with self._written_by_all(unit):
+            for piece in pieces:
+                self._write_weight(unit, part.offset + start, piece)
+                if master is not None:
+                    self._write_own(unit, master, index, start, piece)
+                start += piece.numel()
+        if unit.ledger.cut.is_resident:
             unit.presence.watch.note_change(index)
 
     @torch.no_grad()
@@ -127,11 +146,28 @@ class Access:
             return
         self._weights.invalidate(unit)
         unit.weights_version += 1
-        self._write(unit.ledger.weights, part.offset, weight)
-        if unit.ledger.is_resident:  # a graph that saved the old weights must not be walked any more
+        with self._written_by_all(unit):
+            self._write_weight(unit, part.offset, weight.contiguous().view(torch.uint8))
+        if unit.ledger.cut.is_resident:  # a graph that saved the old weights must not be walked any more
             unit.presence.watch.note_change(index)
         if unit.ledger.has_master and spec.requires_grad:
             self.write_master(unit, index, value)
+
+    def _write_weight(self, unit: Unit, offset: int, piece: torch.Tensor) -> None:
+        """Bytes (1D uint8) that begin somewhere in the weights layout: what this rank has of them."""
+        for run in unit.ledger.cut.here(Part("uint8", piece.numel(), offset)):
+            self._write(unit.ledger.weights, run.home, piece[run.layout - offset : run.layout - offset + run.nbytes])
+
+    @contextmanager
+    def _written_by_all(self, unit: Unit) -> Iterator[None]:
+        """Ranks write a copy that they share: nobody reads it any more, nor before it is whole."""
+        is_shared = self.world is not None and unit.ledger.cut.is_one_copy
+        if self.world is not None and is_shared:
+            self.device.wait("weights read", unit.ledger.weights.readers)
+            self.world.say(f"write weights of unit '{unit.label}'")
+        yield
+        if self.world is not None and is_shared:
+            self.world.say(f"have written weights of unit '{unit.label}'")
 
     @torch.no_grad()
     def write_master(self, unit: Unit, index: int, value: torch.Tensor) -> None:
@@ -195,6 +231,8 @@ class Access:
         if isinstance(part, Buffer):
             self._order(home, part, is_write=True)
             part.bytes.copy_(source)
+            if home.tier == "device":  # lanes come behind what compute did
+                home.written_by(self.device.mark(f"{home.kind} written"))
             return
         self._wait(home)
         self.device.host_access("write to disk", writes=[part.region])

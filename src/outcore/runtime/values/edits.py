@@ -66,7 +66,7 @@ class OwnEdits:
 
     def begin(self) -> None:
         """Forward is about to run, on present parameters."""
-        if not self._unit.ledger.is_resident:
+        if not self._unit.ledger.cut.is_resident:
             self._touched.clear()
         self._versions = [p._version for p in self._unit.params]
 

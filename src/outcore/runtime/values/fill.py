@@ -16,7 +16,7 @@ from outcore.order.ledger import Home
 from outcore.order.slots import Pools
 from outcore.runtime.unit.tiers import Tiers
 from outcore.runtime.unit.unit import Unit
-from outcore.runtime.unit.views import flat, own_slice
+from outcore.runtime.unit.views import flat, own_slice, torch_dtype
 from outcore.spec.layout import CODES
 
 Values = Callable[[int], torch.Tensor]
@@ -41,7 +41,7 @@ def fill_unit(unit: Unit, tiers: Tiers, pools: Pools[Handle], values: Values) ->
         if tuple(value.shape) != param.shape:
             raise AssertionError(f"'{param.name}': expected shape {param.shape}, but got {tuple(value.shape)}")
         if weights is not None:
-            unit.views.weights(weights)[i].copy_(value)
+            _put(unit, weights, i, value)
         if states is not None and unit.ledger.has_master and param.requires_grad:
             master = unit.views.state(states, "master")[i]
             if weights is not None and unit.views.is_compact[i]:
@@ -52,6 +52,18 @@ def fill_unit(unit: Unit, tiers: Tiers, pools: Pools[Handle], values: Values) ->
     for home, staged in ((unit.ledger.weights, weights), (unit.ledger.states, states)):
         if staged is not None and staged is not home.memory:
             tiers.store().write(home.memory, staged.bytes)
+
+
+def _put(unit: Unit, weights: Buffer, index: int, value: torch.Tensor) -> None:
+    """What this rank has of a parameter."""
+    cut, part = unit.ledger.cut, unit.spec.weight_parts[index]
+    if cut.num_sharers == 1:
+        unit.views.weights(weights)[index].copy_(value)
+        return
+    values, dtype = flat(unit.spec.params[index], value), torch_dtype(part.dtype)
+    for run in cut.here(part):
+        first, numel = (run.layout - part.offset) // dtype.itemsize, run.nbytes // dtype.itemsize
+        weights.tensor(dtype, (numel,), run.home).copy_(values[first : first + numel])
 
 
 def _begin_states(unit: Unit, states: Buffer) -> None:

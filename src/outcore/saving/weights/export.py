@@ -7,6 +7,7 @@ are settled on meta tensors, and the weights then read from their homes as they 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.memory.files.staged_files import staged_files
 from outcore.memory.files.weights_file import write_safetensors
+from outcore.ranks.agreement import agreed
 from outcore.runtime.engine import Engine
 from outcore.runtime.unit.unit import Beneath
 from outcore.runtime.values.edits import take_edits
@@ -52,7 +54,7 @@ def stream_tensors(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def save_model(engine: Engine, directory: str | Path) -> None:
-    """Save weights and configuration; of a model with adapters, the adapters alone.
+    """Save weights and configuration; of a model with adapters, the adapters alone. Of several ranks the first writes.
 
     Args:
         engine: Of the model.
@@ -66,9 +68,18 @@ def save_model(engine: Engine, directory: str | Path) -> None:
     Memory: host, one tensor at a time, or the group of tensors that become one in the checkpoint; all adapters.
     """
     engine.refuse_if_closed()
-    model = engine.model
     if Path(directory).is_file():
         raise ConfigError(f"save_pretrained: expected a directory, but '{directory}' is a file")
+    world = engine.access.world
+    is_first = world is None or world.rank == 0
+    if is_first or engine.has_cut_weights:
+        with agreed(world if engine.has_cut_weights else None, "save_pretrained"):
+            _save(engine, directory, writes=is_first)
+
+
+def _save(engine: Engine, directory: str | Path, *, writes: bool) -> None:
+    """Args: writes: Else this rank only gives its part of the weights."""
+    model = engine.model
     if not saves_adapters(model):
         state = saved_state(model)
         groups = saving_groups(model, state)
@@ -76,7 +87,13 @@ def save_model(engine: Engine, directory: str | Path) -> None:
         for group in groups:
             made = group.convert(lambda name: without_bytes(state[name]))
             specs += [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in made.items()]
-        write_safetensors(directory, specs, _converted(engine, groups, state))
+        if writes:
+            write_safetensors(directory, specs, _converted(engine, groups, state))
+        else:
+            deque(_converted(engine, groups, state), maxlen=0)
+    if not writes:
+        adapter_values(engine)
+        return
     with staged_files(directory, edited=["README.md"] if saves_adapters(model) else []) as staged:  # the model card
         save_beside_weights(engine, staged)
 
@@ -90,13 +107,18 @@ def save_beside_weights(engine: Engine, folder: Path) -> None:
     """Into a new folder, what the library saves beside the weights, or of adapters everything. Nothing is synced."""
     model = engine.model
     if saves_adapters(model):
-        names = adapter_names(model)
-        values = {p.name: read_tensor(engine, p.tensor) for p in places(model) if p.name in names}
-        _library_save(model, folder, values)
+        _library_save(model, folder, adapter_values(engine))
     elif is_pretrained_model(model):
         _library_save(model, folder, {})
         for path in folder.glob("model*.safetensors*"):
             path.unlink()
+
+
+def adapter_values(engine: Engine) -> dict[str, torch.Tensor]:
+    """By name; of a model whose adapters alone are saved."""
+    model = engine.model
+    names = adapter_names(model) if saves_adapters(model) else set()
+    return {p.name: read_tensor(engine, p.tensor) for p in places(model) if p.name in names}
 
 
 def _converted(
