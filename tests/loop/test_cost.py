@@ -14,14 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+from plans import forced
 from torch.nn.utils import clip_grad_norm_
 
 import outcore
+from outcore.planning.homes.pools import Comfort
+from outcore.runtime.activations import away
 from outcore.runtime.gradients.passes import _batches
 
 from .rig import DEVICE, WIDTH, Tower, adamw, batch, make, prepared, train
 
-MOST_CALLS = {"device": 677, "plain": 60, "host": 770}  # per unit and step: a few more than there are
+MOST_CALLS = {"device": 677, "plain": 60, "host": 770, "away": 930}  # per unit and step: a few more than there are
 MOST_FILES = {"forward": 27, "gradient home": 17, "update on the host": 38, "fetch from disk": 19, "prepare": 87}
 KIND = pytest.mark.parametrize("kind", ["device", "plain", "host"])
 POLICY = pytest.mark.parametrize("policy", ["keep", "recompute"])
@@ -65,6 +68,23 @@ def test_calls_per_unit(kind, policy, tmp_path):
                 step(model, optimizer)
             counts.append(min(calls(lambda: step(model, optimizer)) for _ in range(3)))
     assert (counts[1] - counts[0]) / (LONG - SHORT) <= MOST_CALLS[kind]
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="an accelerator's operations are others")
+def test_calls_per_unit_whose_activations_leave(tmp_path, monkeypatch):
+    """What is saved is packed and found again, and two copies are submitted."""
+    monkeypatch.setattr(away, "SMALL_BYTES", 64)
+    counts, comfort = [], Comfort(prefetch_depth=1, num_buckets=2, max_slots_host=2)
+    for num_blocks in (SHORT, LONG):
+        model = make(lambda n=num_blocks: Tower(num_blocks=n))
+        optimizer = adamw(model)
+        _, plan = forced(model, optimizer, "device", policy="keep", activations="host", comfort=comfort)
+        options = {"plan": plan, "budget": outcore.Budget(disk=tmp_path), "device": DEVICE}
+        with outcore.prepare(model, optimizer, **options) as (model, optimizer):
+            for _ in range(3):
+                step(model, optimizer)
+            counts.append(min(calls(lambda: step(model, optimizer)) for _ in range(3)))
+    assert (counts[1] - counts[0]) / (LONG - SHORT) <= MOST_CALLS["away"]
 
 
 class Entered:

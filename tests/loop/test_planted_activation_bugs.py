@@ -97,8 +97,8 @@ def wrong_offset(real: Any, view: _View, memory: torch.Tensor) -> torch.Tensor:
 
 def one_over_another(real: Any, packing: _Packing, place: int, tensor: torch.Tensor) -> Any:
     storage = real(packing, place, tensor)
-    if storage is not None and storage.place.start:
-        storage.place.start -= away.ALIGN_BYTES
+    if storage is not None and storage.lender is None and storage.start:
+        storage = packing.storages[place] = storage._replace(start=storage.start - away.ALIGN_BYTES)
     return storage
 
 
@@ -139,7 +139,7 @@ BUGS: dict[str, Plant] = {
     "another call's bytes come back": planted(ActivationOrder, "_carry", brought_from_another_home),
     "nothing is copied": planted(Away, "leave", never_copied),
     "what was lent lies where the call's own bytes are": planted(
-        _Packing, "borrow", lambda real, *args: [loan._replace(at=0) for loan in real(*args)]
+        _Packing, "loans", lambda real, *args: [loan._replace(at=0) for loan in real(*args)]
     ),
     "a lender is not held": lambda patch: patch.setattr(
         SavedCall, "is_needed", property(lambda call: call.is_coming and not call.borrowers)

@@ -12,8 +12,8 @@ more often before its backward, calls share a home as far as there is room: each
 What does not fit does otherwise.
 
 [Note: lent bytes] A call may save its own result, and the next one gets it as an argument and saves it too. It rests
-once, in the home of the call that made it. The other one *borrows* it: for backward it comes from there, behind what
-the borrower saved itself, in the same slot. The home stays taken as long as a borrower's backward may come.
+once, in the home of the call that made it. The other one *borrows* it: for backward it comes from there, to the end of
+the borrower's slot. The home stays taken as long as a borrower's backward may come.
 """
 
 from __future__ import annotations
@@ -367,7 +367,7 @@ class ActivationOrder(Generic[H]):
 
     def _read_ahead(self, call: SavedCall[H]) -> None:
         """From disk, for the calls whose backward comes next, as far as slots in host memory are idle."""
-        for other in self._before(call):
+        for other in self._before(call) if self._pools.of("host", "activations") else ():
             is_there = other.saved.is_held or other.place or other.staged
             if other.home.tier != "disk" or is_there or not other.saved.nbytes:
                 continue

@@ -64,20 +64,11 @@ class _Owner:
         return not self._gone
 
 
-class _Place:
-    """Where a storage begins in what the call saved."""
-
-    __slots__ = ("start",)
-
-    def __init__(self, start: int) -> None:
-        self.start = start
-
-
 class _Storage(NamedTuple):
-    """One storage that the call saved."""
+    """One storage that the call saved, and where it begins."""
 
     memory: torch.Tensor  # 1D uint8
-    place: _Place
+    start: int
     lender: tuple[SavedCall[Handle], int] | None
     """The call that has sent it, and where it begins there."""
 
@@ -85,10 +76,10 @@ class _Storage(NamedTuple):
 class _View:
     """A saved tensor that leaves with its storage."""
 
-    __slots__ = ("dtype", "is_changed", "offset", "place", "size", "stride", "tensor", "version")
+    __slots__ = ("dtype", "is_changed", "offset", "size", "start", "stride", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor, place: _Place) -> None:
-        self.place, self.offset = place, tensor.storage_offset()
+    def __init__(self, tensor: torch.Tensor, start: int) -> None:
+        self.start, self.offset = start, tensor.storage_offset()
         self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
         self.version, self.is_changed = tensor._version, False
         self.tensor: torch.Tensor | None = tensor.detach()  # a result would keep its own node alive
@@ -101,7 +92,7 @@ class _View:
 
     def again(self, memory: torch.Tensor) -> torch.Tensor:
         """Over the bytes of the call, back on the device."""
-        first = memory.storage_offset() + self.place.start
+        first = memory.storage_offset() + self.start
         return torch.empty(0, dtype=self.dtype, device=memory.device).set_(
             memory.untyped_storage(), first // self.dtype.itemsize + self.offset, self.size, self.stride
         )
@@ -130,14 +121,14 @@ class _Packing:
         """Index by identity, where autocast casts them."""
         self._casts: list[Cast] = []
         self._ends = [0, 0]
-        """Of what the call sends itself, and of what others have sent."""
+        """How much the call sends itself, from the start of its room, and how much others have sent, from the end."""
         self.fits = True
         self.memory: torch.Tensor | None = None
         """Where they are back, while backward is at the unit."""
 
     def hooks(self) -> Any:
         """To run the block under, with its weights bound."""
-        self._pack, self._unpack = by_place(self._unit, self._where, _no_weight)
+        self._pack, self._unpack = by_place(self._unit, self._where, keeps=False)
         buffer = self._unit.device_buffer()
         if buffer is not None:
             self._staying.add(storage_of(buffer.bytes))
@@ -179,7 +170,7 @@ class _Packing:
             storage = self._take(place, tensor)
         if storage is None:
             return None
-        view = _View(tensor, storage.place)
+        view = _View(tensor, storage.start)
         self._views.append(view)
         return view
 
@@ -190,8 +181,11 @@ class _Packing:
             return None
         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(whole)
         is_lent = lender is not None
-        storage = self.storages[place] = _Storage(memory, _Place(self._ends[is_lent]), lender)
-        self._ends[is_lent] = align_up(self._ends[is_lent] + whole.nbytes(), ALIGN_BYTES)
+        start = self._ends[0]
+        self._ends[is_lent] += align_up(whole.nbytes(), ALIGN_BYTES)
+        if is_lent:
+            start = self._room - self._ends[1]
+        storage = self.storages[place] = _Storage(memory, start, lender)
         return storage
 
     @property
@@ -199,14 +193,10 @@ class _Packing:
         """What the call sends itself."""
         return self._ends[0]
 
-    def borrow(self, owner: _Owner) -> list[Loan[Handle]]:
-        """The block has run: what others have sent goes behind what the call sends itself. Args: owner: Of the call."""
-        loans = []
-        for memory, place, lender in self.storages.values():
-            if lender is not None:
-                place.start += self.nbytes
-                loans.append(Loan(owner, *lender, memory.numel(), place.start))
-        return loans
+    def loans(self, owner: _Owner) -> list[Loan[Handle]]:
+        """What others have sent. Args: owner: Of the call."""
+        found = [(memory.numel(), start, lender) for memory, start, lender in self.storages.values() if lender]
+        return [Loan(owner, *lender, nbytes, at) for nbytes, at, lender in found]
 
     def drop(self) -> None:
         """Keep nothing: it does not fit."""
@@ -269,13 +259,13 @@ class Away:
         order: ActivationOrder[Handle],
         device: Device,
         between: Between,
+        room: int,
         staying: Iterable[torch.Tensor],
         where: str,
     ) -> None:
-        """Args: device: That it leaves. staying: Tensors whose memory the caller keeps. where: For errors."""
+        """Args: device: That it leaves. room: On its tier. staying: Tensors whose memory the caller keeps."""
         self._unit, self._order, self._device, self._where = unit, order, device, where
         self._between = between
-        room = order.room(unit.ledger)
         self._is_alone = room == unit.plan.saved_bytes
         self._packing = _Packing(unit, device.torch_device, room, between, staying, where)
         self._owner: _Owner | None = None
@@ -320,7 +310,7 @@ class Away:
     def leave(self, target: Span) -> Callable[[], None]:
         """Copy all storages to where they rest, or to a slot on the way there."""
         storages, into = self._packing.storages.values(), target.memory.bytes
-        mine = [(memory, place.start) for memory, place, lender in storages if lender is None]
+        mine = [(memory, start) for memory, start, lender in storages if lender is None]
         pairs = [(into[start : start + memory.numel()], memory) for memory, start in mine]
 
         def copy() -> None:
@@ -351,7 +341,7 @@ class Away:
         self.nbytes = align_up(self._packing.nbytes, PAGE_BYTES)
         self._owner = _Owner(owner)
         self.memory = _Made(Region(f"activations of {self._unit.label}, call {next(_calls)}", 0, self.nbytes))
-        loans = self._packing.borrow(self._owner)
+        loans = self._packing.loans(self._owner)
         return self._order.end_forward(self._unit.ledger, self, loans) if self._packing.storages else None
 
     def among(self, made: Sequence[torch.Tensor]) -> list[int]:
@@ -369,7 +359,7 @@ class Away:
         for tensor, version in returned:
             storage = self._packing.storages.get(storage_of(tensor))
             if call is not None and storage is not None and storage.lender is None:
-                self._between.send(tensor, version, call, storage.place.start)
+                self._between.send(tensor, version, call, storage.start)
 
     def _has_changed(self) -> bool:
         return self._is_changed or any(tensor._version != version for tensor, version in self._returned)
@@ -404,12 +394,9 @@ class Sender:
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> Away | None:
         """None if the unit's home is taken. Args: tensors: Arguments of the call."""
-        if not self._order.room(self._unit.ledger):
+        room = self._order.room(self._unit.ledger)
+        if not room:
             warnings.warn(TAKEN, stacklevel=1)
             return None
         staying = [*self._buffers, *(t for t in tensors if not t.requires_grad or self._between.has(t))]
-        return Away(self._unit, self._order, self._device, self._between, staying, self._where)
-
-
-def _no_weight(_: torch.Tensor) -> None:
-    """How what is no weight is packed: not by its place."""
+        return Away(self._unit, self._order, self._device, self._between, room, staying, self._where)

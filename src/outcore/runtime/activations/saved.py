@@ -60,13 +60,13 @@ def save_weights_by_place(unit: Unit, where: str) -> Any:
 Pack = Callable[[torch.Tensor], Any]
 
 
-def by_place(unit: Unit, where: str, rest: Pack | None = None) -> tuple[Pack, Callable[[Any], torch.Tensor]]:
+def by_place(unit: Unit, where: str, *, keeps: bool = True) -> tuple[Pack, Callable[[Any], torch.Tensor]]:
     """The two hooks of ``save_weights_by_place``. Weights that live on the device are packed as other tensors are.
 
     Args:
         unit: Whose weights they are.
         where: For errors.
-        rest: Packs other tensors; None: they are kept.
+        keeps: Other tensors are kept; else nothing is given for them.
     """
     buffer = None if unit.ledger.cut.is_resident else unit.device_buffer()
     first = 0 if buffer is None else buffer.bytes.data_ptr()
@@ -79,8 +79,8 @@ def by_place(unit: Unit, where: str, rest: Pack | None = None) -> tuple[Pack, Ca
             address = 0
         if first <= address < stop:
             return Placed(address - first, tensor.dtype, tensor.size(), tensor.stride())
-        if rest is not None:
-            return rest(tensor)
+        if not keeps:
+            return None
         return Kept(tensor.detach(), tensor._version)  # detached: a result would keep its own node alive
 
     def unpack(saved: Kept | Placed) -> torch.Tensor:
