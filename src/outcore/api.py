@@ -12,37 +12,34 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from outcore.choice import Options, Timed, check_counts, choose_plan, limits_of
+from outcore.arguments import cut_model, note_given
+from outcore.choice import Options, Reduction, Timed, choose_plan, limits_of
 from outcore.core.errors import ConfigError, OutcoreError
 from outcore.device.faults import Faults
 from outcore.device.opening import open_device
 from outcore.device.race import RaceChecker
 from outcore.device.threads import close_at_exit
 from outcore.forecast import NamedHardware
-from outcore.optim.joined import as_one, members
-from outcore.optim.rules import UpdateRule, rule_for
+from outcore.optim.joined import as_one
 from outcore.planning.timing.simulate import Simulation
-from outcore.planning.units.partition import Partition, partition
-from outcore.ranks.agreement import agreed
 from outcore.ranks.world import World
 from outcore.runtime.attached import switch_off_checkpointing
 from outcore.runtime.engine import Engine, Promises
 from outcore.runtime.gather import gathered_units
 from outcore.runtime.module.compiling import Compiling
-from outcore.runtime.module_guard import attachment_of, engine_of, is_guarded
+from outcore.runtime.module_guard import attachment_of, engine_of
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.runtime.saves import last_save
-from outcore.runtime.unit.one_process import refuse_several_processes, refuse_wrapped
+from outcore.runtime.unit.one_process import refuse_several_processes
 from outcore.runtime.unit.unit import Unit
 from outcore.saving.checkpoint import Resumed
-from outcore.saving.weights.conversions import refuse_prefixes
 from outcore.saving.weights.export import save_model, stream_tensors
 from outcore.saving.weights.first_values import FirstValues
 from outcore.saving.weights.give_back import Origin, give_back, origins_of, take_weights
 from outcore.spec.budget import Budget
 from outcore.spec.model import ModelSpec, Precision
 from outcore.spec.plan import AwayTier, Plan
-from outcore.together import chosen, joined, of_first_rank
+from outcore.together import chosen, joined, meet, of_first_rank
 
 _Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
@@ -92,6 +89,7 @@ def prepare(  # noqa: PLR0913 (one call is the whole configuration)
     compile: bool | Mapping[str, Any] = False,
     micro_batches_in_unit: int | None = None,
     checkpoint: str | Path | None = None,
+    reduction: Reduction = "exact",
 ) -> Prepared:
     """Make a model train within a memory budget; the loop stays as it is.
 
@@ -117,6 +115,8 @@ def prepare(  # noqa: PLR0913 (one call is the whole configuration)
         micro_batches_in_unit: Units run a batch in so many pieces, and weights come once. The result is that of
             accumulation over them, bit for bit where no random numbers are drawn.
         checkpoint: To go on from, as ``load_checkpoint`` does; ``optimizer.resumed`` is what that returns.
+        reduction: With several ranks. ``exact``: they exchange the gradients of each micro-batch. ``fast``: sums over
+            them, once per step; equal to rounding. The sums wait on the device. Needs ``accumulation_steps``.
 
     Returns: The model and a ``torch.optim.Optimizer`` (or None), also usable as a context manager.
 
@@ -126,24 +126,7 @@ def prepare(  # noqa: PLR0913 (one call is the whole configuration)
 
     Memory: everything but activations is allocated here.
     """
-    return prepare_in_loop(
-        model,
-        optimizer,
-        sample=sample,
-        budget=budget,
-        precision=precision,
-        accumulation_steps=accumulation_steps,
-        clipping=clipping,
-        weights=weights,
-        units=units,
-        plan=plan,
-        device=device,
-        activations=activations,
-        hardware=hardware,
-        compile=compile,
-        micro_batches_in_unit=micro_batches_in_unit,
-        checkpoint=checkpoint,
-    )
+    return prepare_in_loop(**locals())
 
 
 def prepare_in_loop(model: nn.Module, optimizer: _Optimizers, **options: Any) -> Prepared:
@@ -190,7 +173,7 @@ def plan_in_time(
     refuse_several_processes("plan")
     given = Options(**{name: value for name, value in options.items() if value is not None})
     compiling = Compiling(given.compile)
-    _, cut = _cut(model, as_one(optimizer), given)
+    _, cut = cut_model(model, as_one(optimizer), given)
     with open_device(given.device, Faults(), None) as device:
         compiling.check(cut, device.torch_device)
         timed = Timed(cut, given, device)
@@ -329,11 +312,15 @@ def save_pretrained(model: nn.Module, directory: str | Path) -> None:
 _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
 _CLOSED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _ORIGINS: weakref.WeakKeyDictionary[Engine, dict[str, Origin]] = weakref.WeakKeyDictionary()
-_GIVEN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""Optimizers that were prepared once: their states ended with that run, or go on elsewhere."""
 
 
-def _prepare(
+def _prepare(model: nn.Module, optimizers: _Optimizers, options: Options, *for_test: Any) -> Prepared:
+    with joined(options) as (world, own):
+        return _prepare_rank(world, model, optimizers, own, *for_test)
+
+
+def _prepare_rank(
+    world: World | None,
     model: nn.Module,
     optimizers: _Optimizers,
     options: Options,
@@ -343,21 +330,16 @@ def _prepare(
     optimizer: torch.optim.Optimizer | None = as_one(optimizers)
     origins = origins_of(model, is_to_be_frozen=optimizer is None) if isinstance(model, nn.Module) else {}
     compiling = Compiling(options.compile)
-    options, together = joined(options)
-    rule, cut = _cut(model, optimizer, options)
-    device, world = open_device(options.device, faults, race_checker), None
+    rule, cut = cut_model(model, optimizer, options)
+    device = open_device(options.device, faults, race_checker)
     try:
-        world = World(device) if together else None
-        with agreed(world, "prepare"):
-            compiling.check(cut, device.torch_device)
-            resumed = None if options.checkpoint is None else Resumed(options.checkpoint)
-            names = () if resumed is None else resumed.names
-            first_values = FirstValues(model, options.weights, later=names, quantized=cut.quantized)
+        compiling.check(cut, device.torch_device)
+        resumed = None if options.checkpoint is None else Resumed(options.checkpoint)
+        names = () if resumed is None else resumed.names
+        first_values = FirstValues(model, options.weights, later=names, quantized=cut.quantized)
         cut, plan = chosen(cut, options, device, world)
     except BaseException:
         device.close()
-        if world is not None:
-            world.close()
         raise
     engine = Engine(
         cut,
@@ -378,6 +360,7 @@ def _prepare(
         streamed = None if optimizer is None else StreamedOptimizer(engine, optimizer)
         if resumed is not None and streamed is not None:
             streamed.resumed = resumed.take_over(streamed)
+        meet(world)
     except BaseException as error:
         error.add_note(f"outcore.prepare() did not come to its end; {engine.attached.what_is_left()}")
         engine.close()
@@ -386,64 +369,7 @@ def _prepare(
     _ENGINES.add(engine)
     _ORIGINS[engine] = origins
     if optimizer is not None:
-        _GIVEN.update((optimizer, *members(optimizer)))
+        note_given(optimizer)
     _CLOSED.discard(model)
     close_at_exit(engine)
     return Prepared(model, streamed)
-
-
-def _cut(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Options
-) -> tuple[UpdateRule | None, Partition]:
-    """Check the arguments and cut the model into units. Without an optimizer everything is frozen."""
-    _check_arguments(model, optimizer, options)
-    check_counts(options)
-    if optimizer is None:
-        model.requires_grad_(requires_grad=False)
-    rule = None if optimizer is None else rule_for(*members(optimizer))
-    groups = [] if optimizer is None else optimizer.param_groups
-    return rule, partition(
-        model,
-        units=options.units,
-        keeps=None if rule is None else rule.kept(groups),
-        precision=options.precision,
-        micro_batches_in_unit=options.micro_batches_in_unit or 1,
-    )
-
-
-def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Options) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"prepare: expected a torch.nn.Module as model, but got a {type(model).__name__}")
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(
-            f"prepare: expected a torch.optim.Optimizer or None as optimizer, but got a {type(optimizer).__name__}"
-        )
-    if any(is_guarded(m) for m in model.modules()):
-        raise ConfigError(
-            "prepare: expected a model that is not prepared yet, but it is; outcore.close(model) ends the first "
-            "preparation"
-        )
-    if optimizer is None and options.checkpoint is not None:
-        raise ConfigError("prepare: expected an optimizer with checkpoint=, whose states it has; leave checkpoint out")
-    refuse_wrapped("prepare", model)
-    refuse_prefixes(model)
-    if optimizer is None:
-        return
-    earlier = next((one for one in members(optimizer) if one in _GIVEN), None)
-    if earlier is not None:
-        raise ConfigError(
-            f"prepare: expected a new optimizer, but this {type(earlier).__name__} was prepared before, and its "
-            "states ended with that run; build a new one, and if the states are to go on, load the earlier "
-            "state_dict() into the optimizer that prepare returns for it"
-        )
-    names = {id(p): n for n, p in model.named_parameters()}
-    for param in (p for group in optimizer.param_groups for p in group["params"]):
-        if id(param) not in names:
-            raise ConfigError(
-                f"prepare: expected an optimizer over the model's parameters, but one of shape {tuple(param.shape)} is "
-                "not in the model; build it from model.parameters() after all changes to it (adapters, resized "
-                "embeddings)"
-            )
-    held = next((n for n, p in model.named_parameters() if p.grad is not None), None)
-    if held is not None:
-        raise ConfigError(f"prepare: expected no gradients yet, but '{held}' has one; call optimizer.zero_grad() first")

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -39,6 +39,10 @@ _DEVICE_SHARE = 0.9  # of what is free, where no budget says otherwise: the rest
 _HOST_SHARE = 0.8
 
 
+Reduction = Literal["exact", "fast"]
+"""When several ranks exchange gradients: with each micro-batch, or once per step."""
+
+
 class Options(NamedTuple):
     """Arguments of ``prepare``."""
 
@@ -58,6 +62,7 @@ class Options(NamedTuple):
     compile: bool | Mapping[str, Any] = False
     micro_batches_in_unit: int | None = None
     checkpoint: str | Path | None = None
+    reduction: Reduction = "exact"
 
     @property
     def early_steps(self) -> int | None:
@@ -354,15 +359,19 @@ def _tier_of_activations(options: Options) -> AwayTier | None:
 
 
 def check_counts(options: Options) -> None:
-    """Refuse what is no number of micro-batches, or more of them than the sample has rows.
+    """Refuse what is no number of micro-batches, or more of them than the sample has rows, and no reduction.
 
     Raises:
-        ConfigError: Such a number.
+        ConfigError: Such an argument.
     """
     for name in ("accumulation_steps", "micro_batches_in_unit"):
         count = getattr(options, name)
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
             raise ConfigError(f"prepare: expected {name} to be a positive integer or None, but got {count!r}")
+    if options.reduction not in get_args(Reduction):
+        raise ConfigError(
+            f"prepare: expected reduction to be one of {', '.join(get_args(Reduction))}, but got {options.reduction!r}"
+        )
     count = options.micro_batches_in_unit or 1
     sizes = {name: len(t) for name, t in (options.sample or {}).items() if isinstance(t, torch.Tensor) and t.dim()}
     if sizes and max(sizes.values()) < count:

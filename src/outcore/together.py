@@ -27,17 +27,29 @@ from outcore.spec.model import ModelSpec, Sharing
 from outcore.spec.plan import Plan
 
 
-def joined(options: Options) -> tuple[Options, bool]:
-    """Whether this process is one of several that train together, and its options: its own device.
+@contextmanager
+def joined(options: Options) -> Iterator[tuple[World | None, Options]]:
+    """This process among those that train together (None: there is one), and its options: a device of its own.
+
+    All ranks leave the block, or all raise.
 
     Raises:
         ConfigError: A launcher that does not say where the ranks meet, or more ranks than GPUs.
         UnsupportedError: What several ranks cannot do yet.
     """
     if not join_world(options.device):
-        return options, False
-    _refuse_what_one_rank_can(options)
-    return options._replace(device=device_of_rank(options.device)), True
+        yield None, options
+        return
+    world = World()
+    with world.kept("prepare"):
+        _refuse_what_one_rank_can(options)
+        yield world, options._replace(device=device_of_rank(options.device))
+
+
+def meet(world: World | None) -> None:
+    """All ranks have come so far, or all raise. Args: world: The ranks; None: there is one."""
+    if world is not None:
+        world.all_of(None)
 
 
 def chosen(cut: Partition, options: Options, device: Device, world: World | None) -> tuple[Partition, Plan]:
@@ -52,34 +64,31 @@ def chosen(cut: Partition, options: Options, device: Device, world: World | None
     """
     if world is None:
         return cut, choose_plan(cut, options, device, Timed(cut, options, device))
+    world.join_lanes(device)
     agree(world, _facts(cut, options))
     per_node = world.size if world.size % world.local_size else world.local_size
     ranks = Ranks(world.size // per_node, per_node)
-    cut = among(cut, ranks, world.rank, "prepare")
+    is_fast = options.reduction == "fast"
+    cut = among(cut, ranks, world.rank, "prepare", keeps_buckets=is_fast)
     limits = least_limits(world, limits_of(options.budget, device, num_sharers=world.local_size))
-    made, error = None, None
     sharings: list[Sharing] = ["copy" if _can_share(world) else "replicate"]
     sharings += ["cut"] if options.loop is None else []  # a Trainer's rank 0 reads weights alone
+    made = ""
     if world.rank == 0:
-        try:
-            with of_a_node(world.local_size):
-                made = _plan_of_all(sharings, limits, cut, options, device, ranks).to_json()
-        except OutcoreError as caught:
-            error = caught
-    text = world.from_first(made)
-    if error is not None:
-        raise error
-    if text is None:
-        raise ConfigError(
-            f"rank {world.rank}: expected a plan of rank 0, which chooses for all, but it found none; see its error"
-        )
-    plan = Plan.from_json(text, where="plan of rank 0")
+        with of_a_node(world.local_size):
+            made = _plan_of_all(sharings, limits, cut, options, device, ranks).to_json()
+    plan = Plan.from_json(world.from_first(made), where="plan of rank 0")
     check_plan(cut.spec, plan, limits)
+    if is_fast and plan.accumulation_steps is None:
+        raise ConfigError(
+            "prepare: expected accumulation_steps with reduction='fast', which exchanges gradients with the last "
+            "micro-batch of a step, but it is not promised; pass it, or leave reduction out"
+        )
     return cut, plan
 
 
-def among(cut: Partition, ranks: Ranks, rank: int, call: str) -> Partition:
-    """The model as one of several ranks updates it. Args: call: For errors.
+def among(cut: Partition, ranks: Ranks, rank: int, call: str, *, keeps_buckets: bool = False) -> Partition:
+    """The model as one of several ranks updates it. Args: call: For errors. keeps_buckets: See ``UnitSpec``.
 
     Raises:
         UnsupportedError: A parameter that they cannot share.
@@ -87,7 +96,7 @@ def among(cut: Partition, ranks: Ranks, rank: int, call: str) -> Partition:
     if ranks.size == 1:
         return cut
     _refuse_whole(cut.spec, call)
-    return dataclasses.replace(cut, spec=cut.spec.among(ranks.size, rank, ranks.per_node))
+    return dataclasses.replace(cut, spec=cut.spec.among(ranks.size, rank, ranks.per_node, keeps_buckets=keeps_buckets))
 
 
 @contextmanager
@@ -171,15 +180,15 @@ def _refuse_what_one_rank_can(options: Options) -> None:
 def _refuse_whole(model: ModelSpec, call: str) -> None:
     """Each rank updates a part of a parameter."""
     for param in (param for unit in model.units for param in unit.trainable):
-        if "float64" in (param.dtype, param.update_dtype):
+        if any(form.format == "8bit" for form in param.states or ()):
             raise UnsupportedError(
-                f"{call}: expected fp32, bf16 or fp16 with several ranks, but '{param.name}' is trained in float64, "
-                "which cuts between ranks would round otherwise; convert it, or take one rank"
+                f"optimizer: expected state_format 'fp32' or 'bf16' with several ranks, but that of '{param.name}' is "
+                "'8bit', whose scales are of blocks that ranks would cut; take 'bf16', or one rank"
             )
-        if param.is_coded or param.master_format != "fp32":
+        if param.master_format != "fp32":
             raise UnsupportedError(
-                f"optimizer: expected state_format and master_format 'fp32' with several ranks, but '{param.name}' has "
-                "another one; leave it out, or take one rank"
+                f"optimizer: expected master_format 'fp32' with several ranks, but that of '{param.name}' is "
+                f"{param.master_format!r}; leave it out, or take one rank"
             )
         if param.is_whole or any(form.shape is not None for form in param.states or ()):
             raise UnsupportedError(
@@ -197,7 +206,7 @@ def _facts(cut: Partition, options: Options) -> dict[str, str]:
         for name, buffer in cut.modules[0].named_buffers()
     }
     units = {f"unit '{unit.name or 'root'}'": repr(unit) for unit in model.units}
-    asked = {f"{name}=": repr(getattr(options, name)) for name in ("accumulation_steps", "clipping")}
+    asked = {f"{name}=": repr(getattr(options, name)) for name in ("accumulation_steps", "clipping", "reduction")}
     return (
         units | buffers | asked | {"precision=": model.precision, "what the optimizer keeps": repr(model.state_names)}
     )

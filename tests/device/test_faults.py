@@ -144,6 +144,38 @@ def test_permuted_work_can_be_submitted_from_another_thread():
     assert ran == ["fetch"]
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_permuted_ranks_meet_although_they_draw_apart(seed):
+    lanes = [Lane.REDUCE, Lane.UPDATE, Lane.GATHER, Lane.SAVE]
+    meetings = [threading.Barrier(2, timeout=60) for _ in range(16)]
+    with open_device("cpu", Faults(permute=seed)) as one, open_device("cpu", Faults(permute=seed + 50)) as other:
+        handles = {}
+        for device in (one, other):
+            device.hangs_up_with(lambda: None)
+            handles[device] = [
+                device.submit(lanes[i % 4], f"meet {i}", (lambda: None) if i % 4 == 1 else meeting.wait)
+                for i, meeting in enumerate(meetings)
+            ]
+        waiting = threading.Thread(target=lambda: other.wait("met", handles[other][::-1]))
+        waiting.start()
+        one.wait("met", handles[one])
+        waiting.join(60)
+        assert all(handle.done() for handle in handles[other])
+
+
+@pytest.mark.parametrize("permute", [None, 3])
+def test_closing_ends_waits_for_other_ranks(permute):
+    begun, let_go = threading.Event(), threading.Event()
+    device = open_device("cpu", Faults(permute=permute))
+    device.hangs_up_with(let_go.set)
+    met = device.submit(Lane.REDUCE, "wait for another rank", lambda: begun.set() or let_go.wait())
+    while not begun.wait(0.01):
+        met.done()
+    device.close()
+    assert let_go.is_set()
+    assert met.done()
+
+
 def test_closing_a_permuted_device_fails_what_is_queued():
     for seed in range(10):
         ran = []

@@ -11,6 +11,7 @@ import json
 import os
 import random
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from torch.nn import functional
 import outcore
 from outcore.api import prepare_for_test
 from outcore.device.faults import Faults
+from outcore.device.race import RaceChecker
 from outcore.optim.norms import block_sums, node_sums, norm_of, num_blocks, whole_nodes
 from outcore.planning.homes.pools import Comfort
 
@@ -94,6 +96,10 @@ class Case(NamedTuple):
     """Seed, if any."""
     keep: bool = False
     """Gradients are zeroed in place."""
+    permute: int = 0
+    """Seed of lanes in an arbitrary legal order, if any."""
+    states: str = "fp32"
+    """``state_format``. Others are compared with one rank, since torch has no such optimizer."""
     partition: str = "replicate"
     gather: str = "link"
 
@@ -114,6 +120,9 @@ CASES = [
     Case("backwards", clip=0.3),
     Case("absent", "float16", clip=0.3),
     Case("absent", "bfloat16", delays=7, keep=True, clip=0.3, homes="mixed"),
+    Case("routes", permute=3, clip=0.3, homes="mixed", depth=1),
+    Case("tied", "float64", clip=0.3),
+    Case("absent", "bfloat16", clip=0.3, states="bf16"),
 ]
 CUT = [
     Case("absent", clip=0.3, depth=1, partition="world"),
@@ -174,15 +183,20 @@ def blocked_norm(gradient: torch.Tensor) -> torch.Tensor:
     count = num_blocks(flat.numel())
     sums = node_sums(block_sums(flat), 0, count, count)
     nodes = dict(zip(whole_nodes(0, count, count), sums.tolist(), strict=True))
-    return torch.tensor(norm_of(nodes, count), dtype=torch.float64).float().to(gradient.device)
+    norm = torch.tensor(norm_of(nodes, count), dtype=torch.float64).to(gradient.device)
+    return norm if gradient.dtype == torch.float64 else norm.float()
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1, fused=True)
+def adamw(model: nn.Module, states: str = "fp32") -> torch.optim.Optimizer:
+    group = {"params": [p for p in model.parameters() if p.requires_grad], "state_format": states}
+    return torch.optim.AdamW([group], lr=1e-2, weight_decay=0.1, fused=True)
 
 
 def plain(case: Case) -> str:
     """The plain loop in one process. bf16 trains fp32 masters by hand."""
+    if case.states != "fp32":
+        with tempfile.TemporaryDirectory() as folder:
+            return run(case, folder, 1, 0)["weights"]
     model = build(case.kind, case.dtype)
     masters = Masters(model)
     train(model, masters, case, num_ranks=1, rank=0, own_norm=True)
@@ -194,7 +208,7 @@ class Masters:
 
     def __init__(self, model: nn.Module) -> None:
         self.params = [p for p in model.parameters() if p.requires_grad]
-        self.masters = [nn.Parameter(p.detach().float()) for p in self.params]
+        self.masters = [nn.Parameter(_wide(p.detach())) for p in self.params]
         self.optimizer = torch.optim.AdamW(self.masters, lr=1e-2, weight_decay=0.1, fused=True)
 
     @torch.no_grad()
@@ -203,9 +217,9 @@ class Masters:
             if param.grad is None:
                 continue
             if master.grad is None:
-                master.grad = param.grad.float()
+                master.grad = _wide(param.grad)
             else:
-                master.grad.add_(param.grad.float())
+                master.grad.add_(_wide(param.grad))
             param.grad = None
 
     @torch.no_grad()
@@ -218,13 +232,17 @@ class Masters:
         self.optimizer.zero_grad(set_to_none)
 
 
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
 def run(case: Case, folder: str, num_ranks: int, rank: int) -> dict[str, Any]:
     """One case by outcore. Returns digests of weights, and of weights and states."""
     model = build(case.kind, case.dtype)
     if rank:  # all begin as rank 0 does
         for param in model.parameters():
             param.data.fill_(rank)
-    optimizer = adamw(model)
+    optimizer = adamw(model, case.states)
     comfort = Comfort(prefetch_depth=case.depth, num_buckets=case.depth + 1, max_slots_host=case.depth + 1)
     homes: Any = (
         case.homes if case.homes != "mixed" else lambda i: (["host", "disk"][i % 2], "host", ["disk", "host"][i % 2])
@@ -232,8 +250,6 @@ def run(case: Case, folder: str, num_ranks: int, rank: int) -> dict[str, Any]:
     options: dict[str, Any] = {"homes": homes, "units": [Block], "share": case.share, "comfort": comfort}
     options |= {"num_ranks": num_ranks, "per_node": int(os.environ.get("LOCAL_WORLD_SIZE", "1"))}
     _, plan = forced(model, optimizer, **options, partition=case.partition, gather=case.gather)
-    lanes = ("compute", "h2d", "d2h", "update", "reduce", "gather", "link", "device_update")
-    delays = dict.fromkeys(lanes, 2e-3) if case.delays else {}
     model, optimizer = prepare_for_test(
         model,
         optimizer,
@@ -241,12 +257,22 @@ def run(case: Case, folder: str, num_ranks: int, rank: int) -> dict[str, Any]:
         units=[Block],
         budget=outcore.Budget(disk=folder),
         device=DEVICE,
-        faults=Faults(delays=delays, seed=case.delays + rank, poison=bool(case.delays)),
+        faults=faults_of(case, rank),
+        race_checker=RaceChecker(),
     )
     norms = train(model, optimizer, case, num_ranks=num_ranks, rank=rank, own_norm=num_ranks == 1)
     found = {"weights": digest(model), "states": states_digest(optimizer), "norms": norms}
     outcore.close(model)
     return found
+
+
+def faults_of(case: Case, rank: int) -> Faults:
+    """Ranks are late at different times."""
+    lanes = ("compute", "h2d", "d2h", "update", "reduce", "gather", "link", "device_update")
+    if case.permute:
+        return Faults(permute=case.permute + rank, poison=True)
+    delays = dict.fromkeys(lanes, 2e-3) if case.delays else {}
+    return Faults(delays=delays, seed=case.delays + rank, poison=bool(case.delays))
 
 
 def digest(model: nn.Module) -> str:
@@ -272,24 +298,39 @@ def random_cases(seed: int, count: int, *, cut: bool = False) -> Iterator[Case]:
     for _ in range(count):
         partition, gather = draw.choice([("world", "link"), ("node", "host")]) if cut else ("replicate", "link")
         kinds = ["plain", "tied", "frozen", "absent", "backwards", "lora"]
+        kind = draw.choice(kinds if partition == "world" else [*kinds, "routes"])
+        dtype = draw.choice(["float32", "bfloat16", *(["float64"] if kind != "lora" else [])])
         yield Case(
-            kind=draw.choice(kinds if partition == "world" else [*kinds, "routes"]),
-            dtype=draw.choice(["float32", "bfloat16"]),
+            kind=kind,
+            dtype=dtype,
             homes=draw.choice(["device", "host", "disk", "mixed"]),
             clip=draw.choice([0.0, 0.3, 1e9]),
             share=draw.choice([0.0, 0.5, 1.0]),
             depth=draw.randrange(3),
             delays=draw.choice([0, 0, draw.randrange(1, 1000)]),
             keep=draw.choice([False, True]),
+            permute=draw.choice([0, 0, draw.randrange(1, 1000)]),
+            states=draw.choice(["fp32", "fp32", "bf16" if dtype != "float64" else "fp32"]),
             partition=partition,
             gather=gather,
         )
 
 
-def main(arguments: Sequence[str]) -> None:
-    """A rank: cases as JSON, a folder for disk tiers."""
+def begin() -> tuple[int, int]:
+    """This rank, and how many there are. On simulated GPUs each has one."""
     torch.set_num_threads(1)
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if DEVICE == "cuda":
+        import simulator
+
+        simulator.set_knobs(num_devices=num_ranks)
+        torch.cuda.set_device(rank)
+    return rank, num_ranks
+
+
+def main(arguments: Sequence[str]) -> None:
+    """A rank: cases as JSON, a folder for disk tiers."""
+    rank, num_ranks = begin()
     for text in json.loads(arguments[0]):
         print(json.dumps(run(Case(*text), arguments[1], num_ranks, rank)), flush=True)
     if torch.distributed.is_initialized():

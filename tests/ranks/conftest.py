@@ -26,24 +26,33 @@ def launch_and_wait(
     code: str, num_ranks: int, arguments: Sequence[str] = (), *, timeout_s: float, **environment: str
 ) -> list[tuple[int, str, str]]:
     """Of each: status, what it has printed, and what it has complained of."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    common = {**os.environ, "OMP_NUM_THREADS": "1", "OUTCORE_RANKS_TIMEOUT_S": str(timeout_s)}
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(num_ranks)}
-    common |= {"LOCAL_WORLD_SIZE": str(num_ranks), **environment}
-    pipes = {"stdout": -1, "stderr": -1, "text": True}
-    ranks = [
-        nursery.Popen(
-            [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(TESTS)!r})\n{code}", *arguments],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            **pipes,
-        )
-        for rank in range(num_ranks)
-    ]
+    ranks = start(code, num_ranks, arguments, timeout_s=timeout_s, **environment)
     try:
         said = [rank.communicate(timeout=250) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
     return [(rank.returncode, *one) for rank, one in zip(ranks, said, strict=True)]
+
+
+def start(
+    code: str, num_ranks: int, arguments: Sequence[str], *, timeout_s: float, **environment: str
+) -> list[nursery.Popen]:
+    """Processes that a launcher would start."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {**os.environ, "OMP_NUM_THREADS": "1", "OUTCORE_RANKS_TIMEOUT_S": str(timeout_s)}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(num_ranks)}
+    common |= {"LOCAL_WORLD_SIZE": str(num_ranks), **environment}
+    simulated = [str(nursery.SIMULATED)] if os.environ.get("OUTCORE_TEST_DEVICE") == "cuda" else []
+    return [
+        nursery.Popen(
+            [sys.executable, *simulated, "-c", f"import sys; sys.path.insert(0, {str(TESTS)!r})\n{code}", *arguments],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=-1,
+            stderr=-1,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]

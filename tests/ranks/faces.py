@@ -9,6 +9,7 @@ import torch
 from torch import distributed, nn
 
 import outcore
+from outcore.ranks.world import World
 
 RANK = int(os.environ["RANK"])
 
@@ -43,12 +44,13 @@ def test_refusals() -> None:
     refuses("clipping= of rank 1 differs from rank 0's", clipping=not RANK)
     with pytest.raises(outcore.ConfigError, match="unit '0' of rank 1 differs from rank 0's"):
         outcore.prepare(*build(40 + RANK), device="cpu")
-    model = build()[0].double()
-    with pytest.raises(outcore.UnsupportedError, match="is trained in float64"):
-        outcore.prepare(model, torch.optim.AdamW(model.parameters()), device="cpu")
+    model = build(80)[0]
+    groups = [{"params": list(model.parameters()), "state_format": "8bit"}]
+    with pytest.raises(outcore.UnsupportedError, match="expected state_format 'fp32' or 'bf16' with several ranks"):
+        outcore.prepare(model, torch.optim.AdamW(groups, fused=True), device="cpu")
     with pytest.raises(outcore.OutcoreError) as refusal:
         outcore.prepare(*build(), device="cpu", budget=outcore.Budget(device="4KB", host="4KB"))
-    assert isinstance(refusal.value, outcore.ConfigError if RANK else outcore.PlanInfeasibleError)
+    assert "rank 0 said: " in str(refusal.value) if RANK else isinstance(refusal.value, outcore.PlanInfeasibleError)
     for kind in (torch.optim.NAdam, torch.optim.Muon):
         model = nn.Sequential(*[nn.Linear(40, 40, bias=False) for _ in range(3)])
         with pytest.raises(outcore.UnsupportedError, match="expected one that updates element by element"):
@@ -115,6 +117,39 @@ def test_scaler() -> None:
         scaler.unscale_(optimizer)
         assert all(torch.equal(p.grad.clone(), g) for p, g in zip(model.parameters(), mean(), strict=True))
         scaler.step(optimizer)
+
+
+def test_fast() -> None:
+    """One exchange per step; equal to rounding."""
+    found = {}
+    for how in ("exact", "fast"):
+        options = {"accumulation_steps": 3, "reduction": how, "budget": outcore.Budget(device="200KB")}
+        with outcore.prepare(*build(), device="cpu", **options) as (model, optimizer):
+            exchanges = []
+            exchange = World.exchange
+            World.exchange = lambda *args: exchanges.append(args[4]) or exchange(*args)  # type: ignore[method-assign]
+            for step in range(2):
+                for _ in range(3):
+                    if how == "fast":
+                        assert all(p.grad is None for p in model.parameters())
+                    torch.manual_seed(10 * step + RANK)
+                    model(torch.randn(4, 40)).square().sum().backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            World.exchange = exchange  # type: ignore[method-assign]
+            assert len(exchanges) == len(set(exchanges)) * 2 * (1 if how == "fast" else 3), exchanges
+            found[how] = [p.clone() for p in model.state_dict().values()]
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(*found.values(), strict=True))
+    refuses("expected accumulation_steps with reduction='fast'", reduction="fast")
+    with outcore.prepare(*build(), device="cpu", accumulation_steps=2, reduction="fast") as (model, optimizer):
+        backward(model)
+        with pytest.raises(outcore.UnsupportedError, match="expected 2 backward passes before optimizer.step"):
+            optimizer.step()
+        optimizer.zero_grad()
+        for _ in range(2):
+            backward(model)
+        assert all(torch.equal(p.grad.clone(), 2 * g) for p, g in zip(model.parameters(), mean(), strict=True))
 
 
 def main() -> None:

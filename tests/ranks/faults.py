@@ -1,15 +1,24 @@
-"""A rank that dies, stalls, or does what the others do not: run as a program on all."""
+"""A rank that dies, stalls, fails, or does what the others do not: run as a program on all.
+
+Each says what happens, as lines of JSON with the time: ``reached`` (the fault), ``error``, ``interrupted``, or
+``went on``.
+"""
 
 from __future__ import annotations
 
 import datetime
+import functools
+import importlib
+import json
 import os
 import signal
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
-import torch
 from plans import forced
 from torch import distributed, nn
 
@@ -18,73 +27,279 @@ from outcore.api import prepare_for_test
 from outcore.core.ranks import TIMEOUT
 from outcore.planning.homes.pools import LEAST
 
-from .cases import Block, Case, adamw, build, micro_batches, train
+from .cases import DEVICE, Block, Case, adamw, begin, build, micro_batches
 
 TIMEOUT_S, STALL_S = 4.0, 12.0
-_AT_STEP = ("slows", "multiplies")
-_WAITED_FOR = ("dies", "stalls", "skips", "asks")
+STEPS, MICRO_BATCHES = 3, 2
+RANK, NUM_RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+POINTS = {
+    "forward": "ranks.cases:Block.forward",
+    "backward": "outcore.runtime.gradients.ranked:RankedGradients.deposit",
+    "exchange": "outcore.ranks.world:World.exchange",
+    "addition": "outcore.runtime.gradients.ranked:add_works",
+    "norm": "outcore.runtime.gradients.norms:RankNorms._take_all",
+    "step": "outcore.runtime.engine:Engine.step",
+    "update": "outcore.runtime.updates.of_unit:run_on",
+    "gather": "outcore.ranks.world:World.gather",
+    "save": "outcore.saving.shared:SharedCheckpoint.meet",
+}
+"""Where a rank dies or stalls."""
+IN_PREPARE = {
+    "model": "outcore.api:cut_model",
+    "device": "outcore.api:open_device",
+    "values": "outcore.api:FirstValues",
+    "limits": "outcore.together:limits_of",
+    "homes": "outcore.runtime.opened:Tiers",
+    "states": "outcore.api:FirstValues.take_over",
+    "first value": "outcore.ranks.world:World.copy_first",
+    "hooks": "outcore.runtime.attached:Attached.take_calls",
+}
+"""Where a rank fails."""
+NUM_SAVED_WRITES = 8
+"""Of a rank in a save, at least."""
+WRITE = "outcore.memory.files.checkpoint_file:CheckpointFile.write"
 
 
-def main() -> None:
-    rank, num_ranks, case = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Case()
+class Fault(NamedTuple):
+    """``kind``: see ``KINDS``."""
+
+    kind: str
+    point: str = "backward"
+    count: int = 0
+    """So many times the point is passed first."""
+    rank: int = 1
+    homes: str = "host"
+
+
+def say(what: str, text: str = "") -> None:
+    line = {"what": what, "rank": RANK, "at": time.monotonic(), "text": text}
+    os.write(1, (json.dumps(line) + "\n").encode())
+
+
+class At:
+    """Something happens when a point is passed for the n-th time, on the rank whose fault it is."""
+
+    def __init__(self, where: str, count: int, happens: Callable[[], Any]) -> None:
+        module, _, path = where.partition(":")
+        *owners, self._name = path.split(".")
+        self._owner: Any = functools.reduce(getattr, owners, importlib.import_module(module))
+        self._whole, self._left, self._happens = getattr(self._owner, self._name), count, happens
+
+    def __enter__(self) -> None:
+        def passed(*args: Any, **options: Any) -> Any:
+            self._left -= 1
+            if self._left == -1:
+                say("reached")
+                self._happens()
+            return self._whole(*args, **options)
+
+        if RANK == FAULT.rank:
+            setattr(self._owner, self._name, passed)
+
+    def __exit__(self, *_: object) -> None:
+        setattr(self._owner, self._name, self._whole)
+
+
+def prepared(folder: str) -> tuple[Any, Any]:
+    case = Case()
     model: Any = build(case.kind, case.dtype)
     optimizer: Any = adamw(model)
-    _, plan = forced(model, optimizer, case.homes, units=[Block], num_ranks=num_ranks, comfort=LEAST)
-    model, optimizer = prepare_for_test(model, optimizer, plan=plan, units=[Block], device="cpu")
-    train(model, optimizer, case, num_ranks=num_ranks, rank=rank, own_norm=False)
+    _, plan = forced(model, optimizer, FAULT.homes, units=[Block], num_ranks=NUM_RANKS, comfort=LEAST)
+    budget = outcore.Budget(disk=folder)
+    return prepare_for_test(model, optimizer, plan=plan, units=[Block], budget=budget, device=DEVICE)
 
-    if sys.argv[1] in _WAITED_FOR:
-        _wait_less(optimizer)
 
-    def backward() -> None:
-        model(micro_batches(9)[rank], rank).square().sum().backward()
+def no(_: str) -> bool:
+    """This rank does what all do."""
+    return False
 
-    backward()
-    began_s = time.monotonic()
-    try:
-        if rank == 1:
-            _misbehave(sys.argv[1], model, optimizer)
-        if sys.argv[1] == "reads" and rank != 1:
-            print(_held(model)[-1].grad.sum(), file=sys.stderr)
-        for number in range(3):
-            if number or sys.argv[1] not in _AT_STEP:
-                backward()
-            optimizer.step()
+
+def train(model: Any, optimizer: Any, folder: str, *, steps: int = STEPS, odd: Callable[[str], bool] = no) -> None:
+    """Args: odd: Asked before what all ranks do; whether this one does not."""
+    for step in range(steps):
+        batches = micro_batches(step)
+        for number in range(MICRO_BATCHES):
+            if not odd("backward"):
+                mine = number * NUM_RANKS + RANK
+                model(batches[mine], mine).square().sum().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    except outcore.OutcoreError as error:
-        outcore.close(model, keep_weights=False)
-        print(f"{time.monotonic() - began_s:.1f}", error, flush=True)
-        sys.stdout.flush()
-        time.sleep(2.0 if rank == 0 else 0.0)  # it has the store in which the others look
-        os._exit(3)  # the default group's own end is torch's
+        if not odd("step"):
+            optimizer.step()
+        optimizer.zero_grad()
+        if FAULT.kind != "is_interrupted":  # which waits for a save
+            saving = outcore.save_checkpoint(model, optimizer, f"{folder}/checkpoints", step=step, keep=1)
+            if FAULT.kind == "fills_the_drive":  # the next one
+                saving.wait()
 
 
-def _wait_less(optimizer: Any) -> None:
-    """Only from now on, since a busy machine may take long to begin."""
+def wait_less(optimizer: Any) -> None:
+    """Only once all have begun, which a busy machine may take long for."""
     os.environ[TIMEOUT] = str(TIMEOUT_S)
-    for group in optimizer.engine.access.world._groups:
+    for group in optimizer.engine.access.world._groups._of_host:
         distributed.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIMEOUT_S), group)
 
 
-def _held(model: nn.Module) -> list[Any]:
-    return [param for param in model.parameters() if param.grad is not None]
-
-
-def _misbehave(what: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    if what == "dies":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif what == "stalls":
-        time.sleep(STALL_S)
-    elif what == "skips":
-        optimizer.step()
-    elif what == "zeroes":
-        optimizer.zero_grad()
-    elif what == "multiplies":
-        for param in _held(model):
-            param.grad.mul_(0.5)
-    elif what == "slows":
-        optimizer.param_groups[0]["lr"] /= 2
-    elif what == "reads":
-        print(_held(model)[0].grad.sum(), file=sys.stderr)
+def ends(model: Any, work: Callable[[], None]) -> None:
+    """What the program of a user sees."""
+    try:
+        work()
+        outcore.close(model)
+    except outcore.OutcoreError as error:
+        say("error", str(error))
+        with suppress(outcore.OutcoreError):  # the last checkpoint was not written
+            outcore.close(model, keep_weights=False)
+    except KeyboardInterrupt:
+        say("interrupted")
+        outcore.close(model, keep_weights=False)
     else:
+        say("went on")
+
+
+# Kinds of faults.
+
+
+def dies(folder: str) -> None:
+    _at_a_point(folder, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def stalls(folder: str) -> None:
+    _at_a_point(folder, lambda: time.sleep(STALL_S))
+
+
+def is_interrupted(folder: str) -> None:
+    """One rank stalls; the others wait for it, and somebody presses Ctrl-C there."""
+    _at_a_point(folder, lambda: time.sleep(STALL_S))
+
+
+def _at_a_point(folder: str, happens: Callable[[], Any]) -> None:
+    model, optimizer = prepared(folder)
+    train(model, optimizer, folder, steps=1)
+    wait_less(optimizer)
+    with At(POINTS[FAULT.point], FAULT.count, happens):
+        ends(model, lambda: train(model, optimizer, folder))
+
+
+def skips(folder: str) -> None:
+    """A backward, or a step."""
+    model, optimizer = prepared(folder)
+    wait_less(optimizer)
+    left = FAULT.count
+
+    def odd(what: str) -> bool:
+        nonlocal left
+        if RANK != FAULT.rank or what != FAULT.point:
+            return False
+        left -= 1
+        if left == -1:
+            say("reached")
+        return left == -1
+
+    ends(model, lambda: train(model, optimizer, folder, odd=odd))
+
+
+def asks(folder: str) -> None:
+    """For a norm, a gradient or a state, alone."""
+    model, optimizer = prepared(folder)
+    wait_less(optimizer)
+    left = FAULT.count
+
+    def odd(what: str) -> bool:
+        nonlocal left
+        if RANK == FAULT.rank and what == "backward":
+            left -= 1
+            if left == -1:
+                say("reached")
+                _ask(model, optimizer)
+        return False
+
+    def work() -> None:
+        train(model, optimizer, folder, steps=1)
+        model(micro_batches(9)[RANK], RANK).square().sum().backward()
+        train(model, optimizer, folder, odd=odd)
+
+    ends(model, work)
+
+
+def _ask(model: Any, optimizer: Any) -> None:
+    held = [param for param in model.parameters() if param.grad is not None]
+    if FAULT.point == "norm":
+        nn.utils.clip_grad_norm_(held, 1.0)
+    elif FAULT.point == "gradient":
+        print(held[0].grad.sum(), file=sys.stderr)
+    else:
+        optimizer.state_dict()
+
+
+def fails_in_prepare(folder: str) -> None:
+    """On one rank; all hear of it, and may begin again."""
+    with At(IN_PREPARE[FAULT.point], FAULT.count, _full):
+        try:
+            prepared(folder)
+        except (outcore.OutcoreError, OSError) as error:
+            say("error", str(error))
+    model, optimizer = prepared(folder)
+    ends(model, lambda: train(model, optimizer, folder, steps=1))
+
+
+def fills_the_drive(folder: str) -> None:
+    """Of one rank, in a save; all hear of it, and go on."""
+    model, optimizer = prepared(folder)
+
+    def work() -> None:
+        train(model, optimizer, folder, steps=1)
+        with At(WRITE, FAULT.count, _full):
+            try:
+                outcore.save_checkpoint(model, optimizer, f"{folder}/checkpoints", step=7).wait()
+            except outcore.OutcoreError as error:
+                say("error", str(error))
+        distributed.barrier()
+        left = sorted(os.listdir(f"{folder}/checkpoints"))
+        assert left == ["step-00000000"], left
+        train(model, optimizer, folder, steps=1)
+
+    ends(model, work)
+
+
+def _full() -> NoReturn:
+    raise OSError(28, "No space left on device")
+
+
+def does_alone(folder: str) -> None:
+    """What would come out alike on all ranks, and wrong."""
+    model, optimizer = prepared(folder)
+    train(model, optimizer, folder, steps=1)
+
+    def work() -> None:
+        model(micro_batches(9)[RANK], RANK).square().sum().backward()
+        if RANK == FAULT.rank:
+            say("reached")
+            if FAULT.point == "zero":
+                optimizer.zero_grad()
+            elif FAULT.point == "factor":
+                for param in model.parameters():
+                    if param.grad is not None:
+                        param.grad.mul_(0.5)
+            else:
+                optimizer.param_groups[0]["lr"] /= 2
+        if FAULT.point == "zero":
+            model(micro_batches(9)[RANK], RANK).square().sum().backward()
+        for _ in range(3):
+            optimizer.step()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    ends(model, work)
+
+
+KINDS = (dies, stalls, is_interrupted, skips, asks, fails_in_prepare, fills_the_drive, does_alone)
+FAULT = Fault("dies")
+
+
+def main() -> None:
+    global FAULT
+    begin()
+    FAULT = Fault(*json.loads(sys.argv[1]))
+    {kind.__name__: kind for kind in KINDS}[FAULT.kind](str(Path(sys.argv[2])))
+    if FAULT.kind in ("fails_in_prepare", "fills_the_drive"):
+        distributed.destroy_process_group()
+    elif RANK == 0 and FAULT.kind != "is_interrupted":
+        time.sleep(2.0)  # it has the store in which the others look

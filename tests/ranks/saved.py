@@ -19,7 +19,7 @@ from outcore.memory.files.checkpoint_file import CheckpointFile
 from outcore.planning.homes.pools import LEAST
 from outcore.saving.shared import SharedCheckpoint
 
-from .cases import DEVICE, Block, Case, adamw, build, digest, states_digest, train
+from .cases import DEVICE, Block, Case, adamw, begin, build, digest, states_digest, train
 
 CASES = [
     Case("tied", "bfloat16", homes="disk"),
@@ -31,6 +31,7 @@ RANK, NUM_RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SI
 
 def begun(case: Case, folder: Path, **options: Any) -> Any:
     model = build(case.kind, case.dtype)
+    model.register_buffer("own", torch.zeros(3))
     optimizer = adamw(model)
     # Others load what three ranks save, with weights cut in another way.
     partition, gather = {2: ("node", "host"), 5: ("world", "link")}.get(NUM_RANKS, (case.partition, case.gather))
@@ -51,7 +52,9 @@ def save(folder: Path) -> list[Any]:
             train(model, optimizer, case, num_ranks=NUM_RANKS, rank=RANK, own_norm=False)
             before = seen(model, optimizer)
             torch.manual_seed(1000 + RANK)
+            model.own.fill_(RANK)
             saving = outcore.save_checkpoint(model, optimizer, folder / str(number), step=3, extra={"said": 1})
+            model.own.zero_()
             train(model, optimizer, case, num_ranks=NUM_RANKS, rank=RANK, own_norm=False)
             saving.wait()
             found.append([before, seen(model, optimizer)])
@@ -66,6 +69,8 @@ def load(folder: Path) -> list[Any]:
             assert optimizer.resumed == {"said": 1, "step": 3}
             if NUM_RANKS == 3:
                 assert torch.initial_seed() == 1000 + RANK
+            assert model.own.tolist() == [RANK if NUM_RANKS == 3 else 0] * 3
+            model.own.zero_()
             found.append([seen(model, optimizer)])
             if NUM_RANKS != 5:  # six micro-batches
                 train(model, optimizer, case, num_ranks=NUM_RANKS, rank=RANK, own_norm=False)
@@ -133,7 +138,7 @@ def refuses_what_differs(model: Any, optimizer: Any, folder: Path) -> None:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
+    begin()
     what, folder = sys.argv[1:]
     print(json.dumps(globals()[what](Path(folder))), flush=True)
     if torch.distributed.is_initialized():

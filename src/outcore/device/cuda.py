@@ -28,6 +28,7 @@ from collections.abc import Iterable
 from typing import Any, Self, cast, final
 
 import torch
+from torch import distributed
 
 from outcore.device.device import ACCELERATOR_SHARE, Device, aligned_bytes
 from outcore.device.faults import Faults
@@ -37,6 +38,9 @@ from outcore.device.race import RaceChecker
 from outcore.device.recorder import Recorder
 from outcore.spec.lanes import COPY_LANES, Lane
 from outcore.spec.timeline import COMPUTE
+
+BACKEND = "nccl" if distributed.is_available() and distributed.is_nccl_available() else "gloo"
+"""Of process groups. Gloo moves what is in host memory."""
 
 _CYCLES_PER_S = 1_000_000_000  # what torch.cuda._sleep counts; GPUs run at 1 to 2 GHz, and only tests sleep
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
@@ -262,7 +266,7 @@ class CudaDevice(Device):
     computes_on_host = False
     update_block_bytes = 2**30
     activation_share = ACCELERATOR_SHARE
-    group_backend = "nccl"
+    group_backend = BACKEND
     interrupts = IN_BACKWARD
 
     def __init__(self, torch_device: torch.device, faults: Faults, race_checker: RaceChecker | None) -> None:

@@ -97,6 +97,10 @@ class Device(Closing):
         self.stream_name = execution.stream_name
         """Tells the stream on which compute works now."""
         self._failures = Failures()
+        self.check = self._failures.raise_next
+        """Raises the first error that a lane hit and nobody has seen yet; the next call raises the next one."""
+        self.refuse_after_failure = self._failures.raise_first
+        """Raises the first error that a lane ever hit: what it was to do is not done."""
         self.recorder = Recorder(execution.stopwatch)
         """Adds up what compute waits for; keeps operations if asked to."""
         pace, seed = _at_once if self._delays is None else self._delays.pace, faults.permute
@@ -233,20 +237,16 @@ class Device(Closing):
         with self.recorder.waiting(handle.lane, handle.name):
             wait()
 
-    def check(self) -> None:
-        """Raise the first error that a lane hit and nobody has seen yet; the next call raises the next one."""
-        self._failures.raise_next()
-
-    def refuse_after_failure(self) -> None:
-        """Raise the first error that a lane ever hit: what it was to do is not done."""
-        self._failures.raise_first()
-
     def synchronize(self) -> None:
         """Block the host until all lanes are empty and the device is idle. Raises no errors of lanes; see ``check``."""
         self._refuse_in_child("synchronize")
         self._finish()
         if self._checker is not None:
             self._checker.synchronize()
+
+    def hangs_up_with(self, hang_up: Callable[[], None]) -> None:
+        """When the lanes are closed, and one of them waits for another rank. Args: hang_up: Ends such waits."""
+        self._lanes.hang_up = hang_up
 
     def stop(self) -> None:
         """Let running operations finish, fail the queued ones, join the threads; memory stays. Idempotent.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,11 +30,13 @@ from outcore.device.lanes import (
     run_operation,
 )
 from outcore.device.threads import start_threads
-from outcore.spec.lanes import Lane
+from outcore.spec.lanes import RANK_LANES, Lane
 
 COMPUTE = "compute"
 THROTTLED = tuple(lane.value for lane in Lane)
 DELAYABLE = (COMPUTE, *THROTTLED)
+_MEETINGS = (*RANK_LANES, Lane.SAVE)
+_MOMENT_S, _END_S = 0.01, 1.0
 POISON = 0xFF  # every byte so: a NaN in fp32, bf16, fp16 and fp64
 
 
@@ -111,9 +114,17 @@ class PermutedLanes:
     Operations run when somebody waits, and sometimes at a submission or a look at ``done``. Which of the lanes' heads
     comes next is drawn by seed. The caller blocks meanwhile; the work runs on one thread set up like that of a lane, so
     that it sees neither the caller's autocast nor its number of threads.
+
+    With several ranks, what meets the others is begun in the same way, and then goes on by itself, on a thread of its
+    lane: ranks draw apart, and each may need others before its own is over. So the moments of its end are not repeated.
     """
 
     def __init__(self, service: Service, seed: int) -> None:
+        self.hang_up: Callable[[], None] | None = None
+        """Ends waits for other ranks; None: there are none."""
+        self._meetings: dict[Lane, SimpleQueue[Operation | None]] = {}
+        self._under_way: list[Handle] = []
+        """Meetings, and what waits behind one on its lane."""
         self._service = service
         self._random = random.Random(seed)
         self._lock = threading.RLock()
@@ -139,7 +150,7 @@ class PermutedLanes:
             refuse_on_lane(f"wait for '{handle.name}'")
         with self._lock:
             while not handle.is_issued:
-                if not self._run_any():
+                if not self._run_any() and not self._wait_for_others():
                     raise AssertionError(f"{handle!r} waits for nothing that could run")
 
     def poll(self, handle: Handle) -> None:
@@ -153,7 +164,7 @@ class PermutedLanes:
     def drain(self) -> None:
         """Run everything, by chance."""
         with self._lock:
-            while self._run_any():
+            while self._run_any() or self._wait_for_others():
                 pass
 
     def close(self) -> None:
@@ -167,7 +178,14 @@ class PermutedLanes:
                 while queue:
                     handle = queue.popleft().handle
                     handle.fail(closed_failure(handle.name, lane.value))
+            deadline_s = time.monotonic() + _END_S
+            while self._wait_for_others() and time.monotonic() < deadline_s:
+                pass
+            if self._under_way and self.hang_up is not None:
+                self.hang_up()
         self._turns.put(None)
+        for meetings in self._meetings.values():
+            meetings.put(None)
         self._thread.join()
 
     def _run_any(self) -> bool:
@@ -176,6 +194,9 @@ class PermutedLanes:
         if not heads:
             return False
         operation = self._random.choice(heads).popleft()
+        if self.hang_up is not None and operation.lane in _MEETINGS:
+            self._begin_meeting(operation)
+            return True
         over = threading.Event()
         self._turns.put(partial(self._turn, operation, over))
         over.wait()
@@ -184,6 +205,28 @@ class PermutedLanes:
     def _turn(self, operation: Operation, over: threading.Event) -> None:
         run_operation(operation, self._service)
         over.set()
+
+    def _begin_meeting(self, operation: Operation) -> None:
+        lane = operation.lane
+        if lane not in self._meetings:
+            meetings = self._meetings[lane] = SimpleQueue()
+            start_threads({f"outcore-{lane.value}": partial(self._meet, lane, meetings)})
+        self._under_way.append(operation.handle)
+        self._meetings[lane].put(operation)
+
+    def _wait_for_others(self) -> bool:
+        """For a moment, if a meeting is under way. Returns whether one was."""
+        self._under_way = [handle for handle in self._under_way if not handle.is_issued]
+        for handle in self._under_way[:1]:
+            handle.block(_MOMENT_S)
+        return bool(self._under_way)
+
+    def _meet(self, lane: Lane, meetings: SimpleQueue[Operation | None]) -> None:
+        torch.set_grad_enabled(False)
+        self._service.execution.begin_thread(lane)
+        while (operation := meetings.get()) is not None:
+            run_operation(operation, self._service)
+            del operation
 
     def _serve(self) -> None:
         torch.set_grad_enabled(False)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import final
@@ -38,6 +38,7 @@ STALL_TIMEOUT_S = 300.0
 CLOSE_TIMEOUT_S = 20.0  # an operation that runs longer than this while its lane closes is left behind, and said
 _END_TIMEOUT_S = 1.0  # for threads to end once what they wait for was given up
 _LOOK_S = 1.0
+_PAUSE_S = 0.01
 _WATCHED_ELSEWHERE = frozenset(
     {Lane.WEIGHTS_READ, Lane.STATES_READ, Lane.DISK_WRITE, Lane.STATES_WRITE, Lane.SAVE, *RANK_LANES}
 )
@@ -54,6 +55,8 @@ class ThreadedLanes:
 
     def __init__(self, service: Service) -> None:
         """Start the threads; returns when all are ready."""
+        self.hang_up: Callable[[], None] | None = None
+        """Ends waits for other ranks; None: there are none."""
         self._service = service
         self._lock = threading.RLock()
         self._is_closed = False
@@ -146,6 +149,8 @@ class ThreadedLanes:
             self._is_closed = True
             for queue in self._queues.values():
                 queue.put(None)
+        if self.hang_up is not None and not self._have_met():
+            self.hang_up()
         if self._have_ended(CLOSE_TIMEOUT_S if self._stall is None else _END_TIMEOUT_S):
             return
         heads = [head for head in tuple(self._heads.values()) if all(d.is_issued for d in head.dependencies)]
@@ -156,6 +161,16 @@ class ThreadedLanes:
                 f"expected all lanes to end within {CLOSE_TIMEOUT_S:g} s of close, but {names or 'a lane'} still runs; "
                 f"its thread is left behind, with the memory that it works on; it ends with the process"
             )
+
+    def _have_met(self) -> bool:
+        """Whether nothing waits for other ranks, neither a thread nor a stream, or soon will not any more."""
+        deadline_s = time.monotonic() + _END_TIMEOUT_S
+        last = [handle for lane in (*RANK_LANES, Lane.SAVE) if (handle := self._last.get(lane)) is not None]
+        while not all(handle.is_over() for handle in last):
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(_PAUSE_S)
+        return True
 
     def _have_ended(self, timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s

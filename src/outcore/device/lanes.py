@@ -105,6 +105,9 @@ class Failures:
 class Lanes(Protocol):
     """What runs the queues: threads, or an executor that permutes them."""
 
+    hang_up: Callable[[], None] | None
+    """Ends waits for other ranks; None: there are none."""
+
     def submit(self, operation: Operation) -> None:
         """Queue an operation."""
 

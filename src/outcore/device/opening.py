@@ -8,7 +8,7 @@ import torch
 
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.device.cpu import CpuDevice
-from outcore.device.cuda import CudaDevice
+from outcore.device.cuda import BACKEND, CudaDevice
 from outcore.device.device import Device
 from outcore.device.faults import NO_FAULTS, Faults
 from outcore.device.race import RaceChecker
@@ -75,7 +75,7 @@ def device_of_rank(torch_device: torch.device | str | None) -> torch.device | st
 def backends(torch_device: torch.device | str | None) -> str:
     """Of a process group for ranks with this device. Args: torch_device: As for ``open_device``."""
     wanted = usual_device() if torch_device is None else torch.device(torch_device)
-    return "gloo" if wanted.type == "cpu" else "cpu:gloo,cuda:nccl"
+    return "gloo" if wanted.type == "cpu" or BACKEND == "gloo" else f"cpu:gloo,cuda:{BACKEND}"
 
 
 def usual_device() -> torch.device:

@@ -5,7 +5,8 @@ order on all ranks, and lanes run side by side. Bytes in host memory go over glo
 agree on, from the caller's thread, has a group of its own, too.
 
 [Note: tags] A collective only sees bytes: where one rank reads a gradient and another a norm, each would get what the
-other sent. So a tag comes first that says what a rank is about to do, and with what; all compare it.
+other sent. So a tag comes first that says what a rank is about to do, and with what; all compare it. A rank that has
+failed in what all do together says so by a tag of its own, wherever the others are.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import datetime
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+import pickle
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -26,48 +30,73 @@ from outcore.core.errors import ConfigError, OutcoreError
 from outcore.core.ranks import TIMEOUT, launched
 from outcore.device.device import Device
 from outcore.device.opening import backends
+from outcore.ranks.groups import Groups, Links, Notes, gather_single
 from outcore.spec.lanes import Lane
 
 T = TypeVar("T")
 
-_gather_single: Callable[..., object] = (
-    getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-)  # before torch 2.13
-_SAID_BYTES, _DIGEST_BYTES = 120, 8
+_NAME_BYTES, _DIGEST_BYTES = 120, 8
 """Of a tag."""
+_FAILED = "fail"
+_SHORT_S, _LONG_S, _GRACE_S = 2e-5, 1e-3, 1.0
 
 
 class World:
-    """This process among those that train one model."""
+    """This process among those that train one model. Owns its groups until ``close``."""
 
-    def __init__(self, device: Device) -> None:
-        """Make the groups: a collective. Args: device: Of this rank."""
+    def __init__(self) -> None:
+        """Make the group on which ranks agree: a collective."""
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
         self.local_size = _local_size(self.size)
-        self._timeout = datetime.timedelta(seconds=timeout_s())
         self.failure: OutcoreError | None = None
         """Ranks have lost one another."""
         self.num_steps = 0
         """That were begun."""
-        self._groups: list[Any] = []
-        # No public name gives the store; a torch without this one only makes errors say less.
-        found = getattr(distributed.distributed_c10d, "_get_default_store", None)
-        self._store = None if found is None else found()
-        self._control = self._new_group("gloo")
-        self._reduce = _Links(self._new_group, device.group_backend)
-        self._save = self._new_group("gloo")
-        self._gather = _Links(self._new_group, device.group_backend)
-        self._sharers: dict[int, _Links] = {}
+        self._notes = Notes(self.rank, self.size)
+        self.note = self._notes.note
+        """Of what this rank begins. Others that wait for it in vain say it."""
+        self._groups = Groups(datetime.timedelta(seconds=timeout_s()))
+        self._control = self._groups.new("gloo")
+        self._is_kept = False
+        self._sharers: dict[int, Links] = {}
         """By the number of ranks that have weights together: those of this rank."""
-        self._alike = {1: self._gather}
+        self._alike: dict[int, Links] = {}
         """Those that have the same part of them."""
         self.last_step = ""
         """What the last step was made with. Weights that are put together must have been updated alike."""
+        self._know_sockets()
 
-    def _new_group(self, backend: str, ranks: Sequence[int] | None = None) -> Any:
-        chosen = None if ranks is None else list(ranks)
-        self._groups.append(distributed.new_group(chosen, backend=backend, timeout=self._timeout))
-        return self._groups[-1]
+    def join_lanes(self, device: Device) -> None:
+        """Make the groups of lanes: a collective. Args: device: Of this rank; its lanes hang up when they close."""
+        self.all_of(None)  # nobody begins who would be alone
+        self._reduce = Links(self._groups.new, device.group_backend)
+        self._save = self._groups.new("gloo")
+        self._gather = self._alike[1] = Links(self._groups.new, device.group_backend)
+        self._know_sockets()
+        device.hangs_up_with(self._groups.hang_up)
+
+    def _know_sockets(self) -> None:
+        said = self.all_of(self._groups.addresses)
+        self._groups.keep({address for theirs in said for address in theirs})
+
+    @contextmanager
+    def kept(self, call: str) -> Iterator[None]:
+        """Who fails in the block tells the others, where they meet next; then the groups are given back.
+
+        Args: call: For errors.
+        """
+        self._is_kept = True
+        try:
+            yield
+            self._is_kept = False
+        except BaseException as error:
+            self._is_kept = False
+            if isinstance(error, Exception):
+                self._tell(f"{call}: expected all ranks to go on, but rank {self.rank} said: {error}")
+            else:
+                self._groups.hang_up()
+            self.close()
+            raise
 
     def open_groups(self, num_sharers: int) -> None:
         """Of ranks that share weights, and of those with the same part of them. A collective."""
@@ -76,19 +105,22 @@ class World:
         self._sharers[num_sharers] = self._mine(within)
         if num_sharers < self.size:
             self._alike[num_sharers] = self._mine(across)
+        self._know_sockets()
 
-    def _mine(self, groups: Sequence[Sequence[int]]) -> _Links:
+    def _mine(self, groups: Sequence[Sequence[int]]) -> Links:
         """All ranks make all groups."""
-        made = [_Links(partial(self._new_group, ranks=ranks), self._reduce.backend) for ranks in groups]
+        made = [Links(partial(self._groups.new, ranks=ranks), self._reduce.backend) for ranks in groups]
         return next(links for links, ranks in zip(made, groups, strict=True) if self.rank in ranks)
 
     def close(self) -> None:
-        """Give the groups back. Nothing may be under way. Idempotent."""
+        """Give the groups back, unless ``kept`` does. Nothing may be under way. Idempotent."""
+        if self._is_kept:
+            return
         if self.failure is None:
             self.note("outcore.close")
-        groups, self._groups = self._groups, []
-        for group in groups if distributed.is_initialized() else ():
-            distributed.destroy_process_group(group)
+        else:
+            self._groups.hang_up()
+        self._groups.close()
 
     # From the caller's thread.
 
@@ -99,17 +131,12 @@ class World:
 
     def all_of(self, value: T) -> list[T]:
         """What every rank says, in rank order. Blocks until all have said it."""
-        found: list[Any] = [None] * self.size
-        with self._doing("say what they have", self._control):
-            distributed.all_gather_object(found, value, group=self._control)
-        return found
+        with self._doing("say what they have"):
+            return [pickle.loads(said) for said in self._meet("say what they have", self._control, pickle.dumps(value))]
 
     def from_first(self, value: T) -> T:
         """What rank 0 says."""
-        said: list[Any] = [value if self.rank == 0 else None]
-        with self._doing("hear rank 0", self._control):
-            distributed.broadcast_object_list(said, src=0, group=self._control)
-        return said[0]
+        return self.all_of(value if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
     def say(self, what: str) -> None:
         """All ranks have come here. Args: what: They do, for errors."""
@@ -121,7 +148,7 @@ class World:
         here = tensor.detach().to("cpu", copy=True)
         if here.numel():
             with self._doing("receive a tensor of rank 0", self._control, f"{here.dtype} {here.numel()}"):
-                distributed.broadcast(_bytes_of(here), src=0, group=self._control)
+                self._wait_for(distributed.broadcast(_bytes_of(here), src=0, group=self._control, async_op=True))
         return here
 
     def gather_parts(self, mine: torch.Tensor, numels: list[int], what: str) -> torch.Tensor:
@@ -138,7 +165,7 @@ class World:
         found = torch.empty(most * self.size, dtype=mine.dtype, device="cpu")
         with self._doing(what, self._control, f"{mine.dtype} {numels}"):
             if most:
-                _gather_single(_bytes_of(found), _bytes_of(room), group=self._control)
+                self._gather_bytes(_bytes_of(found), _bytes_of(room), self._control)
         return torch.cat([part[:numel] for part, numel in zip(found.split(most or 1), numels, strict=False)])
 
     # On lanes.
@@ -155,16 +182,15 @@ class World:
         mine = torch.frombuffer(bytearray(bits), dtype=torch.uint8)
         found = torch.empty(len(bits) * self.size, dtype=torch.uint8, device="cpu")
         with self._doing(f"exchange gradients of unit '{unit}' on lane {Lane.REDUCE.value}"):
-            _gather_single(found, mine, group=self._reduce.host)
-            distributed.all_to_all_single(received, bucket, group=self._reduce.of(bucket))
+            gather_single(found, mine, group=self._reduce.host)
+            self._reduce.exchange(received, bucket)
         return [part.numpy().tobytes() for part in found.split(len(bits))]
 
     def all_have_saved(self, value: T) -> list[T]:
         """``all_of``, on the lane that saves."""
-        found: list[Any] = [None] * self.size
-        with self._doing(f"end their part of a checkpoint on lane {Lane.SAVE.value}", self._save):
-            distributed.all_gather_object(found, value, group=self._save)
-        return found
+        what = f"end their part of a checkpoint on lane {Lane.SAVE.value}"
+        with self._doing(what):
+            return [pickle.loads(said) for said in self._meet(what, self._save, pickle.dumps(value))]
 
     @property
     def facts(self) -> str:
@@ -182,7 +208,7 @@ class World:
         """
         place, run = self.rank // num_sharers, new.numel() * num_sharers // self.size
         with self._doing(f"gather weights of unit '{unit}' on lane {Lane.GATHER.value}", self._gather.host, facts):
-            _gather_single(new, new[place * run : (place + 1) * run], group=self._alike[num_sharers].of(new))
+            self._alike[num_sharers].gather(new, new[place * run : (place + 1) * run])
 
     def fill_copy(self, facts: str, unit: str, copy: torch.Tensor, num_sharers: int) -> None:
         """Wait until all have written their run of the copy that they share; bring those that other machines wrote.
@@ -216,7 +242,7 @@ class World:
         links = self._sharers[num_sharers]
         with self._doing(f"all-gather weights of unit '{unit}' on lane {Lane.LINK.value}", links.host, facts):
             for whole, run in pieces:
-                _gather_single(whole, run, group=links.of(whole))
+                links.gather(whole, run)
 
     # For errors.
 
@@ -233,72 +259,97 @@ class World:
             raise self.failure
         try:
             if group is not None:
-                self._compare(what, group, facts)
+                self._meet(what, group, facts=facts)
             yield
         except OutcoreError:
             raise
         except RuntimeError as error:
-            self.failure = OutcoreError(
+            lost = OutcoreError(
                 f"rank {self.rank}: expected all ranks to {what}, but one has ended, or did not come within "
-                f"{timeout_s():g} s ({TIMEOUT}). Last seen: {self.last_seen()}. Look at what these ranks say, end "
-                f"all, and go on from what was saved. ({type(error).__name__}: {error})"
+                f"{timeout_s():g} s ({TIMEOUT}). Last seen: {self._notes.last_seen()}. Look at what these ranks say, "
+                f"end all, and go on from what was saved. ({type(error).__name__}: {error})"
             )
-            raise self.failure from error
+            raise self._lose(lost) from error
 
-    def _compare(self, what: str, group: Any, facts: str) -> None:
-        said = what.encode()[:_SAID_BYTES].ljust(_SAID_BYTES, b"\0")
-        tag = said + hashlib.sha256(f"{what}\0{facts}".encode()).digest()[:_DIGEST_BYTES]
-        ranks = distributed.get_process_group_ranks(group)
-        found = torch.empty(len(tag) * len(ranks), dtype=torch.uint8, device="cpu")
-        _gather_single(found, torch.frombuffer(bytearray(tag), dtype=torch.uint8), group=group)
-        for rank, theirs in zip(ranks, (part.numpy().tobytes() for part in found.split(len(tag))), strict=True):
-            if theirs != tag:
-                other = theirs[:_SAID_BYTES].rstrip(b"\0").decode(errors="replace")
-                differ = (
-                    "settings of param groups, the gradients that are held, what they were multiplied by, or sizes of "
-                    f"rank {rank} differ from its own"
-                )
-                is_other = theirs[:_SAID_BYTES] != said
-                self.failure = OutcoreError(
-                    f"rank {self.rank}: expected all ranks to {what} with the same settings, but "
-                    f"{f'rank {rank} was about to {other}' if is_other else differ}; all ranks must make the same "
-                    "calls in the same order: end all, and go on from what was saved"
-                )
-                raise self.failure
+    def _meet(self, what: str, group: Any, said: bytes = b"", *, facts: str = "") -> list[bytes]:
+        """What all ranks say, who are about to do the same. See [Note: tags]."""
+        name = what.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+        tag = name + hashlib.sha256(f"{what}\0{facts}".encode()).digest()[:_DIGEST_BYTES]
+        tags = self._all_bytes(tag + len(said).to_bytes(8, "little"), group)
+        sizes = [int.from_bytes(theirs[-8:], "little") for theirs in tags]
+        has_failed = [theirs[:_NAME_BYTES].rstrip(b"\0") == _FAILED.encode() for theirs in tags]
+        different = next((place for place, theirs in enumerate(tags) if theirs[:-8] != tag), None)
+        if different is not None and not any(has_failed):
+            other = distributed.get_process_group_ranks(group)[different]
+            raise self._lose(_different(self.rank, what, other, tags[different]))
+        if not max(sizes):
+            return [b""] * len(tags)
+        rooms = self._all_bytes(said.ljust(max(sizes), b"\0"), group)
+        texts = [room[:size] for room, size in zip(rooms, sizes, strict=True)]
+        if any(has_failed):
+            raise self._lose(OutcoreError(texts[has_failed.index(True)].decode()))
+        return texts
 
-    def note(self, where: str) -> None:
-        """What this rank begins. Others that wait for it in vain say it."""
-        with suppress(RuntimeError):
-            if self._store is not None:
-                self._store.set(f"outcore/{self.rank}", where)
+    def _lose(self, error: OutcoreError) -> OutcoreError:
+        """Ranks have lost one another. Returns why: the first error, from which others follow.
 
-    def last_seen(self) -> str:
-        """What the other ranks began last."""
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        return ", ".join(f"rank {rank} {self._noted(rank)}" for rank in others)
+        What waits on other lanes, here and on the other ranks, ends soon; not at once, so that all see what is wrong.
+        """
+        if self.failure is None:
+            self.failure = error
+            ending = threading.Timer(_GRACE_S, self._groups.hang_up)
+            ending.daemon = True
+            with suppress(RuntimeError):  # the interpreter ends, and sockets with it
+                ending.start()
+        return self.failure
 
-    def _noted(self, rank: int) -> str:
-        if self._store is None:
-            return "unknown"
+    def _tell(self, text: str) -> None:
+        """This rank has failed: the others hear of it where they meet next. They may have failed, too."""
+        if self.failure is None:
+            with suppress(OutcoreError), self._doing("say how they failed"):
+                self._meet(_FAILED, self._control, text.encode())
+
+    def _all_bytes(self, mine: bytes, group: Any) -> list[bytes]:
+        """As many of each rank of a group."""
+        found = torch.empty(len(mine) * distributed.get_world_size(group), dtype=torch.uint8, device="cpu")
+        self._gather_bytes(found, torch.frombuffer(bytearray(mine), dtype=torch.uint8), group)
+        return [part.numpy().tobytes() for part in found.split(len(mine))]
+
+    def _gather_bytes(self, found: torch.Tensor, mine: torch.Tensor, group: Any) -> None:
+        if group is self._control:
+            self._wait_for(gather_single(found, mine, group=group, async_op=True))
+        else:  # on a lane, whose thread may block
+            gather_single(found, mine, group=group)
+
+    def _wait_for(self, work: Any) -> None:
+        """A Ctrl-C ends it, and so does what lanes notice meanwhile. See [Note: hanging up]."""
+        pause_s = _SHORT_S
         try:
-            key = f"outcore/{rank}"
-            return f"in {self._store.get(key).decode()}" if self._store.check([key]) else "in prepare"
-        except RuntimeError:  # the store has ended with the rank that had it
-            return "unknown"
+            while not work.is_completed() and self.failure is None:
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONG_S)
+        except BaseException:
+            self.failure = OutcoreError(f"rank {self.rank}: expected all ranks to meet, but this one was interrupted")
+            self._groups.hang_up()
+            raise
+        if self.failure is not None:  # noticed on a lane
+            raise self.failure
+        work.wait()
 
 
-class _Links:
-    """The groups of one lane."""
-
-    def __init__(self, new_group: Callable[[str], Any], backend: str) -> None:
-        """Args: backend: Moves bytes of the device."""
-        self.backend = backend
-        self.host = new_group("gloo")
-        self._device = self.host if backend == "gloo" else new_group(backend)
-
-    def of(self, tensor: torch.Tensor) -> Any:
-        """The group that moves it."""
-        return self.host if tensor.is_cpu else self._device
+def _different(rank: int, what: str, other: int, tag: bytes) -> OutcoreError:
+    """Args: rank: This one, which is about to do what. tag: Of the other rank."""
+    theirs = tag[:_NAME_BYTES].rstrip(b"\0").decode(errors="replace")
+    differ = (
+        "settings of param groups, the gradients that are held, what they were multiplied by, or sizes of "
+        f"rank {other} differ from its own"
+    )
+    is_other = theirs.encode() != what.encode()[:_NAME_BYTES]
+    return OutcoreError(
+        f"rank {rank}: expected all ranks to {what} with the same settings, but "
+        f"{f'rank {other} was about to {theirs}' if is_other else differ}; all ranks must make the same calls in the "
+        "same order: end all, and go on from what was saved"
+    )
 
 
 def join_world(torch_device: torch.device | str | None) -> bool:

@@ -158,6 +158,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  (torch's signature)
         """As in torch. What a backward has lost that an exception ended is zeroed too."""
         self.engine.notice_what_was_cut_short()
+        self.engine.gradients.zero()
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -61,8 +61,21 @@ class Source(NamedTuple):
 class Save:
     """A checkpoint that is being written."""
 
-    def __init__(self, path: Path, abandon: Callable[[], None], told: Callable[[OSError], OutcoreError]) -> None:
-        """Args: path: Where it will be. abandon: Leaves nothing of it. told: The error for the user."""
+    def __init__(
+        self,
+        path: Path,
+        abandon: Callable[[], None],
+        told: Callable[[OSError], OutcoreError],
+        stop: Callable[[], None] | None = None,
+    ) -> None:
+        """Nothing of it is written.
+
+        Args:
+            path: Where it will be.
+            abandon: Leaves nothing of it. Idempotent.
+            told: The error for the user.
+            stop: Writes no more; where other ranks may still write, who must not find that it is gone. Idempotent.
+        """
         self.path = path
         self.error: BaseException | None = None
         self.complaint: Exception | None = None
@@ -76,7 +89,7 @@ class Save:
         """That writing took, without what it waited for."""
         self._is_durable = False
         self._is_committing = False
-        self._abandon, self._told = abandon, told
+        self._abandon, self._told, self._stop = abandon, told, stop or abandon
         self._failing = threading.Lock()
         self._last: tuple[Handle, Device] | None = None
 
@@ -94,7 +107,12 @@ class Save:
                 told.__cause__ = error
                 error = told
             self.error = error
-        self._abandon()
+        self._stop()
+
+    def abandon(self) -> None:
+        """Nobody writes any more: leave nothing of it, unless it is durable."""
+        if self.error is not None:
+            self._abandon()
 
     def give_up(self) -> None:
         """Leave nothing of it, unless it is as good as durable: whoever ends things at once does not wait for it."""
@@ -199,6 +217,7 @@ class Saves:
             self._device.unregister_host(self._pinned.pop())
         for save in self._running if os.getpid() == self._pid else ():
             save.fail(OutcoreError("expected a model whose checkpoint can be written, but it was closed"))
+            save.abandon()
 
     def home(
         self,
@@ -279,9 +298,10 @@ class Saves:
             meet(save)
             if not save.commit(commit):
                 miss(save)
-                return
         except Exception as error:
             save.fail(error)
+        save.abandon()
+        if save.error is not None:
             return
         try:
             tidy_up()

@@ -43,7 +43,8 @@ def begun(
     failed = saves.make_room()
     shared = None if world is None else SharedCheckpoint(world, target)
     unfinished = UnfinishedCheckpoint(target) if shared is None else shared.unfinished
-    save = Save(unfinished.target, unfinished.abandon, unfinished.error)
+    stop = unfinished.abandon if shared is None else unfinished.stop
+    save = Save(unfinished.target, unfinished.abandon, unfinished.error, stop)
     try:
         with shared.agreed(save) if shared is not None else nullcontext():
             saves.begin(save)
@@ -56,7 +57,10 @@ def begun(
             saves.last(save, name, commit, first, meet=shared.meet, miss=shared.miss)
     except BaseException as error:
         save.fail(error)
-        save.wait()
+        save.abandon()
+        if shared is None or isinstance(error, OSError):
+            save.wait()
+        save.is_told = True
         raise
     if failed is not None:
         failed.wait()

@@ -34,7 +34,7 @@ from outcore.runtime.unit.unit import Beneath
 from outcore.runtime.values.edits import take_edits
 from outcore.saving.beside import begun
 from outcore.saving.found import found, found_in, prune
-from outcore.saving.shared import all_random_states, restore_random_states_of
+from outcore.saving.shared import all_random_states, odd_buffers, of_this_rank, restore_random_states_of
 from outcore.saving.small_state import encode, random_states, read_small, write_small
 from outcore.saving.training_state import like_setting, plain_setting
 from outcore.saving.unit_files import as_shown, load_param, records, sections, write_units
@@ -126,6 +126,7 @@ def _begin_save(
         said = {"step": step, "directory": os.path.abspath(directory), "keep": keep}
         agree(world, {f"{name}={value!r}": "" for name, value in said.items()}, call="save_checkpoint")
         small["ranks"] = all_random_states(engine)
+        small["buffers"] = odd_buffers(world, _buffers(engine))
 
     def tidy_up() -> None:
         if keep is not None:
@@ -221,7 +222,7 @@ class Resumed:
                 for i, spec in enumerate(unit.spec.params[: unit.num_trainable]):
                     load_param(engine.access, unit, i, path, manifest)
                     unit.steps[i] = manifest.steps[spec.name]
-            _load_buffers(engine, path, manifest)
+            _load_buffers(engine, path, manifest, of_this_rank(small["buffers"], engine) or {})
             for group, settings in zip(optimizer.param_groups, manifest.groups, strict=True):
                 taken = {k: v for k, v in settings.items() if k not in NOT_TAKEN_OVER}
                 group.update({k: like_setting(group.get(k), v) for k, v in taken.items()})
@@ -233,7 +234,8 @@ class Resumed:
 def _read_state(path: Path) -> dict[str, Any]:
     try:
         small = read_small(path, _STATE)
-        return {"extra": dict(small["extra"]), "ranks": small.get("ranks", [small["random"]])}
+        ranks = small.get("ranks", [small["random"]])
+        return {"extra": dict(small["extra"]), "ranks": ranks, "buffers": small.get("buffers", [{}] * len(ranks))}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"checkpoint '{path}': expected its small state as it was saved, but got {error!r}"
@@ -401,10 +403,11 @@ def _shown(spec: tuple[str, tuple[int, ...]] | None) -> str:
     return "missing" if spec is None else f"{spec[0]} {spec[1]}"
 
 
-def _load_buffers(engine: Engine, path: Path, manifest: Manifest) -> None:
+def _load_buffers(engine: Engine, path: Path, manifest: Manifest, own: Mapping[str, torch.Tensor]) -> None:
+    """Args: own: Of this rank, those in which ranks differ."""
     buffers = _buffers(engine)
     if buffers:
         saved = WeightsDirectory.open(path, _BUFFERS)
         with torch.no_grad():
             for name, buffer in buffers.items():
-                buffer.copy_(saved.read(f"model.{name}"))
+                buffer.copy_(own[name] if name in own else saved.read(f"model.{name}"))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from outcore.memory.files.checkpoint_file import Files, PartOfCheckpoint
 from outcore.memory.files.checkpoint_folder import UnfinishedCheckpoint
@@ -16,6 +19,8 @@ from outcore.runtime.engine import Engine
 from outcore.runtime.saves import Save
 from outcore.saving.small_state import random_states, restore_random_states
 from outcore.spec.checkpoint import Manifest
+
+T = TypeVar("T")
 
 _CALL = "save_checkpoint"
 
@@ -118,12 +123,29 @@ def all_random_states(engine: Engine) -> list[dict[str, Any]]:
 
 def restore_random_states_of(saved: Sequence[Mapping[str, Any]], engine: Engine, call: str) -> None:
     """Those of this rank, if as many ranks saved them. Args: saved: By rank. call: For the warning."""
-    if len(saved) == engine.num_ranks:
-        world = engine.access.world
-        restore_random_states(saved[0 if world is None else world.rank], engine.device)
+    mine = of_this_rank(saved, engine)
+    if mine is not None:
+        restore_random_states(mine, engine.device)
         return
     warnings.warn(
         f"{call}: {len(saved)} {'rank' if len(saved) == 1 else 'ranks'} saved the states of random generators, and "
         f"{engine.num_ranks} go on: generators stay as they are",
         stacklevel=5,
     )
+
+
+def of_this_rank(saved: Sequence[T], engine: Engine) -> T | None:
+    """What it has saved, if as many ranks saved as there are. Args: saved: By rank."""
+    world = engine.access.world
+    return None if len(saved) != engine.num_ranks else saved[0 if world is None else world.rank]
+
+
+def odd_buffers(world: World, buffers: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """By rank, those that are not the same on all of them. A collective.
+
+    Args: buffers: Of this rank, by name.
+    """
+    here = {name: buffer.detach().to("cpu", copy=True).contiguous() for name, buffer in sorted(buffers.items())}
+    sums = [zlib.crc32(buffer.reshape(-1).view(torch.uint8).numpy().data) for buffer in here.values()]
+    odd = [name for name, *theirs in zip(here, *world.all_of(sums), strict=True) if len(set(theirs)) > 1]
+    return world.all_of({name: here[name] for name in odd})

@@ -20,8 +20,9 @@ parameter's own memory, without gaps; torch's fused optimizers walk through them
 [Note: runs] With R ranks the trainable piece of the weights layout is padded and cut into R equal *runs* at page
 borders. A rank sums gradients, keeps states and updates for its own run only, so its update layout has of each
 parameter the elements in that run; sizes are those of the rank that needs most. Parameters begin at multiples of 256
-bytes, so a cut inside of one falls on a multiple of 64 elements, where an update may be cut (``optim.blocks``). The
-frozen piece is padded and cut in the same way, for plans under which ranks home weights together (``spec.cut``).
+bytes, and of 512 where some are float64, so a cut inside of one falls on a multiple of 64 elements, where an update may
+be cut (``optim.blocks``). The frozen piece is padded and cut in the same way, for plans under which ranks home weights
+together (``spec.cut``).
 
 [Note: aliases] States lie behind one another, and an update walks through all of them side by side. AMD's processors
 (Zen) find lines of the first-level cache by a hash of address bits 12 to 27; at a distance of 256 MiB, or twice 128,
@@ -34,7 +35,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal, NamedTuple
 
 from outcore.core.quantities import PAGE_BYTES, PARAM_ALIGN_BYTES, align_up
@@ -197,6 +198,8 @@ class UnitSpec:
     """Whose run is updated here."""
     ranks_per_node: int = 1
     """Of them, that run on one machine: ranks 0 to this on the first, and so on."""
+    keeps_bucket: bool = False
+    """Its bucket holds gradients of several backward passes, until ranks exchange them."""
 
     def __post_init__(self) -> None:
         flags = [p.requires_grad for p in self.params]
@@ -227,8 +230,13 @@ class UnitSpec:
             if i == len(self.trainable):
                 end = self.trainable_bytes
             parts.append(Part(param.dtype, param.numel, end))
-            end += align_up(param.weight_bytes, PARAM_ALIGN_BYTES)
+            end += align_up(param.weight_bytes, self._align_bytes if param.requires_grad else PARAM_ALIGN_BYTES)
         return tuple(parts)
+
+    @cached_property
+    def _align_bytes(self) -> int:
+        """Trained parameters begin at multiples of it. See [Note: runs]."""
+        return max((PARAM_ALIGN_BYTES, *(64 * DTYPE_BYTES[param.dtype] for param in self.trainable)))
 
     @cached_property
     def own_ranges(self) -> tuple[tuple[int, int], ...]:
@@ -284,7 +292,7 @@ class UnitSpec:
     @cached_property
     def trainable_bytes(self) -> int:
         """Size of the trainable piece of the weights layout."""
-        nbytes = sum(align_up(p.weight_bytes, PARAM_ALIGN_BYTES) for p in self.trainable)
+        nbytes = sum(align_up(p.weight_bytes, self._align_bytes) for p in self.trainable)
         return align_up(nbytes, PAGE_BYTES * self.num_ranks)
 
     @cached_property
@@ -333,8 +341,16 @@ class ModelSpec:
     sharing: Sharing = "replicate"
     """How ranks have weights in plans that are made for it. See ``spec.cut.shared``."""
 
-    def among(self, num_ranks: int, rank: int, ranks_per_node: int | None = None) -> ModelSpec:
+    def among(
+        self, num_ranks: int, rank: int, ranks_per_node: int | None = None, *, keeps_buckets: bool = False
+    ) -> ModelSpec:
         """The same model, updated by several ranks. See [Note: runs]. Args: ranks_per_node: None: all on one."""
-        per_node = ranks_per_node or num_ranks
-        units = (replace(unit, num_ranks=num_ranks, rank=rank, ranks_per_node=per_node) for unit in self.units)
+        shared = partial(
+            replace,
+            num_ranks=num_ranks,
+            rank=rank,
+            ranks_per_node=ranks_per_node or num_ranks,
+            keeps_bucket=keeps_buckets,
+        )
+        units = (shared(unit) for unit in self.units)
         return replace(self, units=tuple(units))

@@ -200,12 +200,16 @@ class PartOfCheckpoint:
     def finish(self) -> Files:
         """Make the files durable. Raises: OSError."""
         files = durable(self._files.values(), self.path)
-        self._pool.close()
+        self.stop()
         return files
+
+    def stop(self) -> None:
+        """Write no more. Idempotent."""
+        self._pool.close()
 
     def abandon(self) -> None:
         """Write no more; whoever has begun it removes it. Idempotent."""
-        self._pool.close()
+        self.stop()
 
 
 def durable(files: Collection[CheckpointFile], folder: Path) -> dict[str, tuple[Block, ...]]:

@@ -23,7 +23,7 @@ from outcore.spec.layout import (
     sums_on_device,
 )
 from outcore.spec.model import ModelSpec, UnitSpec
-from outcore.spec.plan import Pool, PoolKind, Tier, UnitPlan
+from outcore.spec.plan import MAX_SLOTS, Pool, PoolKind, Tier, UnitPlan
 
 POOL_ORDER: tuple[tuple[Tier, PoolKind], ...] = (
     ("device", "weights"),
@@ -59,6 +59,8 @@ class Need(NamedTuple):
     tier: Tier
     kind: PoolKind
     nbytes: int
+    is_kept: bool = False
+    """No other unit takes turns in it, if that can be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,10 +93,14 @@ class Needs:
     """Slot sizes asked for, and how many units ask for each."""
 
     sizes: dict[tuple[Tier, PoolKind], Counter[int]] = field(default_factory=dict)
+    kept: set[tuple[Tier, PoolKind]] = field(default_factory=set)
+    """Of which each unit keeps one."""
 
     def add(self, needs: Iterable[Need], count: int = 1) -> None:
         """Add what ``count`` equal units need."""
         for need in needs:
+            if need.is_kept:
+                self.kept.add((need.tier, need.kind))
             self.sizes.setdefault((need.tier, need.kind), Counter())[need.nbytes] += count
 
 
@@ -113,7 +119,7 @@ def _needs(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> Iterator[Need]:
     if unit.activations == "disk":
         yield Need("host", "activations", unit.saved_bytes)
     if spec.num_ranks > 1:
-        yield Need("device", "bucket", spec.bucket_bytes)
+        yield Need("device", "bucket", spec.bucket_bytes, is_kept=spec.keeps_bucket)
         yield Need("device", "received", spec.bucket_bytes)
     elif spec.name and unit.gradients != "device":  # else gradients go home from where autograd made them
         yield Need("device", "bucket", spec.bucket_bytes)
@@ -168,6 +174,8 @@ def build_pools(needs: Needs, comfort: Comfort) -> Iterator[Pool]:
         sizes, wanted = needs.sizes.get((tier, kind)), comfort.num_slots(tier, kind)
         if (tier, kind) == ("device", "temporary") and needs.sizes.keys() >= _UPDATES_THERE:
             wanted = 2
+        if sizes and (tier, kind) in needs.kept:
+            wanted = min(sum(sizes.values()), MAX_SLOTS)
         for slot_bytes, num_slots in _cut(sizes, wanted) if sizes else ():
             yield Pool(tier=tier, kind=kind, slot_bytes=slot_bytes, num_slots=num_slots)
 

@@ -54,9 +54,12 @@ class RankNorms:
         for (unit, handle), known in zip(handles, found, strict=True):
             count = 0 if handle.is_zero else num_blocks(unit.unit.spec.params[handle.index].numel)
             norms.append(norm_of(known, count))
-        there = torch.tensor(norms, dtype=torch.float64, device="cpu").float().to(self._homes.torch_device)
-        for (_, handle), norm in zip(handles, there.unbind(), strict=True):
-            self._known[handle] = _state(handle), norm
+        exact = torch.tensor(norms, dtype=torch.float64, device="cpu")
+        rounded = exact.float().to(self._homes.torch_device).unbind()
+        exact = exact.to(self._homes.torch_device)
+        for i, (unit, handle) in enumerate(handles):
+            is_double = unit.unit.gradient_form.update_dtypes[handle.index] is torch.float64
+            self._known[handle] = _state(handle), exact[i] if is_double else rounded[i]
 
     def _sums(self, gradients: RankedUnitGradients, handles: Sequence[GradHandle]) -> list[torch.Tensor]:
         """Sums of the subtrees that are here, by gradient."""

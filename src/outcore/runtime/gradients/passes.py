@@ -149,6 +149,12 @@ class Gradients:
             "as it is there; use register_hook, or act on p.grad between backward() and step()"
         )
 
+    def refuse_unfinished(self) -> None:
+        """Raise in a step whose gradients are not all where it will look for them."""
+
+    def zero(self) -> None:
+        """The optimizer zeroes what is on ``p.grad``: what is not there yet goes with it."""
+
     def after_step(self) -> None:
         """A new accumulation window begins."""
         for gradients in self.of.values():

@@ -2,6 +2,10 @@
 
 See [Note: turns]. A parameter has a gradient if any rank has one for it; its handle is then on ``p.grad`` of all ranks,
 also of those that did not reach it.
+
+[Note: one exchange] With ``reduction="fast"`` a bucket is not given back when a pass is over: the next one adds to it,
+in the dtype in which autograd makes gradients. The last promised pass of a step exchanges the sums, as any pass
+exchanges its gradients. Until then nothing is on ``p.grad``.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ class RankedUnitGradients(UnitGradients):
         """Hold nothing."""
         super().__init__(unit, store, home)
         self._ranks = cast(RankedGradients, store)
+        self.has_bucket = self.has_bucket or unit.spec.keeps_bucket
 
     def gradient_norm(self, handle: GradHandle, order: float) -> torch.Tensor:
         """Norm of the mean over all ranks; of order 2 as in [Note: one tree]. A collective."""
@@ -69,6 +74,8 @@ class RankedGradients(Gradients):
         self._turns = Turns(mine)
         self._sent: list[_Sent] = []
         self._is_broken = False
+        self._num_kept = 0
+        """Passes of this step whose gradients are not exchanged yet. See [Note: one exchange]."""
 
     def deposit(self, unit: Unit, grads: dict[int, torch.Tensor]) -> None:
         """Take gradients that autograd made in the pass that is running now."""
@@ -84,6 +91,32 @@ class RankedGradients(Gradients):
         if self._tasks or self._sent:
             self._is_broken = True
         super().break_off()
+
+    def refuse_unfinished(self) -> None:
+        """See [Note: one exchange]."""
+        if self._num_kept:
+            raise UnsupportedError(
+                f"expected {self._accumulation_steps} backward passes before optimizer.step() with reduction='fast', "
+                f"as accumulation_steps promised, but there were {self._num_kept}; call backward as often in each "
+                "step, or prepare with reduction='exact'"
+            )
+
+    def zero(self) -> None:
+        """What was kept goes."""
+        self._num_kept = 0
+        for gradients in self._turns.order:
+            if gradients.open is not None and not self._tasks:
+                gradients.open = None
+                self._order.let_go(gradients.unit.ledger)
+
+    @property
+    def _is_kept(self) -> bool:
+        """Whether gradients of the pass that runs stay where they are."""
+        return self._turns.order[0].unit.spec.keeps_bucket and self._num_kept + 1 < (self._accumulation_steps or 1)
+
+    def _reset(self) -> None:
+        self._is_broken = self._is_broken or self._num_kept > 0  # sums of earlier passes are lost, too
+        super()._reset()
 
     def _join_pass(self, gradients: UnitGradients) -> None:
         if self._is_broken:
@@ -120,7 +153,7 @@ class RankedGradients(Gradients):
     def _close(self, gradients: UnitGradients) -> None:
         """All gradients of a unit are there: it takes its turn, or waits for it."""
         current = gradients.open
-        if current is None:
+        if current is None or self._is_kept:
             return
         self._take_over(gradients.unit, current)
         for turn in self._turns.come(cast(RankedUnitGradients, gradients)):
@@ -128,6 +161,13 @@ class RankedGradients(Gradients):
 
     @torch.no_grad()
     def _finish(self) -> None:
+        if self._is_kept:
+            self._num_kept += 1
+            for current in (gradients.open for gradients in self._turns.order):
+                if current is not None:
+                    current.reached.clear()
+            return
+        self._num_kept = 0
         for turn in self._turns.rest():
             self._send(turn)
         sent, self._sent = self._sent, []

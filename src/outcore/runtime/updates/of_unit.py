@@ -238,6 +238,7 @@ def pieces_of(
                 old_states={name: old_views[name][i] for name in moments} if old_views else {},
                 numbers=change.numbers,
                 codes=unit.views.codes[i],
+                start=unit.spec.own_ranges[i][0],
                 likes=likes_of(unit, i) if unit.spec.params[i].is_whole else _NO_LIKES,
             )
         )

@@ -68,6 +68,7 @@ class StreamedUpdates:
 
     def steps_of(self, hypers: Mapping[int, Hyper], on_missing: Callable[[], None]) -> _Steps:
         """What is to be done."""
+        self._gradients.refuse_unfinished()
         held = {u.name: self._gradients.of[u.name].held_handles() for u in self._units}
         if any(len(held[u.name]) < u.num_trainable for u in self._units):
             on_missing()

@@ -1,0 +1,87 @@
+"""Model and optimizer as they come to ``prepare``: checked, and cut into units."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import nn
+
+from outcore.choice import Options, check_counts
+from outcore.core.errors import ConfigError
+from outcore.optim.joined import members
+from outcore.optim.rules import UpdateRule, rule_for
+from outcore.planning.units.partition import Partition, partition
+from outcore.runtime.module_guard import is_guarded
+from outcore.runtime.unit.one_process import refuse_wrapped
+from outcore.saving.weights.conversions import refuse_prefixes
+
+_GIVEN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers that were prepared once: their states ended with that run, or go on elsewhere."""
+
+
+def cut_model(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Options
+) -> tuple[UpdateRule | None, Partition]:
+    """Check the arguments and cut the model into units. Without an optimizer everything is frozen.
+
+    Raises:
+        ConfigError: Arguments that cannot be used.
+        UnsupportedError: What cannot work on streamed weights.
+    """
+    _check_arguments(model, optimizer, options)
+    check_counts(options)
+    if optimizer is None:
+        model.requires_grad_(requires_grad=False)
+    rule = None if optimizer is None else rule_for(*members(optimizer))
+    groups = [] if optimizer is None else optimizer.param_groups
+    return rule, partition(
+        model,
+        units=options.units,
+        keeps=None if rule is None else rule.kept(groups),
+        precision=options.precision,
+        micro_batches_in_unit=options.micro_batches_in_unit or 1,
+    )
+
+
+def note_given(optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer was prepared, and cannot be once more."""
+    _GIVEN.update((optimizer, *members(optimizer)))
+
+
+def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Options) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"prepare: expected a torch.nn.Module as model, but got a {type(model).__name__}")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"prepare: expected a torch.optim.Optimizer or None as optimizer, but got a {type(optimizer).__name__}"
+        )
+    if any(is_guarded(m) for m in model.modules()):
+        raise ConfigError(
+            "prepare: expected a model that is not prepared yet, but it is; outcore.close(model) ends the first "
+            "preparation"
+        )
+    if optimizer is None and options.checkpoint is not None:
+        raise ConfigError("prepare: expected an optimizer with checkpoint=, whose states it has; leave checkpoint out")
+    refuse_wrapped("prepare", model)
+    refuse_prefixes(model)
+    if optimizer is None:
+        return
+    earlier = next((one for one in members(optimizer) if one in _GIVEN), None)
+    if earlier is not None:
+        raise ConfigError(
+            f"prepare: expected a new optimizer, but this {type(earlier).__name__} was prepared before, and its "
+            "states ended with that run; build a new one, and if the states are to go on, load the earlier "
+            "state_dict() into the optimizer that prepare returns for it"
+        )
+    names = {id(p): n for n, p in model.named_parameters()}
+    for param in (p for group in optimizer.param_groups for p in group["params"]):
+        if id(param) not in names:
+            raise ConfigError(
+                f"prepare: expected an optimizer over the model's parameters, but one of shape {tuple(param.shape)} is "
+                "not in the model; build it from model.parameters() after all changes to it (adapters, resized "
+                "embeddings)"
+            )
+    held = next((n for n, p in model.named_parameters() if p.grad is not None), None)
+    if held is not None:
+        raise ConfigError(f"prepare: expected no gradients yet, but '{held}' has one; call optimizer.zero_grad() first")

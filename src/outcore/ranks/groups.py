@@ -1,0 +1,168 @@
+"""Process groups of one prepared model, and the sockets under them.
+
+[Note: hanging up] Who waits for another rank inside of gloo cannot be called back: the wait ends when the other one
+comes, is gone, or is late. So who is to end now shuts the sockets of its groups down. For gloo the other ranks are gone
+then, and for them this one is: all their waits end at once. Which sockets these are nobody says. They are those that
+came with a group and whose other end came with the same group on another rank.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed
+
+gather_single: Callable[..., object] = (
+    getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+)
+"""Another name before torch 2.13."""
+_Address = tuple[str, int]
+
+
+class _Socket(NamedTuple):
+    """One end of a connection."""
+
+    number: int
+    """Of the open file."""
+    identity: str
+    """The number may come to mean another file."""
+    here: _Address
+    there: _Address
+
+
+class Groups:
+    """Owns them until ``close``."""
+
+    def __init__(self, timeout: datetime.timedelta) -> None:
+        """None is there."""
+        self._timeout = timeout
+        self._of_host: list[Any] = []
+        self._of_device: list[Any] = []
+        self._sockets: list[_Socket] = []
+
+    def new(self, backend: str, ranks: Sequence[int] | None = None) -> Any:
+        """Make one: a collective of all ranks. Args: ranks: Of the group; None: all."""
+        before = {found.identity for found in _connected()}
+        chosen = None if ranks is None else list(ranks)
+        group = distributed.new_group(chosen, backend=backend, timeout=self._timeout)
+        if backend == "gloo":
+            self._of_host.append(group)
+            self._sockets += [found for found in _connected() if found.identity not in before]
+        else:
+            self._of_device.append(group)
+        return group
+
+    @property
+    def addresses(self) -> list[_Address]:
+        """Of sockets that came with groups, on this side."""
+        return [found.here for found in self._sockets]
+
+    def keep(self, others: Collection[_Address]) -> None:
+        """Forget sockets that other parts of the program have opened meanwhile. Args: others: ``addresses`` of all."""
+        self._sockets = [found for found in self._sockets if found.there in others]
+
+    def hang_up(self) -> None:
+        """End what waits for other ranks. See [Note: hanging up]. Idempotent."""
+        sockets, self._sockets = self._sockets, []
+        for found in sockets:
+            with suppress(OSError):
+                if os.readlink(_file(found.number)) == found.identity:
+                    with socket.socket(fileno=os.dup(found.number)) as end:
+                        end.shutdown(socket.SHUT_RDWR)
+        for group in self._of_device:
+            with suppress(RuntimeError, AttributeError):
+                group.abort()
+
+    def close(self) -> None:
+        """Give them back. Nothing may be under way. Idempotent."""
+        groups = [*self._of_host, *self._of_device]
+        self._of_host, self._of_device, self._sockets = [], [], []
+        for group in groups if distributed.is_initialized() else ():
+            distributed.destroy_process_group(group)
+
+
+class Links:
+    """The groups of one lane."""
+
+    def __init__(self, new_group: Callable[[str], Any], backend: str) -> None:
+        """Args: backend: Moves bytes of the device. Gloo moves those of the host: others pass through its memory."""
+        self.backend = backend
+        self.host = new_group("gloo")
+        self._device = None if backend == "gloo" else new_group(backend)
+
+    def exchange(self, received: torch.Tensor, bucket: torch.Tensor) -> None:
+        """A run for every rank, and one from each."""
+        target, source = self._reachable(received, bucket)
+        distributed.all_to_all_single(target, source, group=self._of(source))
+        if target is not received:
+            received.copy_(target)
+
+    def gather(self, whole: torch.Tensor, mine: torch.Tensor) -> None:
+        """The runs of all ranks."""
+        target, source = self._reachable(whole, mine)
+        gather_single(target, source, group=self._of(source))
+        if target is not whole:
+            whole.copy_(target)
+
+    def _reachable(self, target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._device is not None or (target.is_cpu and source.is_cpu):
+            return target, source
+        return torch.empty_like(target, device="cpu"), source.cpu()
+
+    def _of(self, tensor: torch.Tensor) -> Any:
+        return self.host if tensor.is_cpu else self._device
+
+
+class Notes:
+    """What each rank began last, in torch's store, for the errors of those that wait for it in vain."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+        # No public name gives the store; a torch without this one only makes errors say less.
+        found = getattr(distributed.distributed_c10d, "_get_default_store", None)
+        self._store = None if found is None else found()
+
+    def note(self, where: str) -> None:
+        """What this rank begins."""
+        with suppress(RuntimeError):
+            if self._store is not None:
+                self._store.set(f"outcore/{self._rank}", where)
+
+    def last_seen(self) -> str:
+        """What the other ranks began last."""
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        return ", ".join(f"rank {rank} {self._noted(rank)}" for rank in others)
+
+    def _noted(self, rank: int) -> str:
+        if self._store is None:
+            return "unknown"
+        try:
+            key = f"outcore/{rank}"
+            return f"in {self._store.get(key).decode()}" if self._store.check([key]) else "in prepare"
+        except RuntimeError:  # the store has ended with the rank that had it
+            return "unknown"
+
+
+def _file(number: int | str) -> str:
+    return f"/proc/self/fd/{number}"
+
+
+def _connected() -> list[_Socket]:
+    """TCP sockets of this process that have another end. None where the system does not list them."""
+    found = []
+    with suppress(OSError):
+        for number in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # not a socket, closed meanwhile, or without another end
+                identity = os.readlink(_file(number))
+                if identity.startswith("socket:"):
+                    with socket.socket(fileno=os.dup(int(number))) as end:
+                        if end.family in (socket.AF_INET, socket.AF_INET6):
+                            here, there = end.getsockname()[:2], end.getpeername()[:2]
+                            found.append(_Socket(int(number), identity, here, there))
+    return found

@@ -1,0 +1,69 @@
+"""Ranks of which one dies, stalls, fails or does what the others do not: how all of them end.
+
+python tests/outside/rank_faults.py --runs 100 --jobs 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import os
+import re
+import statistics
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ.setdefault("OUTCORE_HARDWARE", "none")
+
+
+def main() -> None:
+    from ranks.watched import ALL_KINDS, draw, run
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=100, help="in which the fault was reached, of each kind")
+    parser.add_argument("--jobs", type=int, default=3, help="runs at a time")
+    parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--kinds", nargs="+", default=ALL_KINDS)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    num_wrong = 0
+    print("| fault | reached | not reached | wrong | others heard of it: median, longest | had ended |")
+    print("|---|---|---|---|---|---|")
+    for kind in options.kinds:
+        faults = [draw(kind, options.seed + number, options.ranks) for number in range(3 * options.runs)]
+        verdicts, waits, points = [], collections.Counter(), collections.Counter()
+        for start in range(0, len(faults), options.jobs):
+            with ThreadPoolExecutor(options.jobs) as pool:
+                batch = faults[start : start + options.jobs]
+                for fault, verdict in zip(batch, pool.map(lambda one: run(one, options.ranks), batch), strict=True):
+                    verdicts.append(verdict)
+                    points[fault.point] += verdict.is_reached
+                    waits.update(map(_short, verdict.where))
+                    for wrong in verdict.wrong:
+                        print(f"wrong: {fault}: {wrong}", file=sys.stderr, flush=True)
+            if sum(verdict.is_reached for verdict in verdicts) >= options.runs:
+                break
+        reached = [verdict for verdict in verdicts if verdict.is_reached]
+        wrong = sum(bool(verdict.wrong) for verdict in verdicts)
+        num_wrong += wrong
+        heard = [verdict.seconds for verdict in reached]
+        ended = max((verdict.ended_s for verdict in reached), default=0.0)
+        print(
+            f"| {kind} | {len(reached)} | {len(verdicts) - len(reached)} | {wrong} | "
+            f"{statistics.median(heard):.1f} s, {max(heard):.1f} s | {ended:.1f} s |",
+            flush=True,
+        )
+        print(f"{kind}: {dict(points)}; others: {dict(waits.most_common(8))}", file=sys.stderr, flush=True)
+    sys.exit(bool(num_wrong))
+
+
+def _short(text: str) -> str:
+    """What a rank was waiting for, without names and numbers."""
+    found = re.search(r"expected (all ranks to [a-z]+ [a-z]+|[a-z ]+)", text)
+    return found[1] if found else text[:40]
+
+
+if __name__ == "__main__":
+    main()
