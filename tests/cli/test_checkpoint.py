@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ from saving import small
 
 import outcore
 from outcore.cli import main as cli
+from outcore.memory.files.checkpoint_folder import UnfinishedCheckpoint, write_new
 from outcore.saving.found import find
+from outcore.spec.checkpoint import Manifest
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +53,21 @@ def test_commands(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     with pytest.warns(UserWarning, match="The one before is taken"):
         found, _ = find(folder)
     assert found.name == "step-00000001"
+
+
+def test_of_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """The best one stays, as with ``outcore train --keep``."""
+    for step in (2, 4, 6, 8):
+        unfinished = UnfinishedCheckpoint(tmp_path / f"checkpoint-{step}")
+        best = {"best_model_checkpoint": str(tmp_path / "checkpoint-4")}
+        write_new(unfinished.path / "trainer_state.json", json.dumps(best).encode())
+        unfinished.commit(lambda files, step=step: Manifest(step=step, files=files))
+    status, out, _ = run(monkeypatch, capsys, "prune", str(tmp_path), "--keep", "1")
+    assert (status, out.splitlines()) == (0, [f"removed {tmp_path / f'checkpoint-{step}'}" for step in (6, 2)])
+    assert [line.split()[0] for line in run(monkeypatch, capsys, "ls", str(tmp_path))[1].splitlines()[1:]] == [
+        "checkpoint-8",
+        "checkpoint-4",
+    ]
 
 
 def test_nothing_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -4,7 +4,11 @@ Of two checkpoints the newer one is changed. ``load_checkpoint`` must take the o
 compared, or refuse where the newer one is asked for. Of those that ``outcore train`` wrote, its resumption must find
 the older one.
 
+With ``--of disk`` single bits of the disk tier are changed behind the back of a run. Its next step must end with a
+``DiskError`` that names unit, folder and the 64 KiB in which the bit lies.
+
 python tests/outside/flipped_bytes.py --flips 2000 --report report.md
+python tests/outside/flipped_bytes.py --of disk --flips 200
 """
 
 from __future__ import annotations
@@ -13,14 +17,17 @@ import argparse
 import collections
 import gc
 import importlib
+import itertools
 import os
 import random
+import re
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -34,9 +41,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--flips", type=int, default=2000, help="of each kind, beside those of the manifest")
     parser.add_argument("--every", type=int, default=1, help="so many bytes of the manifest, one is changed")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--of", choices=("checkpoints", "disk"), default="checkpoints")
     parser.add_argument("--report", type=Path)
     args = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
+    if args.of == "disk":
+        with tempfile.TemporaryDirectory() as folder:
+            found = flip_disk(Path(folder), args.flips, args.seed)
+        print("\n".join(["| what | bits |", "|---|---|", *(f"| {what} | {count} |" for what, count in found.items())]))
+        return found["not named"] + found["not noticed"] > 0
     with tempfile.TemporaryDirectory() as folder:
         found = {kind: flip(Path(folder) / kind, kind, args.flips, args.seed, args.every) for kind in KINDS}
     names = [name for name in dict.fromkeys(name for counts in found.values() for name in counts) if name not in WRONG]
@@ -69,6 +82,65 @@ def flip(folder: Path, kind: str, num_flips: int, seed: int, every: int) -> coll
                 found[take(rng.random() < 0.5)] += 1
     found["flips"] = len(places)
     return found
+
+
+def flip_disk(folder: Path, num_flips: int, seed: int) -> dict[str, int]:
+    """Of each bit, what was said by the step behind it, or where the step did not read it, by whoever read it then."""
+    from plans import forced
+    from saving import small
+
+    import outcore
+    from outcore.core.errors import DiskError
+
+    rng, found = random.Random(seed), dict.fromkeys(("named", "not named", "not noticed", "written over"), 0)
+    for number in itertools.count():
+        if sum(found.values()) - found["written over"] == num_flips:
+            return found
+        model = small.build(("llama", "gpt2", "plain")[number % 3])
+        optimizer = small.adamw(model)
+        options: dict[str, Any] = {"plan": forced(model, optimizer, lambda _: ("disk", "host", "disk"), depth=1)[1]}
+        options |= {"budget": outcore.Budget(disk=folder), "device": small.DEVICE}
+        with warnings.catch_warnings(action="ignore"), outcore.prepare(model, optimizer, **options) as pair:
+            small.train(*pair)
+            pair.optimizer.engine.device.synchronize()
+            fd = _disk_tier()
+            try:
+                place, byte = _flip_one(fd, rng)
+                small.train(*pair, range(1, 2))
+                list(outcore.named_tensors(pair.model))
+                pair.optimizer.state_dict()
+                is_there = os.pread(fd, 1, place) == byte
+                found["not noticed" if is_there else "written over"] += 1
+            except DiskError as error:
+                units = [unit.label for unit in pair.optimizer.engine.units]
+                found["named" if _is_named(str(error), str(folder), units, place) else "not named"] += 1
+            finally:
+                os.close(fd)
+    raise AssertionError("never comes here")
+
+
+def _flip_one(fd: int, rng: random.Random) -> tuple[int, bytes]:
+    """A bit of a byte that is in use. Returns: which byte, and what it is now."""
+    data = os.pread(fd, os.fstat(fd).st_size, 0)
+    place = next(place for place in iter(lambda: rng.randrange(len(data)), -1) if data[place])
+    byte = bytes([data[place] ^ 1 << rng.randrange(8)])
+    os.pwrite(fd, byte, place)
+    return place, byte
+
+
+def _is_named(text: str, folder: str, units: list[str], place: int) -> bool:
+    """Unit, file, and the part in which the byte lies."""
+    part = re.search(r"the ([0-9.]+) (B|KiB) at byte (\d+) are not what was written there", text)
+    if part is None or folder not in text or not any(f"'{unit} " in text for unit in units):
+        return False
+    size = float(part[1]) * {"B": 1, "KiB": 1024}[part[2]]
+    return int(part[3]) <= place < int(part[3]) + size
+
+
+def _disk_tier() -> int:
+    """The one store's file, opened anew."""
+    links = (fd for fd in Path("/proc/self/fd").iterdir() if os.path.lexists(fd))
+    return os.open(next(fd for fd in links if "/data (del" in os.readlink(fd)), os.O_RDWR)
 
 
 @contextmanager

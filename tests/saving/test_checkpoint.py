@@ -7,6 +7,7 @@ import json
 import random
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from outside.calls import Call, watched
+from plans import forced
 
 import outcore
 from outcore.api import Prepared
@@ -31,7 +33,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "pure_bf16": torch.bflo
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "pure_bf16"])
-@pytest.mark.parametrize(("there", "here"), [("host", "disk"), ("disk", "device"), ("device", "host")])
+@pytest.mark.parametrize(
+    ("there", "here"), [("host", "disk"), ("disk", "device"), ("device", "disk"), ("device", "host")]
+)
 def test_a_run_goes_on_under_another_plan(there: str, here: str, precision: str, tmp_path: Path):
     def prepared(tier: str, seed: int) -> Any:
         model = small.build("llama", dtype=DTYPES[precision], seed=seed)
@@ -41,12 +45,12 @@ def test_a_run_goes_on_under_another_plan(there: str, here: str, precision: str,
     with prepared(there, 0) as (model, optimizer):
         small.train(model, optimizer, range(3))
         save = outcore.save_checkpoint(model, optimizer, folder, step=3)
-        want = small.train(model, optimizer, range(3, 6)), state_of(model, optimizer)
+        want = small.train(model, optimizer, range(3, 13)), state_of(model, optimizer)
         assert save.wait() == folder / "step-00000003"
     with prepared(here, 1) as (model, optimizer):
         small.train(model, optimizer, range(2))  # other weights and states, to be replaced
         assert outcore.load_checkpoint(model, optimizer, folder) == {"step": 3}
-        got = small.train(model, optimizer, range(3, 6)), state_of(model, optimizer)
+        got = small.train(model, optimizer, range(3, 13)), state_of(model, optimizer)
     assert want[0] == got[0]
     small.same(want[1], got[1])
 
@@ -267,3 +271,65 @@ def test_ctrl_c_while_the_end_of_a_block_waits(tmp_path: Path, monkeypatch: pyte
         assert len(waited) == 1
         small.same(want, dict(model.state_dict()))
     assert not list((tmp_path / "c").iterdir())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Any]:
+    with small.prepared(small.build("plain", num_blocks=1), tmp_path) as pair:
+        yield pair
+
+
+def test_models_and_optimizers_with_little_to_save(tmp_path: Path):
+    """Parameters and buffers without elements, an optimizer without states, rates that are tensors."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 3))
+    model[0].register_parameter("empty", torch.nn.Parameter(torch.empty(0, 3)))
+    model[1].register_buffer("nothing", torch.empty(0))
+    first, second = (list(layer.parameters()) for layer in model)
+    groups = [{"params": first}, {"params": second, "lr": torch.tensor(0.5)}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    options: dict[str, Any] = {"units": [torch.nn.Linear]}
+    plan = forced(model, optimizer, "disk", depth=1, **options)[1]
+    options |= {"budget": outcore.Budget(disk=str(tmp_path)), "device": small.DEVICE}
+    with outcore.prepare(model, optimizer, plan=plan, **options) as (model, optimizer):
+
+        def step() -> None:
+            model(torch.ones(2, 3, device=small.DEVICE)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1, wait=True)
+        want = state_of(model, optimizer)
+        optimizer.param_groups[1]["lr"].fill_(7.0)
+        step()
+        outcore.load_checkpoint(model, optimizer, tmp_path / "c")
+        small.same(want, state_of(model, optimizer))
+        assert float(optimizer.param_groups[1]["lr"]) == 0.5
+
+
+def test_small_state_of_schedulers(run: Any, tmp_path: Path):
+    """What torch's schedulers give comes back and goes on."""
+    from torch.optim import lr_scheduler
+
+    makers = {
+        "multistep": lambda o: lr_scheduler.MultiStepLR(o, [2, 4, 4]),
+        "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=9),
+        "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o),
+        "in turn": lambda o: lr_scheduler.SequentialLR(
+            o, [lr_scheduler.LinearLR(o), lr_scheduler.CosineAnnealingLR(o, 9)], milestones=[3]
+        ),
+    }
+    plain = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+    states = {name: make(plain).state_dict() for name, make in makers.items()}
+    outcore.save_checkpoint(*run, tmp_path / "c", step=1, extra=states, wait=True)
+    got = outcore.load_checkpoint(*run, tmp_path / "c")
+    assert {name: got[name] for name in states} == states
+    assert type(got["multistep"]["milestones"]) is type(states["multistep"]["milestones"])
+
+
+@pytest.mark.parametrize("value", [torch.zeros(2, dtype=torch.complex64), torch.eye(2).to_sparse(), {1, 2}, object()])
+def test_small_state_that_cannot_be_saved(value: Any, run: Any, tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"extra\['x'\] is a"):
+        outcore.save_checkpoint(*run, tmp_path / "c", step=1, extra={"x": value})
+    assert not (tmp_path / "c").exists()

@@ -7,11 +7,12 @@ import json
 import os
 import random
 import sys
+import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,17 @@ import pytest
 import torch
 from outside import power_loss
 from outside.calls import Call, watched
-from outside.flipped_bytes import flipped
-from plans import forced
+from outside.flipped_bytes import flip_disk, flipped
 
 import outcore
 from outcore.core.errors import ConfigError, DiskError, OutcoreError
+from outcore.memory.files import checkpoint_folder
 from outcore.memory.files.checkpoint_folder import find_damage, read_manifest
 from outcore.saving.found import find, found, found_in, prune
 from outcore.spec.checkpoint import Manifest
 
 from . import small
+from .test_library_files import saved_beside
 from .test_training_state import state_of
 
 
@@ -70,39 +72,60 @@ class Fault:
         return do(memoryview(call.data)[: len(call.data) // 2])
 
 
+@contextmanager
+def _job(of: str, folder: Path) -> Iterator[tuple[Any, Any, Callable[[int], object]]]:
+    """A model, its optimizer, and what saves a step and keeps no other one."""
+    model = small.with_adapters(small.build("llama")) if of == "adapters" else small.build("plain", num_blocks=1)
+    checkpoints = folder / "c"
+    with small.prepared(model, folder, "device" if of == "device" else "host") as (model, optimizer):
+
+        def of_a_loop(step: int) -> None:
+            outcore.save_checkpoint(model, optimizer, checkpoints, step=step, keep=1, wait=True)
+
+        def of_a_trainer(step: int) -> None:
+            def tidy_up() -> None:
+                prune(checkpoints, 1, of_trainers=True)
+
+            saved_beside(model, optimizer, checkpoints, f"checkpoint-{step}", tidy_up=tidy_up).wait()
+
+        yield model, optimizer, of_a_loop if of in ("host", "device") else of_a_trainer
+
+
 @pytest.mark.parametrize("is_short", [False, True])
-def test_every_call_of_a_save_fails_once(is_short: bool, run: Any, tmp_path: Path):
+@pytest.mark.parametrize("of", ["host", "device", "trainer", "adapters"])
+def test_every_call_of_a_save_fails_once(of: str, is_short: bool, tmp_path: Path):
     """The error is typed, the older checkpoint is whole, nothing stays behind, and training goes on bit for bit."""
-    model, optimizer = run
     folder, hit, failed, fault = tmp_path / "c", Counter[str](), 0, None
-    for number in range(1000):
-        if number % 8 == 0:
-            small.train(model, optimizer, range(number // 8, number // 8 + 1))
-        before, fault = found_in(folder), Fault(number, is_short=is_short)
-        with warnings.catch_warnings(), watched(tmp_path, fault):
-            warnings.simplefilter("ignore")  # an older one that cannot be removed
-            try:
-                outcore.save_checkpoint(model, optimizer, folder, step=number + 1, keep=1, wait=True)
-            except DiskError:
-                failed += 1
-        hit[fault.hit] += 1
-        if not fault.hit:
-            break
-        assert found_in(folder) or not before
-        for _, path in found_in(folder):
-            read_manifest(path, check=number % 8 == 0)
-    assert [path.name for path in folder.iterdir()] == [f"step-{number + 1:08d}"]
+    with _job(of, tmp_path) as (model, optimizer, save):
+        for number in range(1000):
+            if number % 8 == 0:
+                small.train(model, optimizer, range(number // 8, number // 8 + 1))
+            before, fault = found_in(folder), Fault(number, is_short=is_short)
+            with warnings.catch_warnings(), watched(tmp_path, fault):
+                warnings.simplefilter("ignore")  # an older one that cannot be removed
+                try:
+                    save(number + 1)
+                except DiskError:
+                    failed += 1
+            hit[fault.hit] += 1
+            if not fault.hit:
+                break
+            assert found_in(folder) or not before
+            for _, path in found_in(folder):
+                read_manifest(path, check=number % 8 == 0)
+        assert [step for step, _ in found_in(folder)] == [number + 1]
+        assert len(list(folder.iterdir())) == 1
+        state = state_of(model, optimizer)
+        if of in ("host", "device"):
+            small.train(model, optimizer, range(50, 51))
+            outcore.load_checkpoint(model, optimizer, folder)
+            small.same(state, state_of(model, optimizer))
     kinds = {"write", "pwrite"} if is_short else {"write", "pwrite", "create", "mkdir", "fsync", "rename"}
     assert kinds < hit.keys()
     assert is_short or failed > 20
-    _same_as_a_run_without_faults(run, number // 8 + 1, tmp_path)
-
-
-def _same_as_a_run_without_faults(run: Any, num_steps: int, folder: Path) -> None:
-    outcore.load_checkpoint(*run, folder / "c")
-    with small.prepared(small.build("plain", num_blocks=1), folder) as (model, optimizer):
-        small.train(model, optimizer, range(num_steps))
-        small.same(state_of(model, optimizer), state_of(*run))
+    with _job(of, tmp_path) as (model, optimizer, _):
+        small.train(model, optimizer, range(number // 8 + 1))
+        small.same(state_of(model, optimizer), state)
 
 
 def test_flipped_bytes(saved: Any):
@@ -194,6 +217,11 @@ def test_bytes_are_flipped_by_the_program(tmp_path: Path):
     assert "| loaded | 0 | 0 | 0 |" in said
 
 
+def test_bits_of_the_disk_tier_are_named(tmp_path: Path):
+    found = flip_disk(tmp_path, 9, seed=0)
+    assert (found["named"], found["not named"], found["not noticed"]) == (9, 0, 0)
+
+
 def test_memory_is_measured(tmp_path: Path):
     tiny = ("--state-gib", "0.1", "--child", str(tmp_path), "save, load")
     found = json.loads(_said_by(tmp_path, "outside/checkpoint_memory.py", *tiny))
@@ -277,8 +305,6 @@ def test_who_reads_a_checkpoint_keeps_it(run: Any, tmp_path: Path):
 
 def test_who_reads_a_checkpoint_before_its_writer_is_done_keeps_it(run: Any, tmp_path: Path, monkeypatch: Any):
     """It has its name, and the folder that it stands in is still to be synced."""
-    from outcore.memory.files import checkpoint_folder
-
     sync, reading = checkpoint_folder.sync, ExitStack()
 
     def read_first(path: Path) -> None:
@@ -365,8 +391,6 @@ def test_ctrl_c_while_small_files_are_written(run: Any, tmp_path: Path, monkeypa
 
 def test_a_forked_child_leaves_the_save_alone(run: Any, tmp_path: Path, monkeypatch: Any):
     """Also if it closes what it has inherited."""
-    import threading
-
     go_on, model = threading.Event(), run[0]
     from outcore.memory.files.checkpoint_folder import UnfinishedCheckpoint
 
@@ -386,59 +410,3 @@ def test_a_forked_child_leaves_the_save_alone(run: Any, tmp_path: Path, monkeypa
     go_on.set()
     read_manifest(save.wait(), check=True)
     assert status == 0
-
-
-def test_models_and_optimizers_with_little_to_save(tmp_path: Path):
-    """Parameters and buffers without elements, an optimizer without states, rates that are tensors."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 3))
-    model[0].register_parameter("empty", torch.nn.Parameter(torch.empty(0, 3)))
-    model[1].register_buffer("nothing", torch.empty(0))
-    first, second = (list(layer.parameters()) for layer in model)
-    groups = [{"params": first}, {"params": second, "lr": torch.tensor(0.5)}]
-    optimizer = torch.optim.SGD(groups, lr=0.1)
-    options: dict[str, Any] = {"units": [torch.nn.Linear]}
-    plan = forced(model, optimizer, "disk", depth=1, **options)[1]
-    options |= {"budget": outcore.Budget(disk=str(tmp_path)), "device": small.DEVICE}
-    with outcore.prepare(model, optimizer, plan=plan, **options) as (model, optimizer):
-
-        def step() -> None:
-            model(torch.ones(2, 3, device=small.DEVICE)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        step()
-        outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1, wait=True)
-        want = state_of(model, optimizer)
-        optimizer.param_groups[1]["lr"].fill_(7.0)
-        step()
-        outcore.load_checkpoint(model, optimizer, tmp_path / "c")
-        small.same(want, state_of(model, optimizer))
-        assert float(optimizer.param_groups[1]["lr"]) == 0.5
-
-
-def test_small_state_of_schedulers(run: Any, tmp_path: Path):
-    """What torch's schedulers give comes back and goes on."""
-    from torch.optim import lr_scheduler
-
-    makers = {
-        "multistep": lambda o: lr_scheduler.MultiStepLR(o, [2, 4, 4]),
-        "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=9),
-        "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o),
-        "in turn": lambda o: lr_scheduler.SequentialLR(
-            o, [lr_scheduler.LinearLR(o), lr_scheduler.CosineAnnealingLR(o, 9)], milestones=[3]
-        ),
-    }
-    plain = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
-    states = {name: make(plain).state_dict() for name, make in makers.items()}
-    outcore.save_checkpoint(*run, tmp_path / "c", step=1, extra=states, wait=True)
-    got = outcore.load_checkpoint(*run, tmp_path / "c")
-    assert {name: got[name] for name in states} == states
-    assert type(got["multistep"]["milestones"]) is type(states["multistep"]["milestones"])
-
-
-@pytest.mark.parametrize("value", [torch.zeros(2, dtype=torch.complex64), torch.eye(2).to_sparse(), {1, 2}, object()])
-def test_small_state_that_cannot_be_saved(value: Any, run: Any, tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"extra\['x'\] is a"):
-        outcore.save_checkpoint(*run, tmp_path / "c", step=1, extra={"x": value})
-    assert not (tmp_path / "c").exists()

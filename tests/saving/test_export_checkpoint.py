@@ -14,6 +14,7 @@ from outcore.core.errors import ConfigError
 from outcore.saving.export_checkpoint import export_checkpoint
 
 from . import small
+from .test_training_state import state_of
 
 
 def saved(model: Any, tmp_path: Path, **options: Any) -> dict[str, torch.Tensor]:
@@ -69,23 +70,36 @@ def test_adapters(merge: bool, tmp_path: Path):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_for_torch(tmp_path: Path):
-    """A plain loop that goes on from it makes the steps that this run makes."""
+@pytest.mark.parametrize(("there", "here"), [("disk", "device"), ("device", "disk")])
+def test_for_torch(there: str, here: str, tmp_path: Path):
+    """A plain loop that goes on from it makes the steps that this run makes; so does a run that takes its states."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    with small.prepared(small.build("llama"), tmp_path, "disk", optimizer=None) as (model, optimizer):
+    with small.prepared(small.build("llama"), tmp_path, there, optimizer=None) as (model, optimizer):
         small.train(model, optimizer, range(2))
         outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=2, wait=True)
-        want = small.train(model, optimizer, range(2, 4))
+        want = small.train(model, optimizer, range(2, 12)), state_of(model, optimizer)
     export_checkpoint(tmp_path / "c", tmp_path / "out", "dcp")
-    plain = small.build("llama", seed=1)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1.0, fused=True)
-    weights, states = get_state_dict(plain, optimizer)
-    loaded = {"model": weights, "optimizer": states}
-    dcp.load(loaded, checkpoint_id=tmp_path / "out", no_dist=True)
-    set_state_dict(plain, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
-    assert small.train(plain, optimizer, range(2, 4)) == want
+
+    def loaded() -> Any:
+        plain = small.build("llama", seed=1)
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=1.0, fused=True)
+        weights, states = get_state_dict(plain, optimizer)
+        found = {"model": weights, "optimizer": states}
+        dcp.load(found, checkpoint_id=tmp_path / "out", no_dist=True)
+        set_state_dict(plain, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+        return plain, optimizer
+
+    plain, optimizer = loaded()
+    assert small.train(plain, optimizer, range(2, 12)) == want[0]
+    states = optimizer.state_dict()["state"]
+    flat = {f"{i}.{key}": value for i, values in states.items() for key, value in values.items()}
+    small.same(want[1], {**dict(plain.named_parameters()), **flat})
+    plain, optimizer = loaded()
+    with small.prepared(plain, tmp_path, here, optimizer=optimizer) as (model, streamed):
+        assert small.train(model, streamed, range(2, 12)) == want[0]
+        small.same(want[1], state_of(model, streamed))
 
 
 def test_frozen_parameters_are_not_there(tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import zlib
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,9 @@ from . import small
 from .test_export import tensors
 
 
-def saved_beside(model: Any, optimizer: Any, folder: Path) -> Any:
+def saved_beside(model: Any, optimizer: Any, folder: Path, name: str = "c", tidy_up: Any = list) -> Any:
     engine = engine_of(model, "a test")
-    with begun(engine, folder / "c", lambda files: Manifest(step=3, files=files), list) as (unfinished, save):
+    with begun(engine, folder / name, lambda files: Manifest(step=3, files=files), tidy_up) as (unfinished, save):
         files = LibraryFiles(engine, unfinished, save)
         files.weights(unfinished.path)
         files.states(optimizer, step=3)
@@ -65,6 +66,47 @@ def test_files(name: str, tier: str, dtype: torch.dtype, tmp_path: Path, monkeyp
         assert len(list((tmp_path / "c").glob("model-*.safetensors"))) > 1
     for path in (tmp_path / "c").glob("*.safetensors"):
         assert_aligned(path)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks for the old name
+@pytest.mark.parametrize("tier", small.TIERS)
+@pytest.mark.parametrize("kind", ["lora", "dora", "modules", "two", "buffers"])
+def test_adapters(kind: str, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """On the save lane, in the form in which peft saves them. Those of other names have folders of their own."""
+    more: dict[str, Any] = {"dora": {"use_dora": True}, "modules": {"modules_to_save": ["lm_head"]}}.get(kind, {})
+    model = small.with_adapters(small.build("llama"), **more)
+    if kind == "two":
+        model.add_adapter("other", model.peft_config["default"])
+        model.base_model.set_adapter(["default", "other"])
+    if kind == "buffers":
+        model.base_model.model.model.layers[0].self_attn.q_proj.lora_A.register_buffer("mask", torch.ones(3).half())
+    with small.prepared(model, tmp_path, tier) as (model, optimizer):
+        small.train(model, optimizer)
+        outcore.save_pretrained(model, tmp_path / "want")
+        with monkeypatch.context() as patch:
+            write, held = CheckpointFile.write, []
+
+            def seen(file: CheckpointFile, *args: Any) -> None:
+                held.append((threading.current_thread() is threading.main_thread(), file.path.name))
+                write(file, *args)
+
+            patch.setattr(CheckpointFile, "write", seen)
+            save = saved_beside(model, optimizer, tmp_path)
+            small.train(model, optimizer, range(5, 7))
+            save.wait()
+        is_one_file = kind != "buffers"  # which would be halves before floats: those are written at once
+        assert ((False, "adapter_model.safetensors") in held) == is_one_file
+        files = sorted(path.relative_to(tmp_path / "want") for path in (tmp_path / "want").rglob("*.*"))
+        assert len(files) == 3 + 2 * (kind == "two")
+        for name in files:
+            want, got = tmp_path / "want" / name, tmp_path / "c" / name
+            if name.suffix != ".safetensors":
+                assert got.read_bytes() == want.read_bytes()
+                continue
+            small.same(dict(sorted(load_file(want).items())), dict(sorted(load_file(got).items())))
+            with safe_open(want, "pt") as a, safe_open(got, "pt") as b:
+                assert a.metadata() == b.metadata()
+            assert_aligned(got)
 
 
 def test_a_second_file_of_a_name(tmp_path: Path):

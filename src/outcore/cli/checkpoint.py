@@ -40,7 +40,7 @@ def listed(directory: Path, *, check: bool) -> tuple[str, bool]:
 def pruned(directory: Path, *, keep: int) -> str:
     """Remove all but the newest that are as they were saved. Raises: ConfigError: There is none."""
     _some(directory)
-    removed = prune(directory, keep, check=True)
+    removed = prune(directory, keep, of_trainers=True, check=True)
     return "\n".join(_removed(removed)) or "nothing to remove"
 
 

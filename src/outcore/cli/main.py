@@ -239,7 +239,7 @@ def prune_checkpoints(
 ) -> None:
     """Read checkpoints from the newest on, and remove all but those first ones that are as they were saved.
 
-    Those of a Trainer stay: outcore train --keep removes them.
+    Of those of a Trainer the best one stays, too, as with outcore train --keep.
     """
     from outcore.cli.checkpoint import pruned
 

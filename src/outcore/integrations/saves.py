@@ -112,9 +112,7 @@ class TrainerSaves:
                 if world is None or world.rank == 0:
                     if is_found:
                         state.save_to_json(inner / TRAINER_STATE_NAME)
-                    for path in sorted(inner.iterdir()):
-                        path.rename(unfinished.path / path.name)
-                    inner.rmdir()
+                    _move_up(inner)
         except BaseException:
             state.best_model_checkpoint = before
             raise
@@ -197,6 +195,19 @@ class TrainerSaves:
             return control
 
         handler.on_save = on_save
+
+
+def _move_up(folder: Path) -> None:
+    """What is in a folder goes into the one that it is in. Folders of adapters may be there, with files of theirs."""
+    for path in sorted(folder.iterdir()):
+        target = folder.parent / path.name
+        if path.is_dir() and target.is_dir():
+            for inside in sorted(path.iterdir()):
+                inside.rename(target / inside.name)
+            path.rmdir()
+        else:
+            path.rename(target)
+    folder.rmdir()
 
 
 def _as_it_is(state: TrainerState) -> TrainerState:

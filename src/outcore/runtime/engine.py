@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -172,9 +172,10 @@ class Engine:
         self.attached.guard.refuse_if_changed()
         if self.access.world is not None:
             self.access.world.begin_step()
-        steps = self._stepper.steps_of(hypers, self.attached.guard.refuse_if_adapted)  # before anything is done
-        with self._refusing_what_follows():
-            self._stepper.take(steps)
+        with self.weights.saved.all_lent() if self.weights.saving else nullcontext():
+            steps = self._stepper.steps_of(hypers, self.attached.guard.refuse_if_adapted)  # before anything is done
+            with self._refusing_what_follows():
+                self._stepper.take(steps)
         self._services.room.end_step()
         self.attached.held_back.give_back_if_due()
 

@@ -82,6 +82,7 @@ class ModuleGuard:
         engine.model.__dict__[ATTACHMENT] = Attachment(engine)
         self._undo.append(lambda: engine.model.__dict__.pop(ATTACHMENT, None))
         self._undo.append(engine.model.register_forward_pre_hook(self._before_forward).remove)
+        self._undo.append(engine.model.register_forward_hook(self._after_forward, always_call=True).remove)
         for prefix, module in engine.model.named_modules():
             self._guard_module(module)
             owned = {
@@ -135,6 +136,11 @@ class ModuleGuard:
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _before_forward(self, *_: object) -> None:
         refuse_process_group("forward", self._engine.num_ranks)
+        self._engine.weights.begin_forward()
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _after_forward(self, *_: object) -> None:
+        self._engine.weights.end_forward()
 
     def _guard_module(self, module: nn.Module) -> None:
         if not any(id(p) in self._engine.places for p in module.parameters()):

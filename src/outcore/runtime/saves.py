@@ -8,27 +8,25 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 
-from outcore.core.errors import OutcoreError
-from outcore.device.device import Device, aligned_bytes
+from outcore.core.errors import OutcoreError, UnsupportedError
+from outcore.device.aside import Aside, sum_of_words
+from outcore.device.device import Device
 from outcore.device.lanes import Handle
-from outcore.memory.arena import TEMPORARY, Arena, Buffer, Region
+from outcore.memory.arena import Buffer
 from outcore.memory.disk import Extent
-from outcore.order.ledger import Home, Ledger, Slot
-from outcore.order.saves import SaveOrder
+from outcore.order.ledger import Home, Ledger, Span
+from outcore.order.saves import save_homes
 from outcore.runtime.unit.port import LivePort
 from outcore.runtime.unit.tiers import Tiers
-from outcore.spec.checkpoint import BLOCK_BYTES
 from outcore.spec.lanes import Lane
-
-SLOT_BYTES = 4 * BLOCK_BYTES
+from outcore.spec.timeline import COMPUTE
 
 
 class Writer(Protocol):
@@ -170,13 +168,17 @@ class Saves:
 
     def __init__(self, device: Device, port: LivePort, tiers: Tiers) -> None:
         self._device, self._port, self._tiers = device, port, tiers
-        self._order: SaveOrder[Handle]
-        self._pinned: list[torch.Tensor] = []
+        self.edited: set[str] = set()
+        """Units whose weights were others behind a copy: the next save waits for them."""
         self._running: list[Save] = []
         """At most one."""
         self._pid = os.getpid()
         # For programs that end without close(). Called before the lanes are closed, which were opened earlier.
         self._at_exit = weakref.finalize(self, _finish, self._running, self._pid)
+
+    @cached_property
+    def _aside(self) -> Aside:
+        return Aside(self._device.torch_device)
 
     def make_room(self) -> Save | None:
         """Wait for the one before. Returns: it, if it failed and nobody was told."""
@@ -192,12 +194,6 @@ class Saves:
     def begin(self, save: Save) -> None:
         """Nothing of it was submitted."""
         self._running.append(save)
-        if not hasattr(self, "_order"):
-            memory = aligned_bytes(2 * SLOT_BYTES, torch.device("cpu"))
-            self._pinned = [memory] if self._device.register_host(memory) else []
-            arena = Arena("save", memory)
-            slots = [Slot[Handle](f"save slot {i}", "host", SLOT_BYTES, arena.take(SLOT_BYTES)) for i in range(2)]
-            self._order = SaveOrder(self._port, slots)
 
     def finish(self) -> None:
         """Wait for the one that is under way. Raises: What it raises, if it failed and nobody was told."""
@@ -213,8 +209,6 @@ class Saves:
     def abandon(self) -> None:
         """The lanes have stopped: leave nothing of what was not written."""
         self._at_exit.detach()
-        while self._pinned:
-            self._device.unregister_host(self._pinned.pop())
         for save in self._running if os.getpid() == self._pid else ():
             save.fail(OutcoreError("expected a model whose checkpoint can be written, but it was closed"))
             save.abandon()
@@ -229,39 +223,85 @@ class Saves:
         *,
         header: bytes = b"",
     ) -> None:
-        """Let a header, and behind it some bytes of a home, be appended to a file.
-
-        Weights that live on the device are written before this returns: whoever has them may change them in place.
-        """
-        if home.kind == "weights" and home.tier == "device":
-            append_bytes(file, header)
-            self._at_once(home, spans, file)
-            return
+        """Let a header, and behind it some bytes of a home, be appended to a file."""
         first = min(start for start, _ in spans)
+        source = home.span(first, max(stop for _, stop in spans))
+        inside = [(start - first, stop - first) for start, stop in spans]
+        copied = self._unedited([(unit, home)], [source])
 
-        def copy(start: int, stop: int, slot: Slot[Handle] | None) -> Callable[[], None]:
-            memory = home.span(start, stop).memory if slot is None else slot.span(stop - start).memory
-            save.num_pieces += 1
-            head = header if start == first else b""
-            return partial(self._write, save, file, head, memory, _inside(spans, start, stop))
+        def write() -> None:
+            with copied():
+                append_bytes(file, header)
+                file.write(_length(inside), partial(self._fill, source.memory, inside))
 
-        self._order.home(unit, home, (first, max(stop for _, stop in spans)), copy)
+        save_homes(self._port, [(unit, home)], [source], self._deed(save, write))
 
     def made(self, sources: Sequence[Source], save: Save, make: Callable[[Sequence[torch.Tensor]], None]) -> None:
-        """Let something be made of bytes of homes, none of them on the device: 1D uint8 each, fresh."""
-        save.num_pieces += 1
+        """Let something be made of bytes of homes: 1D uint8 each, in host memory, fresh."""
+        homes = [(unit, home) for unit, home, _, _ in sources]
         spans = [home.span(start, stop) for _, home, start, stop in sources]
+        copied = self._unedited(homes, spans)
 
         def work() -> None:
+            with copied():
+                values = [self._fresh(span.memory, span.nbytes) for span in spans]
+            make(values)
+
+        save_homes(self._port, homes, spans, self._deed(save, work))
+
+    def _unedited(
+        self, homes: Sequence[tuple[Ledger[Handle], Home[Handle]]], spans: Sequence[Span]
+    ) -> Callable[[], AbstractContextManager[None]]:
+        """Sum weights on the device. Returns: what stands around their copy, and raises if they have changed.
+
+        See [Note: weights that are saved]. Weights that an update still sends there are summed when they are copied:
+        nobody has them before that.
+        """
+        pairs = zip(homes, spans, strict=True)
+        watched = [
+            (unit.name, span.memory.bytes, self._sum_now(home, span))
+            for (unit, home), span in pairs
+            if home.kind == "weights" and home.tier == "device" and span.nbytes
+        ]
+
+        @contextmanager
+        def copied() -> Iterator[None]:
+            sums = [self._aside.sum(memory) if before is None else before for _, memory, before in watched]
+            yield
+            for (name, memory, _), before in zip(watched, sums, strict=True):
+                if not self._aside.is_sum_of(before, memory):
+                    self.edited.add(name)
+                    raise UnsupportedError(
+                        f"save: expected weights of unit '{name}' that stay as they are until they are copied, but its "
+                        "forward changes them, or somebody who has kept what p.data gave him; save with wait=True "
+                        "before they change"
+                    )
+
+        return copied
+
+    def _sum_now(self, home: Home[Handle], span: Span) -> torch.Tensor | None:
+        """None: it would have to be waited for."""
+        if home.ready is not None and home.ready.lane != COMPUTE and not home.ready.is_over():
+            return None
+        self._device.compute("sum weights", reads=[span.memory.region], after=home.before_read())
+        return sum_of_words(span.memory.bytes)
+
+    def _deed(self, save: Save, work: Callable[[], None]) -> Callable[[], None]:
+        """What fails fails the save, and not the training."""
+        save.num_pieces += 1
+
+        def deed() -> None:
             if save.error is not None:
                 return
             try:
-                make([self._fresh(span.memory, span.nbytes) for span in spans])
+                began_s = time.monotonic()
+                work()
                 save.num_written += 1
+                save.busy_s += time.monotonic() - began_s
             except Exception as error:
                 save.fail(error)
 
-        self._order.homes([(unit, home) for unit, home, _, _ in sources], spans, work)
+        return deed
 
     def last(
         self,
@@ -308,28 +348,6 @@ class Saves:
         except Exception as error:
             save.complaint = error
 
-    def _write(self, save: Save, file: Writer, header: bytes, memory: Buffer | Extent, spans: Spans) -> None:
-        """What fails fails the save, and not the training."""
-        if save.error is not None:
-            return
-        try:
-            began_s = time.monotonic()
-            append_bytes(file, header)
-            file.write(_length(spans), partial(self._fill, memory, spans))
-            save.num_written += 1
-            save.busy_s += time.monotonic() - began_s
-        except Exception as error:
-            save.fail(error)
-
-    def _at_once(self, home: Home[Handle], spans: Spans, file: Writer) -> None:
-        for start in range(0, home.nbytes, SLOT_BYTES):
-            stop = min(start + SLOT_BYTES, home.nbytes)
-            if inside := _inside(spans, start, stop):
-                memory = home.span(start, stop).memory
-                self._device.compute("save weights", reads=[memory.region], after=home.before_read())
-                copied = Buffer(memory.bytes.cpu(), Region(TEMPORARY, 0, memory.nbytes))
-                file.write(_length(inside), partial(self._fill, copied, inside))
-
     def _fill(self, memory: Buffer | Extent, spans: Spans, start: int, stop: int, to: torch.Tensor) -> None:
         """The bytes [start, stop) of what some spans of a part of a home are, one behind the other."""
         first = 0
@@ -342,8 +360,8 @@ class Saves:
     def _read(self, memory: Buffer | Extent, start: int, to: torch.Tensor) -> None:
         if isinstance(memory, Extent):
             self._tiers.store().read(memory.part(start, start + to.numel()), to)
-        else:  # numpy's copies let other threads run, and begin none of their own
-            np.copyto(to.numpy(), memory.bytes[start : start + to.numel()].numpy())
+            return
+        self._aside.copy(memory.bytes[start : start + to.numel()], to)
 
     def _fresh(self, memory: Buffer | Extent | None, nbytes: int) -> torch.Tensor:
         result = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
@@ -360,12 +378,6 @@ def append_bytes(file: Writer, data: bytes | memoryview) -> None:
 
     if len(data):
         file.write(len(data), fill)
-
-
-def _inside(spans: Spans, start: int, stop: int) -> list[tuple[int, int]]:
-    """What of them lies in [start, stop), from there on."""
-    cut = [(max(a, start) - start, min(b, stop) - start) for a, b in spans]
-    return [(a, b) for a, b in cut if a < b]
 
 
 def _length(spans: Spans) -> int:

@@ -10,7 +10,7 @@ import inspect
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from types import FrameType
 
 import torch
@@ -23,6 +23,7 @@ from outcore.order.activations import ActivationOrder
 from outcore.order.weights import WeightOrder, WeightSlots
 from outcore.planning.paper.schedule import usual_visits
 from outcore.planning.paper.weight_cache import NEVER, Held, Move, Moves, slots_for, update_order, weight_moves
+from outcore.runtime.saved_weights import SavedWeights
 from outcore.runtime.unit.recovery import Recovery
 from outcore.runtime.unit.unit import Beneath, Unit
 from outcore.spec.model import ModelSpec
@@ -49,6 +50,8 @@ class Weights:
         recovery.signs.append(self._notice)
         recovery.parts.append(self._reset)
         self._units, self.has_steps = units, has_steps
+        self.saving: list[Unit] = []
+        """Units whose weights on the device a save still copies."""
         self.refusal: OutcoreError | None = None
         """Why no unit may run any more."""
         self._last_first = plan.last_updated_first
@@ -113,12 +116,37 @@ class Weights:
         self._order.use(unit.ledger, phase)
         if unit.presence.now is not Beneath.AT_HOME:  # else where they were, with a user's edits
             unit.show()
+        if unit.presence.is_withdrawn:
+            unit.presence.lend()
+
+    @cached_property
+    def saved(self) -> SavedWeights:
+        """Of the first save on."""
+        return SavedWeights(self._units, self.saving, self._device)
 
     def present_on_demand(self, unit: Unit) -> None:
         """Make a resident unit's parameters present because somebody reads them: the root has no call of its own."""
-        if torch.is_grad_enabled():
+        if unit.presence.saved is not None:
+            self.saved.wait(unit)
+        self._present_outside(unit)
+
+    def begin_forward(self) -> None:
+        """Of the whole model, which reads the root's weights and does not edit them."""
+        root = self._units[0]
+        if root.presence.saved is not None:
+            self._present_outside(root)
+
+    def end_forward(self) -> None:
+        """Of the whole model."""
+        if self._units[0].presence.saved is not None:
+            self.saved.withdraw(self._units[0])
+
+    def _present_outside(self, unit: Unit) -> None:
+        """Outside of calls of the unit."""
+        if unit.presence.now is Beneath.ABSENT and torch.is_grad_enabled():
             self._step.follow(Visit(Phase.FORWARD, unit.ledger.index), may_skip=False)
-        self.present(unit)
+        if unit.presence.now is not Beneath.GATHERED:
+            self.present(unit)
 
     def units_to_update(self) -> list[Unit]:
         """All units in the order of ``update_order``, as they were used since the last step."""
@@ -132,6 +160,8 @@ class Weights:
         presence = unit.presence
         presence.num_calls -= 1
         if presence.num_calls or presence.now is Beneath.GATHERED or unit.ledger.cut.is_resident:
+            if presence.saved is not None:
+                self.saved.withdraw(unit)
             return
         self._order.used(unit.ledger)
         presence.hide(device=self._device.torch_device)
@@ -160,6 +190,8 @@ class Weights:
         for i, unit in enumerate(self._units):
             presence = unit.presence
             presence.num_calls = called.count(i)
+            if presence.saved is not None:
+                self.saved.withdraw(unit)
             if presence.num_calls or unit.ledger.cut.is_resident:
                 continue
             unit.ledger.slot = None
@@ -174,6 +206,8 @@ class Weights:
         unit.presence.hide(device=None if ledger.cut.is_resident else self._device.torch_device)
         if ledger.cut.is_resident:
             self.present(unit)
+            if unit.presence.saved is not None:
+                self.saved.withdraw(unit)
         elif bound is not None and any(index == ledger.index for index, _, _ in self.calls):
             unit.presence.show(bound)
 

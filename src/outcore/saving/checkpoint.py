@@ -84,11 +84,10 @@ def save_checkpoint(
         DiskError: There is no room, or nothing can be written. Older checkpoints are untouched. Or: the checkpoint
             before this one could not be written, and nobody was told; this one is on its way then.
 
-    Memory: host, at most 64 MiB from the first save on, beside all buffers and ``extra`` until it returns.
+    Memory: host, 16 MiB while it is written, beside all buffers and ``extra`` until it returns.
 
-    Order: each unit is copied behind its update, and its next update waits for its own copy only. Weights that live on
-    the device are written before this returns, and its states pass through two slots of 16 MiB: there the next step
-    waits for most of the save.
+    Order: each unit is copied behind its update, and its next update waits for its own copy only. Whoever looks at
+    weights that live on the device, calls apart, waits for the copy of their unit.
     """
     save = _begin_save(engine_of(model, "save_checkpoint"), optimizer, Path(directory), step, extra or {}, keep)
     if wait:

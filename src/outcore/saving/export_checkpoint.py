@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 import zlib
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -218,8 +219,14 @@ def _write_dcp(saved: _Saved, directory: Path) -> None:
             states[name] = {**own, "step": torch.tensor(float(saved.manifest.steps[name]), device="cpu")}
     everything = {
         "model": model,
-        "optimizer": {"state": states, "param_groups": list(map(dict, saved.manifest.groups))},
+        "optimizer": {"state": states, "param_groups": list(map(_as_trained, saved.manifest.groups))},
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is what no_dist asks for
         save(everything, storage_writer=FileSystemWriter(directory, single_file_per_rank=False), no_dist=True)
+
+
+def _as_trained(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Where nobody chose a kernel, it was the fused one: whoever goes on with the same bits must choose it."""
+    is_open = group.get("fused", False) is None and not group.get("foreach") and "lr_decay" not in group
+    return {**group, "fused": True} if is_open else dict(group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from outcore.core.errors import ConfigError
-from outcore.memory.files.checkpoint_folder import clear_away, read_manifest, remove
+from outcore.memory.files.checkpoint_folder import clear_away, read_manifest, remove, small_file
 from outcore.memory.files.locked_folder import held
 from outcore.spec.checkpoint import MANIFEST_NAME, Manifest
 
@@ -111,15 +112,16 @@ def newest_whole(
     return None
 
 
-def prune(directory: Path, keep: int, *, newest: int | None = None, check: bool = False) -> list[Path]:
-    """Remove all but the newest ``keep`` that are whole, and older ones that are not.
-
-    What somebody reads stays, and what a Trainer wrote.
+def prune(
+    directory: Path, keep: int, *, newest: int | None = None, of_trainers: bool = False, check: bool = False
+) -> list[Path]:
+    """Remove all but the newest ``keep`` that are whole, and older ones that are not. What somebody reads stays.
 
     Args:
         directory: Of checkpoints.
         keep: How many.
         newest: Leave those of later steps alone. None: there are none.
+        of_trainers: Those of Trainers too, but for the one that the newest whole one calls the best.
         check: Take those for whole of which every byte is as it was saved; else their files' sizes are compared.
 
     Returns:
@@ -128,14 +130,22 @@ def prune(directory: Path, keep: int, *, newest: int | None = None, check: bool 
     Raises:
         DiskError: One cannot be removed.
     """
-    whole, removed = 0, []
+    whole, removed, best = 0, list[Path](), ""
     for step, path in found_in(directory):
-        if (newest is not None and step > newest) or not path.name.startswith(_OURS):
+        if (newest is not None and step > newest) or not (of_trainers or path.name.startswith(_OURS)):
             continue
         if whole >= keep:
-            removed += [path] if remove(path) else []
+            removed += [path] if path.name != best and remove(path) else []
             continue
         with suppress(ConfigError):
-            read_manifest(path, check=check)
+            manifest = read_manifest(path, check=check)
+            best = best or _best_of(path, manifest)
             whole += 1
     return removed
+
+
+def _best_of(path: Path, manifest: Manifest) -> str:
+    """The name of the checkpoint that a Trainer's calls the best so far; empty if none."""
+    if _TRAINER_STATE not in manifest.files:
+        return ""
+    return Path(json.loads(small_file(path / _TRAINER_STATE)).get("best_model_checkpoint") or "").name

@@ -1,8 +1,8 @@
 """Weights and states as a Trainer's checkpoint holds them, written beside training.
 
 [Note: library files] Names, dtypes and shapes are those that ``save_pretrained`` and ``save_states`` write; only the
-order of tensors within a file is another. A file is written front to back, so it begins with what is written at once
-(buffers, and weights that live on the device). Then homes follow, those first whose turn comes first in the next step.
+order of tensors within a file is another. A file is written front to back, so it begins with what is written at once:
+buffers. Then homes follow, those first whose turn comes first in the next step.
 Bytes that stand in a file as they lie in their home go there piece by piece. What is converted is in memory meanwhile.
 Several ranks have parts of states: each writes files of units, as ``save_checkpoint`` does, and the manifest says where
 each part lies.
@@ -21,7 +21,7 @@ import torch
 from outcore.core.errors import UnsupportedError
 from outcore.memory.files.checkpoint_file import CheckpointFile, PartOfCheckpoint
 from outcore.memory.files.checkpoint_folder import write_new
-from outcore.memory.files.weights_layout import TensorSpec, tensor_files
+from outcore.memory.files.weights_layout import LaidOut, TensorSpec, tensor_files
 from outcore.optim.compact import masters_of
 from outcore.runtime.engine import Engine
 from outcore.runtime.optimizer import StreamedOptimizer
@@ -34,9 +34,19 @@ from outcore.saving.beside import refuse_full
 from outcore.saving.training_state import STATES, described_states, plain_settings, trained_params
 from outcore.saving.unit_files import is_state, records, state_sections, write_units
 from outcore.saving.weights.conversions import Group, saving_groups
-from outcore.saving.weights.export import read_tensor, save_beside_weights, saved_state, saves_adapters, without_bytes
+from outcore.saving.weights.export import (
+    ADAPTER_FILE,
+    adapter_tensors,
+    read_tensor,
+    save_beside_weights,
+    saved_state,
+    saves_adapters,
+    without_bytes,
+)
 from outcore.spec.layout import CODES
 from outcore.spec.model import ParamSpec, Part
+
+_NONE: Mapping[str, str] = {}
 
 
 class _Param(NamedTuple):
@@ -59,14 +69,18 @@ class _Item(NamedTuple):
     """Of which they are made. None: of buffers, too."""
     convert: Callable[[Sequence[torch.Tensor]], Iterable[torch.Tensor]] | None
     """Makes them. None: there is one, and its bytes stand in the file as they lie in its home."""
-    read: Callable[[], Iterable[torch.Tensor]]
-    """Makes them at once."""
+    read: Callable[[], Iterable[torch.Tensor]] | None = None
+    """Makes them at once, of buffers."""
 
-    @property
-    def is_written_at_once(self) -> bool:
-        """Whoever has weights on the device may change them; and slots hold no whole tensors."""
-        on_device = [p.source.home for p in self.params if p.source.home.tier == "device"]
-        return not self.params or any(self.convert is not None or home.kind == "weights" for home in on_device)
+
+class _Layout(NamedTuple):
+    """Files to be written."""
+
+    items: list[_Item]
+    """In the order of their bytes."""
+    files: list[LaidOut]
+    index_file: tuple[str, bytes] | None
+    """Name and text; None: there is one file."""
 
 
 class LibraryFiles:
@@ -81,7 +95,7 @@ class LibraryFiles:
             take_edits(unit, engine.access)
 
     def weights(self, small: Path) -> None:
-        """Have the files of ``save_pretrained`` written. Adapters are small: they are read and written at once.
+        """Have the files of ``save_pretrained`` written. Adapters that peft converts are read and written at once.
 
         With several ranks by one of them: each has all weights.
 
@@ -99,12 +113,25 @@ class LibraryFiles:
                 "to 'replicate' in the plan, or to 'node' with gather 'host'"
             )
         small.mkdir(exist_ok=True)
-        save_beside_weights(self._engine, small)
         if saves_adapters(model):
+            self._adapters(small)
             return
+        save_beside_weights(self._engine, small)
         state = saved_state(model)
         groups = saving_groups(model, state)
-        self._submit("model", [self._weights(group, state) for group in groups], {})
+        self._submit(self._layout("model", [self._weights(group, state) for group in groups]))
+
+    def _adapters(self, small: Path) -> None:
+        adapters, layouts = adapter_tensors(self._engine.model), list[_Layout]()
+        for inside, found in (adapters or {}).items():
+            state = {name: place.tensor for name, place in found.items()}
+            items = [self._weights(Group(name, [("", name)]), state) for name in state]
+            layouts.append(self._layout(str(inside / Path(ADAPTER_FILE).stem), items))
+        if any(layout.index_file is not None for layout in layouts):  # peft reads one file
+            adapters, layouts = None, []
+        save_beside_weights(self._engine, small, adapters)
+        for layout in layouts:
+            self._submit(layout)
 
     def states(self, optimizer: StreamedOptimizer, *, step: int) -> None:
         """Have the files of ``save_states`` written, with several ranks this one's files of units.
@@ -119,7 +146,7 @@ class LibraryFiles:
             write_units(self._engine, self._unfinished, self._save, state_sections)
             return
         items = [item for _, (unit, i) in trained_params(optimizer) for item in self._states(unit, i)]
-        self._submit(STATES, items, described_states(optimizer, step=step))
+        self._submit(self._layout(STATES, items, described_states(optimizer, step=step)))
 
     def _weights(self, group: Group, state: Mapping[str, torch.Tensor]) -> _Item:
         made = group.convert(lambda name: without_bytes(state[name]))
@@ -135,34 +162,36 @@ class LibraryFiles:
             return convert([read_tensor(self._engine, state[name]) for name in names])
 
         is_plain = group.converter is None and all(param.spec.strides is None for param in params)
-        return _Item(specs, params, None if is_plain else convert, read)
+        return _Item(specs, params, None if is_plain else convert, None if params else read)
 
     def _states(self, unit: Unit, index: int) -> Iterator[_Item]:
-        access = self._engine.access
         for state, dtype in shown_states(unit, index):
             spec = state.described(unit.spec.params[index], index)
             param = _param(unit, unit.ledger.states, spec, state.parts[index], state.start)
             specs = [(f"{unit.spec.params[index].name}.{state.name}", torch_dtype(dtype), spec.shape)]
-            read = partial(_alone, access.read_state, unit, state.name, index)
             if state.name == "master" and unit.views.is_compact[index]:
-                yield _Item(specs, _compact(unit, index, param), partial(_master, spec), read)
+                yield _Item(specs, _compact(unit, index, param), partial(_master, spec))
             else:
-                yield _Item(specs, [param], None if spec.strides is None else list, read)
+                yield _Item(specs, [param], None if spec.strides is None else list)
 
-    def _submit(self, stem: str, items: Sequence[_Item], metadata: Mapping[str, str]) -> None:
+    def _layout(self, stem: str, items: Sequence[_Item], metadata: Mapping[str, str] = _NONE) -> _Layout:
         turns = {id(unit.ledger): turn for turn, unit in enumerate(self._engine.weights.units_to_update())}
 
         def place(item: _Item) -> tuple[bool, int, int, int]:
             first = item.params[0].source if item.params else None
             turn = (0, 0) if first is None else (turns.get(id(first.unit), len(turns)), first.start)
-            return not item.is_written_at_once, -max((d.itemsize for _, d, _ in item.specs), default=0), *turn
+            return bool(item.params), -max((d.itemsize for _, d, _ in item.specs), default=0), *turn
 
-        items = sorted(items, key=place)
-        laid_out, index = tensor_files(stem, [spec for item in items for spec in item.specs], metadata)
+        ordered = sorted(items, key=place)
+        return _Layout(ordered, *tensor_files(stem, [spec for item in ordered for spec in item.specs], metadata))
+
+    def _submit(self, layout: _Layout) -> None:
+        items, laid_out, index = layout
         refuse_full(self._unfinished, sum(file.nbytes for file in laid_out))  # what was begun before is reserved
         files: dict[str, CheckpointFile] = {}
         for laid in laid_out:
             file = self._unfinished.create(laid.name, laid.nbytes)
+            file.path.parent.mkdir(exist_ok=True)
             append_bytes(file, laid.header)
             files |= dict.fromkeys(laid.tensors, file)
         if index is not None:
@@ -174,13 +203,13 @@ class LibraryFiles:
         """Args: run: One, or several whose bytes go from one home to one file."""
         item, saves = run[0], self._engine.opened.saves
         params, convert = item.params, item.convert
-        if params and convert is None:
+        if item.read is not None:
+            _append(item, item.read(), files)
+        elif convert is None:
             source = params[0].source
             spans = _joined(param.source for item in run for param in item.params)
             if spans:
                 saves.home(source.unit, source.home, spans, self._save, files[item.specs[0][0]])
-        elif convert is None or item.is_written_at_once:
-            _append(item, item.read(), files)
         else:
 
             def make(data: Sequence[torch.Tensor]) -> None:
@@ -209,13 +238,9 @@ def _master(spec: ParamSpec, stored: Sequence[torch.Tensor]) -> list[torch.Tenso
     return [shaped(spec, masters_of(*(flat(spec, each) if each.dtype != torch.uint8 else each for each in stored)))]
 
 
-def _alone(read: Callable[..., torch.Tensor], *args: object) -> list[torch.Tensor]:
-    return [read(*args)]
-
-
 def _way(item: _Item, files: Mapping[str, CheckpointFile]) -> tuple[int, ...]:
     """What can be written at a time has the same."""
-    if item.params and item.convert is None:
+    if item.read is None and item.convert is None:
         return id(item.params[0].source.home), id(files[item.specs[0][0]])
     return (id(item),)
 

@@ -60,7 +60,6 @@ Kind = Literal[
     "stage",
     "states of",
     "new weights of",
-    "copy to save",
     "save",
     "wait",
 ]

@@ -287,20 +287,34 @@ def mapped_tensors(path: Path) -> Callable[[str], torch.Tensor]:
 
 def _put_in_place(path: Path, target: Path) -> None:
     """What was there goes last. If it cannot be removed, the next writer tries again."""
-    old = path
-    try:
-        path.rename(target)
-    except OSError:
-        if not os.path.lexists(target):
-            raise
-        with taken_when_free(target, STALL_TIMEOUT_S):  # who reads the old one must not find parts of the new one
-            if not _exchange(path, target):
-                old = _aside(target, "old")
-                target.rename(old)
-                path.rename(target)
+    old = _renamed(path, target)
     sync(target.parent)
     with suppress(OSError):
         old.unlink() if old.is_symlink() or not old.is_dir() else shutil.rmtree(old)
+
+
+def _renamed(path: Path, target: Path) -> Path:
+    """Returns: Where the old one is now, if there was one. Who reads it is waited for."""
+    for is_last in (False, True):
+        try:
+            path.rename(target)
+        except OSError:
+            if not os.path.lexists(target):
+                raise
+        else:
+            return path
+        try:
+            with taken_when_free(target, STALL_TIMEOUT_S):  # who reads the old one must not find parts of the new one
+                if _exchange(path, target):
+                    return path
+                old = _aside(target, "old")
+                target.rename(old)
+                path.rename(target)
+                return old
+        except FileNotFoundError:  # somebody has removed it meanwhile
+            if is_last:
+                raise
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _exchange(a: Path, b: Path) -> bool:

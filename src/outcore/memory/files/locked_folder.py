@@ -105,6 +105,8 @@ def taken_alone(path: Path, *, needs_lock: bool) -> Iterator[None]:
         except OSError:
             if needs_lock:
                 raise
+        if not os.path.samestat(os.fstat(lock), path.stat()):
+            raise BlockingIOError(errno.EAGAIN, f"somebody has put another folder at '{path}'")
         yield
     finally:
         unlock(lock)

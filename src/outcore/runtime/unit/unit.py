@@ -152,6 +152,12 @@ class Presence:
         """Calls that run; ``Weights`` counts them."""
         self.bound: list[torch.Tensor] | None = None
         """What the parameters were in a call that goes on, while they have tensors of their own."""
+        self.saved: Handle | None = None
+        """What copies the home on the device to a checkpoint. See [Note: weights that are saved]."""
+        self.is_withdrawn = False
+        """Whether parameters that are at home are shown to nobody but calls of their unit."""
+        self._lent: list[type[Parameter]] = []
+        """Their classes while they are."""
         self._visible = Beneath.AT_HOME if is_resident else Beneath.BOUND
         self.watch = Watch(params, is_resident=is_resident, has_master=has_master)
         self._nothing: dict[torch.device, list[torch.Tensor]] = {}
@@ -159,6 +165,7 @@ class Presence:
     def show(self, tensors: Iterable[torch.Tensor]) -> None:
         """The parameters are views of their home on the device, or of the slot where calls use them."""
         self._check(self._visible)
+        self.is_withdrawn = False
         self._point_at(tensors)
         self.watch.begin()
         self.now = self._visible  # last, so that what is cut short is shown again
@@ -166,7 +173,7 @@ class Presence:
     def hide(self, *, device: torch.device | None = None) -> None:
         """Reading them raises. With ``device`` their bytes are replaced by a NaN there, else left in place."""
         self._check(Beneath.ABSENT)
-        self.now, self.bound = Beneath.ABSENT, None
+        self.now, self.bound, self.is_withdrawn = Beneath.ABSENT, None, False
         if device is not None:
             if device not in self._nothing:
                 self._nothing[device] = [absent_view(spec, device) for spec in self._specs]
@@ -174,12 +181,26 @@ class Presence:
         for param, kind in zip(self._params, self._absent, strict=True):
             param.__class__ = kind
 
+    def withdraw(self) -> None:
+        """Whoever asks for the values of parameters that are at home must ask ``Weights``."""
+        if self.now is Beneath.AT_HOME and not self.is_withdrawn:
+            self.is_withdrawn, self._lent = True, [type(param) for param in self._params]
+            for param, kind in zip(self._params, self._absent, strict=True):
+                param.__class__ = kind
+
+    def lend(self) -> None:
+        """Undo ``withdraw``."""
+        if self.is_withdrawn:
+            self.is_withdrawn = False
+            for param, kind in zip(self._params, self._lent, strict=True):
+                param.__class__ = kind
+
     def gather(self, tensors: Iterable[torch.Tensor]) -> None:
         """Each parameter has a tensor of its own until it rests."""
         self._check(Beneath.GATHERED)
         if self.now is Beneath.BOUND:
             self.bound = [param.detach() for param in self._params]
-        self.now = Beneath.GATHERED
+        self.now, self.is_withdrawn = Beneath.GATHERED, False
         self._point_at(tensors)
 
     def forget(self) -> None:
@@ -206,6 +227,8 @@ class Watch:
     def __init__(self, params: Sequence[Parameter], *, is_resident: bool, has_master: bool) -> None:
         """Args: is_resident: A user may edit the home itself. has_master: Its master must follow then."""
         self._params, self._is_resident = params, is_resident
+        self.is_shared = False
+        """Somebody changes parameters in place without asking: the unit in forward, or who kept what ``data`` gave."""
         self.versions: list[int] = []
         self.touched: set[int] = set()
         self._is_on = has_master or not is_resident
@@ -224,6 +247,10 @@ class Watch:
         if self._is_resident:
             self.touched.clear()
             self.versions = [p._version for p in self._params]
+
+    def look(self) -> None:
+        """Remember whether parameters of a resident unit were edited since ``note_versions``."""
+        self.is_shared |= bool(self.touched or self.edited())
 
     def edited(self) -> list[int]:
         """Parameters of a resident unit that were changed in place since ``note_versions``."""

@@ -47,7 +47,7 @@ class PlainUpdates:
         self._states: dict[int, dict[str, torch.Tensor]] = {}
         # Gradients have the form of their parameters, so nothing is written there: it says how large blocks are.
         self._room = torch.empty(min(SCRATCH_BYTES, device.update_block_bytes), dtype=torch.uint8, device="meta")
-        self._is_closed = False
+        self._is_closed, self._num_looks = False, 2
         self._homes = [home for unit in units for home in (unit.ledger.weights, unit.ledger.states)]
         self._regions = [home.memory.region for home in self._homes if isinstance(home.memory, Buffer)]
 
@@ -67,6 +67,10 @@ class PlainUpdates:
         Raises:
             UnsupportedError: A parameter was unfrozen, or has another shape or dtype than at ``prepare``.
         """
+        if self._num_looks:  # what a forward does to its weights, it does from the first one on
+            self._num_looks -= 1
+            for unit in self._units:
+                unit.presence.watch.look()
         for param, name in self._frozen:
             if param.requires_grad:
                 raise UnsupportedError(unfreezing_refusal(name))

@@ -37,12 +37,15 @@ def take_edits(unit: Unit, access: Access) -> None:
             raise UnsupportedError(unfreezing_refusal(unit.spec.params[i].name))
         if param.data_ptr() != view.data_ptr():
             is_moved = True
-            access.device.compute(f"edit of {unit.label}", writes=[buffer.region])
+            access.device.compute(
+                f"edit of {unit.label}", writes=[buffer.region], after=unit.ledger.weights.before_write()
+            )
             refuse_other_form(unit.spec.params[i], param)
             refuse_other_strides(unit.spec.params[i], param)
             view.copy_(param)
         elif param._version == watch.versions[i] and i not in watch.touched:
             continue
+        watch.is_shared = True
         unit.weights_version += 1
         if unit.ledger.has_master and i < unit.num_trainable:
             access.write_master(unit, i, access.read_weight(unit, i))

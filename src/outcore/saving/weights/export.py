@@ -31,6 +31,8 @@ from outcore.saving.weights.conversions import (
 )
 from outcore.saving.weights.state_names import Place, places
 
+ADAPTER_FILE = "adapter_model.safetensors"
+
 
 def read_tensor(engine: Engine, tensor: torch.Tensor) -> torch.Tensor:
     """The current value of a parameter or buffer as a fresh tensor in host memory; waits for its update."""
@@ -103,10 +105,23 @@ def saves_adapters(model: nn.Module) -> bool:
     return is_adapter_model(model) or bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
-def save_beside_weights(engine: Engine, folder: Path) -> None:
-    """Into a new folder, what the library saves beside the weights, or of adapters everything. Nothing is synced."""
+def save_beside_weights(
+    engine: Engine, folder: Path, adapters: Mapping[Path, Mapping[str, Place]] | None = None
+) -> None:
+    """Into a new folder, what the library saves beside the weights, or of adapters everything. Nothing is synced.
+
+    Args:
+        engine: Of the model.
+        folder: New.
+        adapters: What ``adapter_tensors`` gave: then these are left out, to be saved by the caller.
+    """
     model = engine.model
-    if saves_adapters(model):
+    if adapters is not None:
+        names = {place.name for tensors in adapters.values() for place in tensors.values()}
+        _library_save(model, folder, dict.fromkeys(names, torch.empty(0)))
+        for inside in adapters:
+            (folder / inside / ADAPTER_FILE).unlink()
+    elif saves_adapters(model):
         _library_save(model, folder, adapter_values(engine))
     elif is_pretrained_model(model):
         _library_save(model, folder, {})
@@ -163,18 +178,47 @@ def _refuse_own_format(place: Place) -> None:
 
 def adapter_names(model: nn.Module) -> set[str]:
     """Names of the tensors that peft saves: those it picks from a state dict, and all that are trained."""
+    names = {p.name for p in places(model) if p.tensor.requires_grad}
+    for picked in _picked(model).values():
+        names |= {place.name for place in picked.values() if place is not None}
+    return names
+
+
+def adapter_tensors(model: nn.Module) -> dict[Path, dict[str, Place]] | None:
+    """What peft saves as it is: folder -> name in the file -> where it stands in the model.
+
+    Returns:
+        None where peft makes something else of an adapter's tensors, or another library saves them.
+    """
+    if not is_adapter_model(model):
+        return None
+    picked = _picked(model)
+    whole = {
+        Path() if adapter == "default" else Path(adapter): {n: p for n, p in tensors.items() if p is not None}
+        for adapter, tensors in picked.items()
+    }
+    is_whole = list(map(len, whole.values())) == list(map(len, picked.values()))
+    return whole if is_whole and len(picked) == len(_configs(model)) else None
+
+
+def _picked(model: nn.Module) -> dict[str, dict[str, Place | None]]:
+    """Adapter -> name -> what peft picks from a state dict; None where it is no tensor of that."""
     from peft import get_peft_model_state_dict
 
-    state = {p.name: without_bytes(p.tensor) for p in places(model) if p.is_persistent}
-    name_of = {id(tensor): name for name, tensor in state.items()}
-    names = {p.name for p in places(model) if p.tensor.requires_grad}
-    configs: Mapping[str, Any] = model.peft_config  # type: ignore[assignment]
-    for adapter, config in configs.items():
+    everything = [p for p in places(model) if p.is_persistent]
+    state = {p.name: without_bytes(p.tensor) for p in everything}
+    place_of = {id(state[p.name]): p for p in everything}
+    found = {}
+    for adapter, config in _configs(model).items():
         if getattr(config.peft_type, "value", config.peft_type) == "ADALORA":
             continue  # peft looks at values; all that it saves is trained
         picked = get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter)
-        names |= {name_of[id(tensor)] for tensor in picked.values() if id(tensor) in name_of}
-    return names
+        found[adapter] = {name: place_of.get(id(tensor)) for name, tensor in picked.items()}
+    return found
+
+
+def _configs(model: nn.Module) -> Mapping[str, Any]:
+    return model.peft_config  # type: ignore[return-value]
 
 
 def without_bytes(tensor: torch.Tensor) -> torch.Tensor:

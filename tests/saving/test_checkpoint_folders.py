@@ -1,0 +1,129 @@
+"""Folders of checkpoints that many write and read at once, and filesystems that can less than others."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import outcore
+from outcore.core.errors import ConfigError
+from outcore.memory.files import checkpoint_file, checkpoint_folder, locked_folder
+from outcore.memory.files.checkpoint_folder import read_manifest
+from outcore.memory.files.locked_folder import held, taken_alone
+from outcore.spec.checkpoint import Manifest
+
+from . import small
+from .test_training_state import state_of
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Any]:
+    with small.prepared(small.build("plain", num_blocks=1), tmp_path) as pair:
+        yield pair
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_many_replace_one_checkpoint_while_others_read_it(can_exchange: bool, tmp_path: Path, monkeypatch: Any):
+    """Of the same step: whoever reads has all of one, until he is done."""
+    if not can_exchange:  # then there are moments without any, which nobody can hold
+        monkeypatch.setattr(checkpoint_folder, "_exchange", lambda *_: False)
+    target = tmp_path / "step-00000001"
+    found: list[str] = []
+    _replace(target, 9, 1)
+    threads = [threading.Thread(target=_replace, args=(target, who, 5)) for who in range(3)]
+    threads += [threading.Thread(target=lambda: found.extend(_read_once(target) for _ in range(40))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert "one" in found
+    assert not can_exchange or {*found} == {"one"}
+    assert [path.name for path in tmp_path.iterdir()] == [target.name]
+    assert _read_once(target) == "one"
+
+
+def test_a_lock_is_of_the_folder_that_is_there(tmp_path: Path, monkeypatch: Any):
+    """Another one has taken its place between opening and locking."""
+    path, open_file = tmp_path / "step-00000001", os.open
+    path.mkdir()
+
+    def replaced(*args: Any) -> int:
+        fd = open_file(*args)
+        path.rename(tmp_path / "old")
+        path.mkdir()
+        return fd
+
+    monkeypatch.setattr(os, "open", replaced)
+    with pytest.raises(BlockingIOError, match="another folder"), taken_alone(path, needs_lock=True):
+        pytest.fail("the lock is of the old one")
+
+
+def _replace(target: Path, who: int, num_saves: int) -> None:
+    for i in range(num_saves):
+        unfinished = checkpoint_folder.UnfinishedCheckpoint(target)
+        for name in "ab":
+            checkpoint_folder.write_new(unfinished.path / name, f"{who} {i}".encode())
+        unfinished.commit(lambda files: Manifest(step=1, files=files))
+
+
+def _read_once(target: Path) -> str:
+    with held(target):
+        try:
+            manifest = read_manifest(target, check=True)
+            texts = {(target / name).read_text() for name in "ab"}
+            is_one = len(texts) == 1 and read_manifest(target, check=True) == manifest
+        except (ConfigError, OSError) as error:
+            return repr(error)
+        return "one" if is_one else f"parts of {texts}"
+
+
+def _cannot(*_: Any) -> None:
+    raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+
+@pytest.mark.parametrize("lacks", ["room ahead", "direct I/O", "locks", "exchanges"])
+def test_filesystems_that_can_less(lacks: str, run: Any, tmp_path: Path, monkeypatch: Any):
+    """Files grow, go through the page cache, and are not held; what is saved is the same."""
+    open_file = os.open
+
+    def opened(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        if flags & os.O_DIRECT and "step-" in str(path):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return open_file(path, flags, *args, **options)
+
+    if lacks == "room ahead":
+        monkeypatch.setattr(checkpoint_file, "reserve", lambda *_: None)
+    elif lacks == "direct I/O":
+        monkeypatch.setattr(os, "open", opened)
+    elif lacks == "locks":
+        monkeypatch.setattr(locked_folder.fcntl, "flock", _cannot)
+    else:
+        monkeypatch.setattr(checkpoint_folder, "_exchange", lambda *_: False)
+    model, optimizer = run
+    for step in range(3):
+        small.train(model, optimizer, range(step, step + 1))
+        save = outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1 + step // 2, keep=1)
+    want = state_of(model, optimizer)
+    small.train(model, optimizer, range(3, 4))
+    save.wait()
+    assert [path.name for path in (tmp_path / "c").iterdir()] == ["step-00000002"]
+    outcore.load_checkpoint(model, optimizer, tmp_path / "c")
+    small.same(want, state_of(model, optimizer))
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no tmpfs here")
+def test_on_tmpfs(run: Any):
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        want = state_of(*run)
+        for step in (1, 1, 2):
+            outcore.save_checkpoint(*run, folder, step=step, keep=1, wait=True)
+        small.train(*run)
+        assert outcore.load_checkpoint(*run, folder) == {"step": 2}
+        small.same(want, state_of(*run))

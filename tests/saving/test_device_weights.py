@@ -1,0 +1,265 @@
+"""Weights on the device are saved while training goes on, and nobody can edit what is still to be copied."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plans import forced
+from torch import nn
+
+import outcore
+from outcore.core.errors import UnsupportedError
+from outcore.memory.files.checkpoint_file import CheckpointFile
+from outcore.runtime.module_guard import engine_of
+from outcore.runtime.saved_weights import SavedWeights
+
+from . import small
+from .test_library_files import saved_beside
+from .test_training_state import state_of
+
+PLANS = ("device", "plain", "resident")
+"""All on the device, updated unit by unit or as in a plain loop; and weights there, and the rest in host memory."""
+
+
+@contextmanager
+def prepared(kind: str, model: Any, folder: Path, **options: Any) -> Iterator[Any]:
+    optimizer = small.adamw(model)
+    homes = {"resident": lambda _: ("device", "host", "host")}.get(kind, "device")
+    policy = "keep" if kind == "plain" else "recompute"
+    plan = forced(model, optimizer, homes, policy=policy, precision=options.get("precision"))[1]
+    plan = dataclasses.replace(plan, plain=True, pools=()) if kind == "plain" else plan
+    with outcore.prepare(model, optimizer, plan=plan, device=small.DEVICE, **options) as pair:
+        yield pair
+
+
+class Gate:
+    """Nothing that a lane writes is written before it is open."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.opened, self.held = threading.Event(), []
+        write = CheckpointFile.write
+
+        def held(file: CheckpointFile, *args: Any) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                self.held.append(self.opened.wait(60))
+            write(file, *args)
+
+        patch.setattr(CheckpointFile, "write", held)
+
+
+def loss_of(model: Any, step: int) -> torch.Tensor:
+    torch.manual_seed(step)
+    return model(**small.batch(step)).loss
+
+
+@pytest.mark.parametrize("what", ["checkpoint", "library"])
+@pytest.mark.parametrize("name", ["llama", "plain", "mixtral"])
+@pytest.mark.parametrize("kind", PLANS)
+def test_training_goes_on(kind: str, name: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A whole forward and backward, before a byte of any home is written."""
+    with prepared(kind, small.build(name), tmp_path) as (model, optimizer):
+        small.train(model, optimizer, range(2))
+        assert not [u.label for u in engine_of(model, "a test").units if u.presence.watch.is_shared]
+        want = state_of(model, optimizer)
+        outcore.save_pretrained(model, tmp_path / "want")
+        gate = Gate(monkeypatch)
+        if what == "checkpoint":
+            save = outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=2)
+        else:
+            save = saved_beside(model, optimizer, tmp_path)
+        loss = loss_of(model, 2)
+        with torch.no_grad():
+            model(**small.batch(1))
+        loss.backward()
+        gate.opened.set()
+        optimizer.step()
+        optimizer.zero_grad()
+        small.train(model, optimizer, range(3, 4))
+        save.wait()
+        assert gate.held
+        assert all(gate.held)
+        if what == "checkpoint":
+            outcore.load_checkpoint(model, optimizer, tmp_path / "c")
+            small.same(want, state_of(model, optimizer))
+        else:
+            small.same(_by_name(tmp_path / "want"), _by_name(tmp_path / "c"))
+    with prepared(kind, small.build(name), tmp_path) as (model, optimizer):
+        losses = small.train(model, optimizer, range(3))
+        assert torch.equal(losses[2], loss.detach())
+
+
+def _by_name(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    files = sorted(folder.glob("model*.safetensors"))
+    return dict(sorted({name: tensor for path in files for name, tensor in load_file(path).items()}.items()))
+
+
+def _replace(param: nn.Parameter) -> None:
+    param.data = torch.zeros_like(param.data)
+
+
+EDITS: dict[str, Callable[[nn.Parameter], object]] = {
+    "mul_": lambda p: p.mul_(3),
+    "data": lambda p: p.data.fill_(7),
+    "replaced": _replace,
+    "detach": lambda p: p.detach().zero_(),
+    "view": lambda p: p.view(-1)[1:3].zero_(),
+    "foreach": lambda p: torch._foreach_add_([p], 1.0),
+    "init": nn.init.ones_,
+    "setitem": lambda p: p.__setitem__(0, 5.0),
+    "out": lambda p: torch.add(p, 1.0, out=p),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("kind", PLANS)
+def test_who_edits_waits(kind: str, edit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Between steps, behind a forward, and in a unit as in the root."""
+    with prepared(kind, small.build("plain"), tmp_path) as (model, optimizer):
+        small.train(model, optimizer)
+        want = state_of(model, optimizer)
+        gate, wait = Gate(monkeypatch), SavedWeights.wait
+        monkeypatch.setattr(SavedWeights, "wait", lambda *args: (gate.opened.set(), wait(*args)))
+        save = outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1)
+        loss = loss_of(model, 1)
+        with torch.no_grad():
+            for param in (model.embed.weight, model.blocks[1].down.weight):
+                EDITS[edit](param)
+        edited = model.blocks[1].down.weight.detach().clone()
+        gate.opened.set()
+        save.wait()
+        assert all(gate.held)
+        assert torch.equal(model.blocks[1].down.weight, edited)
+        del loss
+        outcore.load_checkpoint(model, optimizer, tmp_path / "c")
+        small.same(want, state_of(model, optimizer))
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_an_edit_that_came_before_is_saved(kind: str, tmp_path: Path):
+    """Though on an accelerator it is still to be made."""
+    with prepared(kind, small.build("plain"), tmp_path) as (model, optimizer):
+        small.train(model, optimizer)
+        with torch.no_grad():
+            for param in (model.embed.weight, model.blocks[1].down.weight):
+                if param.is_cuda:
+                    torch.cuda._sleep(10**9)
+                param.mul_(3)
+        save = outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1)
+        want = state_of(model, optimizer)
+        save.wait()
+        small.train(model, optimizer)
+        outcore.load_checkpoint(model, optimizer, tmp_path / "c")
+        small.same(want, state_of(model, optimizer))
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_who_has_kept_the_data(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Where asking for it is seen, he is waited for. Elsewhere his edit fails the save, and the next one waits."""
+    with prepared(kind, small.build("plain"), tmp_path) as (model, optimizer):
+        kept = [model.embed.weight.data, model.blocks[1].down.weight.data]
+        small.train(model, optimizer)
+        if kind != "resident":
+            with monkeypatch.context() as patch:
+                gate = Gate(patch)
+                save = outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1)
+                kept[1].add_(1)
+                gate.opened.set()
+                with pytest.raises(UnsupportedError, match=r"blocks\.1' that stay .* somebody who has kept"):
+                    save.wait()
+            assert not list((tmp_path / "c").iterdir())
+        want, done, write = state_of(model, optimizer), [], CheckpointFile.write
+
+        def noted(file: CheckpointFile, *args: Any) -> None:
+            write(file, *args)
+            done.append(file.path.name)
+
+        monkeypatch.setattr(CheckpointFile, "write", noted)
+        save = outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1)
+        assert "unit-00002.safetensors" in done
+        kept[1].zero_()
+        save.wait()
+        outcore.load_checkpoint(model, optimizer, tmp_path / "c")
+        small.same(want, state_of(model, optimizer))
+
+
+class Clamped(small.Block):
+    """Keeps its own weights small."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.down.weight.clamp_(-0.05, 0.05)
+        return super().forward(x)
+
+
+def clamped() -> Any:
+    torch.manual_seed(0)
+    model = small.Plain()
+    model.blocks[1] = Clamped(19)
+    return model.to(small.DEVICE).train()
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_a_unit_that_edits_itself(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It is known from its first step on. Before, a save fails rather than be half of each."""
+    with prepared(kind, clamped(), tmp_path) as (model, optimizer):
+        with monkeypatch.context() as patch:
+            gate = Gate(patch)
+            save = outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=0)
+            loss_of(model, 0)
+            gate.opened.set()
+            with pytest.raises(UnsupportedError, match=r"weights of unit 'blocks\.1' that stay as they are"):
+                save.wait()
+        assert not list((tmp_path / "c").iterdir())
+        small.train(model, optimizer, range(2))
+        want = state_of(model, optimizer)
+        save = outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=2)
+        small.train(model, optimizer, range(2, 4))
+        save.wait()
+        outcore.load_checkpoint(model, optimizer, tmp_path / "c")
+        small.same(want, state_of(model, optimizer))
+    with prepared(kind, clamped(), tmp_path) as (model, optimizer):
+        small.train(model, optimizer, range(2))
+        outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=4)
+        small.train(model, optimizer, range(2, 3))
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_everything_may_be_asked_for_meanwhile(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Gathered, saved, copied, closed: each waits or reads, and training's bits are those of a run without saves."""
+    asks: list[Callable[[Any, Any], object]] = [
+        lambda model, _: model.state_dict(),
+        lambda model, _: [repr(p) for p in model.parameters()],
+        lambda model, _: outcore.save_pretrained(model, tmp_path / "p"),
+        lambda _, optimizer: optimizer.state_dict(),
+        lambda model, _: nn.utils.parameters_to_vector(model.parameters()),
+        lambda model, _: model.load_state_dict(model.state_dict()),
+        lambda model, optimizer: outcore.save_checkpoint(model, optimizer, tmp_path / "d", step=9),
+    ]
+
+    def run(*, saves: bool) -> Any:
+        with prepared(kind, small.build("plain"), tmp_path) as (model, optimizer):
+            for i, ask in enumerate(asks):
+                small.train(model, optimizer, range(i, i + 1))
+                if saves:
+                    outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=i)
+                    loss_of(model, 50)
+                    ask(model, optimizer)
+                else:
+                    loss_of(model, 50)
+                with outcore.gathered(model, write=True), torch.no_grad():
+                    model.blocks[0].down.weight[0] += 0.5
+            if saves:
+                outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=99)
+            found = {name: tensor.clone() for name, tensor in state_of(model, optimizer).items()}
+        return found
+
+    small.same(run(saves=False), run(saves=True))
