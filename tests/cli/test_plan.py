@@ -294,6 +294,7 @@ def test_what_ranks_cannot_share(command: Run, config_json: Path):
         (("--hardware", "h100+no-disk", "--disk-size", "1TB"), "expected a machine with a disk"),
         (("--hardware", "h100", "--precision", "fp8"), "--precision: expected one of fp32, bf16, pure_bf16"),
         (("--hardware", "h100", "--device-memory", "10KiB"), "no placement fits"),
+        (("--hardware", "h100", "--master-format", "bf16"), "expected master_format to be one of fp32, compact"),
         (("--hardware", "h100", "--optim", "galore_adamw"), "--optim: expected one of adamw_torch_fused, adamw_torch,"),
     ],
 )
