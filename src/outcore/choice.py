@@ -134,6 +134,11 @@ class Timed:
         self._ranks = ranks
         self._known: Forecast | None = None
 
+    def turn_to(self, cut: Partition) -> None:
+        """From now on speak of ranks that have weights in another way. Args: cut: The model for them."""
+        self._cut = cut
+        self._known = None if self._known is None else dataclasses.replace(self._known, model=cut.spec)
+
     def predict(self, plan: Plan) -> Simulation | None:
         """Steps of a plan; None where the micro-batch or the machine is not known, or cannot be."""
         forecast = self.forecast(may_measure=not plan.rests_on_device)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -22,9 +24,10 @@ from outcore.ranks.one_copy import shared_memory
 from outcore.ranks.world import World, join_world
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.values.fill import Values
-from outcore.spec.budget import Limits
 from outcore.spec.model import ModelSpec, Sharing
 from outcore.spec.plan import Plan
+
+P = TypeVar("P")
 
 
 @contextmanager
@@ -72,11 +75,17 @@ def chosen(cut: Partition, options: Options, device: Device, world: World | None
     cut = among(cut, ranks, world.rank, "prepare", keeps_buckets=is_fast)
     limits = least_limits(world, limits_of(options.budget, device, num_sharers=world.local_size))
     sharings: list[Sharing] = ["copy" if _can_share(world) else "replicate"]
-    sharings += ["cut"] if options.loop is None else []  # a Trainer's rank 0 reads weights alone
+    if options.loop is None:  # a Trainer's rank 0 reads weights alone
+        sharings += sharings_over_links(ranks)
     made = ""
     if world.rank == 0:
         with of_a_node(world.local_size):
-            made = _plan_of_all(sharings, limits, cut, options, device, ranks).to_json()
+            asked = sharings[: 1 if options.plan is not None else None]
+            timed = Timed(cut, options, device, ranks=ranks)
+            _, (found, _) = fastest(
+                asked, cut, timed, lambda mine, own: (plan_within(limits, mine, options, device, own), None)
+            )
+            made = found.to_json()
     plan = Plan.from_json(world.from_first(made), where="plan of rank 0")
     check_plan(cut.spec, plan, limits)
     if is_fast and plan.accumulation_steps is None:
@@ -115,23 +124,54 @@ def of_a_node(num_ranks: int) -> Iterator[None]:
         raise PlanInfeasibleError(text, node(error.required_bytes), node(error.raise_one_to)) from error
 
 
-def _plan_of_all(
-    sharings: Sequence[Sharing], limits: Limits, cut: Partition, options: Options, device: Device, ranks: Ranks
-) -> Plan:
-    """The first that leaves no weights on disk, where each rank would have all of them; else the last that fits."""
-    found, error = [], None
-    for sharing in sharings[: 1 if options.plan is not None else None]:
+def sharings_over_links(ranks: Ranks) -> list[Sharing]:
+    """Ways to have weights that put them together between ranks."""
+    return ["cut", "node"] if ranks.nodes > 1 < ranks.per_node else ["cut"]
+
+
+_ALL_TOGETHER = 0.05
+"""Where weights are put together between ranks, all must visit the same units, and more calls need all of them. So a
+step must be predicted to be shorter by more than this."""
+
+
+def fastest(
+    sharings: Sequence[Sharing],
+    cut: Partition,
+    timed: Timed,
+    make: Callable[[Partition, Timed], tuple[Plan, P]],
+) -> tuple[Partition, tuple[Plan, P]]:
+    """The plan with the way to have weights under which a step is predicted to be the shortest.
+
+    Where times are not known: the first that leaves no weights on disk, else the last that fits.
+
+    Args:
+        sharings: What may become of weights. Those that come first are kept where others gain little.
+        cut: The model.
+        timed: Of the same; afterwards of the last way that was looked at.
+        make: A plan for one way, and what else is known of it.
+
+    Raises:
+        PlanInfeasibleError: None fits.
+    """
+    best: tuple[Partition, tuple[Plan, P]] | None = None
+    best_s, error = math.inf, None
+    for sharing in sharings:
         mine = dataclasses.replace(cut, spec=dataclasses.replace(cut.spec, sharing=sharing))
+        timed.turn_to(mine)
         try:
-            found.append(plan_within(limits, mine, options, device, Timed(mine, options, device, ranks=ranks)))
+            made = make(mine, timed)
         except PlanInfeasibleError as caught:
             error = caught
-        else:
-            if all(unit.weights != "disk" for unit in found[-1].units):
-                break
-    if not found and error is not None:
-        raise error
-    return found[-1]
+            continue
+        plan = made[0]
+        simulation = timed.predict(plan) if len(sharings) > 1 else None
+        if simulation is None or best is None or simulation.step_s < (1 - _ALL_TOGETHER) * best_s:
+            best, best_s = (mine, made), math.inf if simulation is None else simulation.step_s
+        if plan.rests_on_device or (simulation is None and all(unit.weights != "disk" for unit in plan.units)):
+            break
+    if best is None:
+        raise AssertionError("there is no way to have weights") if error is None else error
+    return best
 
 
 def _can_share(world: World) -> bool:

@@ -263,7 +263,7 @@ def test_ranks_share_a_node(command: Run, config_json: Path):
     trained = sum(unit["weights"] is not None for unit in found["plan"]["units"])
     assert trained
     assert 0 < found["received_bytes"]["gather"] <= found["received_bytes"]["reduce"]
-    assert one["received_bytes"] == {"reduce": 0, "gather": 0}
+    assert one["received_bytes"] == {"reduce": 0, "gather": 0, "link": 0}
     lines = dict(line.split(maxsplit=1) for line in text.splitlines() if line)
     assert lines["ranks"].startswith("8 (2 nodes x 4)")
     assert "8 ranks with 1 x 64 tokens" in lines["step"]

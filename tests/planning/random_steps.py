@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 from unittest import mock
 
 from plans import share_updates
@@ -22,9 +23,10 @@ from outcore.planning.homes.reservations import can_be_early
 from outcore.planning.paper import schedule
 from outcore.planning.paper.schedule import Circumstances, consecutive, usual_visits
 from outcore.planning.paper.weight_cache import nothing_held
-from outcore.planning.timing.rates import LINKS, Pace, Rates, Shared
+from outcore.planning.timing.rates import LINKS, Pace, Rates, Shared, Way
 from outcore.planning.timing.simulate import Task, play, tasks_of
-from outcore.spec.model import ModelSpec, UnitSpec
+from outcore.spec.cut import shared
+from outcore.spec.model import ModelSpec, Sharing, UnitSpec
 from outcore.spec.plan import TIERS, Plan, UnitPlan
 from outcore.spec.schedule import Visit
 from outcore.spec.timeline import COMPUTE
@@ -47,10 +49,15 @@ class Step:
     is_roomy: bool
 
 
-def random_step(chance: random.Random, num_ranks: int = 1) -> Step:
-    """Any model, plan and machine. Args: num_ranks: That train together."""
-    model, is_roomy = random_model(chance).among(num_ranks, 0), chance.random() < 0.4
-    if num_ranks == 1:
+def random_step(chance: random.Random, *, has_ranks: bool = False) -> Step:
+    """Any model, plan and machine. Args: has_ranks: Several train together."""
+    model = random_model(chance)
+    if has_ranks:
+        nodes, per_node = chance.choice([(1, 2), (1, 3), (2, 2), (4, 1)])
+        sharing = chance.choice(get_args(Sharing))
+        model = replace(model.among(nodes * per_node, 0, per_node), sharing=sharing)
+    is_roomy = chance.random() < 0.4
+    if not has_ranks:
         model = replace(model, micro_batches_in_unit=chance.choice([1, 1, 1, 1, 1, 2, 3]))
     micro_batches = chance.choice([1, 1, 2, 3])
     plan = random_plan(model, chance, micro_batches, is_roomy=is_roomy)
@@ -100,7 +107,7 @@ def random_plan(model: ModelSpec, chance: random.Random, micro_batches: int, *, 
             saved = align_up(int(spec.weight_bytes * chance.uniform(0.2, 2)) or 1, PAGE_BYTES)
             homes = replace(homes, policy="keep", activations=tier, saved_bytes=saved)
         units.append(homes)
-    units = share_updates(units, chance.choice([0.0, 0.0, 0.5, 1.0]))
+    units = [shared(unit, model.sharing) for unit in share_updates(units, chance.choice([0.0, 0.0, 0.5, 1.0]))]
     depth, buckets, slots = (
         (2, 2, 3) if is_roomy else (chance.randint(0, 3), chance.randint(1, 3), chance.randint(1, 4))
     )
@@ -126,21 +133,22 @@ def random_rates(model: ModelSpec, chance: random.Random) -> Rates:
 
     parts = {link: chance.uniform(0.1, 0.7) for link in LINKS[1:6]}
     ways = {"h2d": chance.uniform(0.5, 0.8), "d2h": chance.uniform(0.5, 0.8)}
-    shared = (Shared(name="host memory", parts=parts), Shared(name="bus", parts=ways))
+    common = (Shared(name="host memory", parts=parts), Shared(name="bus", parts=ways))
     numels = {spec.name: sum(p.numel for p in spec.params) / max(numel, 1) for spec in model.units}
     backward = chance.choice([1.0, 2.0])
     bytes_per_s = {link: pace(largest) for link in ("h2d", "d2h")}
     bytes_per_s |= {link: pace(4 * largest) for link in ("disk_read", "disk_write")}
     bytes_per_s |= {link: pace(30 * largest) for link in ("compute", "update")}
     if model.units[0].num_ranks > 1:
-        bytes_per_s |= {way: pace(largest) for way in ("reduce", "gather", "host gather")}
-        shared += (Shared(name="between ranks", parts={"reduce": 1.0, "gather": 1.0, "d2h": 0.3}),)
+        bytes_per_s |= {way: pace(largest) for way in ("reduce", *get_args(Way))}
+        parts = {"reduce": 1.0, "gather": 1.0, "link": 1.0, "d2h": 0.3}
+        common += (Shared(name="between ranks", parts=parts),)
     return Rates(
         forward_s=numels,
         backward_s={name: backward * s for name, s in numels.items()},
         bytes_per_s=bytes_per_s,
         parameters_per_s={"update": pace(numel), "device_update": pace(5 * numel), "compute": pace(20 * numel)},
-        shared=shared[: chance.choice([0, 0, 1, 2])] + shared[2:],
+        shared=common[: chance.choice([0, 0, 1, 2])] + common[2:],
         host_runs_ahead=chance.random() < 0.8,
     )
 
@@ -207,10 +215,9 @@ def reordered(tasks: Sequence[Task], ends: Sequence[int], chance: random.Random)
 
 def main() -> None:
     ratios: dict[str, list[float]] = {"roomy": [], "others": [], "with activations away": [], "reordered": []}
-    first, last, *ranks = map(int, sys.argv[1:])
-    for seed in range(first, last):
+    for seed in range(*map(int, sys.argv[1:3])):
         chance = random.Random(seed)
-        step = random_step(chance, *ranks)
+        step = random_step(chance, has_ranks="ranks" in sys.argv)
         bound = bound_of(step.model, step.plan, step.rates, step.visits, step.circumstances)
         if not bound.seconds:
             continue

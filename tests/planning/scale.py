@@ -47,12 +47,11 @@ MODELS = {
 }
 NODES = {
     "8 x RTX 4090, PCIe 4.0 without P2P": "rtx-4090+server-ddr4-2s+server-nvme-x8+no-p2p+200g",
-    "8 x A100 80 GB, NVLink": "a100-80gb+server-ddr4-2s+server-nvme-x8",
     "8 x H100, NVLink": "h100+server-ddr5-2s+server-nvme-x8",
 }
 HOST_BYTES = {"8 x RTX 4090, PCIe 4.0 without P2P": 1024 * GIB}
 PER_NODE, SEQ_LEN, MICRO_BATCHES = 8, 4096, 4
-GPUS = (8, 32, 128, 512)
+GPUS = (8, 64, 512)
 MEASURED = {"h100": (1.65 * GIGA * 4, 15.33 / 4 / (4.460 - 0.971)), "others": (0.75 * GIGA * 4, 11.3 / 4 / 1.545)}
 """Device -> parameters per second that the processors of a node of four ranks update with DeepSpeed's CPU Adam, and
 billions of parameters per second and rank whose gradients its blocking copy takes to host memory; both from the logs of
@@ -160,12 +159,13 @@ def cells(found: Answer | PlanInfeasibleError, node: str) -> tuple[str, ...]:
     zero3 = zero3_offload(numel, setting.hardware, setting.ranks, compute_s, MICRO_BATCHES, measured)
     fits = zero3.host_bytes <= HOST_BYTES.get(node, 2048 * GIB)
     binds = max(simulation.binding, key=simulation.binding.__getitem__, default="compute")
-    node_bytes, homes = found.of_node(found.peak_bytes()), found.found.plan.units[-1]
+    node_bytes, last = found.of_node(found.peak_bytes()), found.found.plan.units[-1]
+    how = "one copy a node" if last.gather == "host" else WEIGHTS[last.partition]
     return (
         f"{simulation.step_s:.1f} s",
         f"{found.tokens_per_s:,.0f}",
         binds.replace("_", " "),
-        f"{homes.weights}, {homes.gradients}, {homes.states}",
+        f"{how}; {last.weights}, {last.gradients}, {last.states}",
         f"{node_bytes['host'] / 2**30:,.0f} + {node_bytes['disk'] / 2**30:,.0f} GiB",
         format_bytes(int(sum(found.received_bytes().values()))),
         f"{zero3.step_s:.1f} s" if fits else f"needs {zero3.host_bytes / 2**30:,.0f} GiB",
@@ -174,8 +174,17 @@ def cells(found: Answer | PlanInfeasibleError, node: str) -> tuple[str, ...]:
     )
 
 
+WEIGHTS = {"replicate": "whole on each rank", "node": "cut over a node", "world": "cut over all"}
 HEADS = (
-    *("model", "nodes", "GPUs", "step", "tokens/s", "binds", "homes of the last layers: weights, gradients, states"),
+    *(
+        "model",
+        "nodes",
+        "GPUs",
+        "step",
+        "tokens/s",
+        "binds",
+        "weights; homes of the last layer: weights, gradients, states",
+    ),
     *("host + disk of a node", "received by a rank", "ZeRO-3 offload", "times outcore's", "received by a rank there"),
 )
 

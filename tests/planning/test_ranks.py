@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from outcore.core.errors import PlanInfeasibleError
 from outcore.order.turns import Turns
 from outcore.planning.homes.pools import pools_for
 from outcore.planning.homes.reservations import tier_bytes
@@ -15,14 +18,18 @@ from outcore.planning.timing.profile import UnitWork, rates_for
 from outcore.planning.timing.ranks import ALONE, Between, Ranks, between, links_of, network_of, share_of
 from outcore.planning.timing.rates import Pace, Rates
 from outcore.planning.timing.simulate import simulate
+from outcore.planning.units.partition import Partition
+from outcore.spec.cut import shared
 from outcore.spec.lanes import Lane
-from outcore.spec.model import ModelSpec
+from outcore.spec.model import ModelSpec, Sharing
 from outcore.spec.plan import Plan
+from outcore.together import fastest
 
 from .models import layered
 from .test_simulate import plan_of
 
 MIB, GB = 2**20, 1e9
+GATHER, ALL_GATHER = "gather weights of", "all-gather weights of"
 NODE = known_hardware("a100-80gb+nvlink3+8x200g")
 
 
@@ -69,6 +76,9 @@ def test_an_exchange_passes_the_network_for_every_rank_and_a_gather_for_every_no
     assert network == pytest.approx(192 * GB)
     assert found.bytes_per_s["reduce"] == pytest.approx(network / 8 / (8 / 15))  # 8 of 15 others are elsewhere
     assert found.bytes_per_s["gather"] == pytest.approx(230 * GB)  # 8/15 of it pass the network at 192
+    assert found.bytes_per_s["link"] == found.bytes_per_s["gather"]
+    assert found.bytes_per_s["node link"] == pytest.approx(230 * GB)
+    assert found.bytes_per_s["copies"] == pytest.approx(network / 8)  # each rank of a node gets another part
     alone = between(NODE, Ranks(16, 1)).bytes_per_s
     assert alone["reduce"] == alone["gather"] == pytest.approx(network)
 
@@ -78,8 +88,8 @@ def test_without_links_of_their_own_devices_meet_on_the_bus():
     found = between(machine, Ranks(1, 4))
     into, out = ({s.name: s for s in found.shared}[name].parts for name in ("into the device", "out of the device"))
     part = 10 * GB / machine.bus.h2d_bytes_per_s
-    assert into == {"h2d": 1.0, "reduce": pytest.approx(part), "gather": pytest.approx(part)}
-    assert out == {"d2h": 1.0, "reduce": pytest.approx(part), "gather": pytest.approx(part)}
+    assert into == {"h2d": 1.0, **dict.fromkeys(("reduce", "gather", "link"), pytest.approx(part))}
+    assert out == {"d2h": 1.0, **dict.fromkeys(("reduce", "gather", "link"), pytest.approx(part))}
     assert found.host_parts["reduce"] == pytest.approx(2 * 10 * GB / (machine.host.bytes_per_s / 4))
 
 
@@ -128,6 +138,53 @@ def test_seconds_between_ranks():
     pace = Pace(model, staged, rates)
     seconds = {op.name: pace.seconds(op) for op in schedule(model, staged, usual_visits(model)).operations}
     assert seconds[f"gather weights of {layer}"] == pytest.approx(2 * 0.75 / 5)
+
+
+@pytest.mark.parametrize(
+    ("sharing", "link", "gather"),
+    [("replicate", 0.0, 0.75 / 6), ("copy", 0.0, 0.25 / 7), ("cut", 0.75 / 9, 0.0), ("node", 0.5 / 10, 0.25 / 7)],
+)
+def test_seconds_of_weights_between_ranks(sharing: Sharing, link: float, gather: float):
+    """Two nodes with two ranks each: what one gets of 2 MiB at each of its fetches, and behind its update."""
+    rates = {"host gather": 6, "host copies": 7, "copies": 8, "link": 9, "node link": 10}
+    model = layered(2, root=0, layer=MIB, precision="bf16").among(4, 0, 2)
+    plan = plan_of(model)
+    units = tuple(shared(unit, sharing) for unit in plan.units)
+    plan = dataclasses.replace(plan, units=units, pools=pools_for(model, units))
+    pace = Pace(model, plan, Rates(forward_s={}, backward_s={}, bytes_per_s={k: n * MIB for k, n in rates.items()}))
+    operations = [op for op in schedule(model, plan, usual_visits(model)).operations if op.unit == "model.layers.0"]
+    for kind, expected in ((ALL_GATHER, link), (GATHER, gather)):
+        assert sum({pace.seconds(op) for op in operations if op.kind == kind}) == pytest.approx(2 * expected)
+
+
+def test_the_fastest_way_to_have_weights_and_the_first_where_others_gain_little():
+    model = layered(4, root=0, layer=MIB, precision="bf16").among(2, 0)
+    steps_s: dict[Sharing, float | None] = {"copy": 1.0, "cut": 0.96, "node": 0.9}
+    asked: list[Sharing] = []
+
+    class Known:
+        def turn_to(self, cut: Any) -> None:
+            asked.append(cut.spec.sharing)
+
+        def predict(self, plan: Plan) -> Any:
+            step_s = steps_s[asked[-1]]
+            return None if step_s is None else SimpleNamespace(step_s=step_s)
+
+    def make(cut: Partition, timed: Any) -> tuple[Plan, str]:
+        if (name := cut.spec.sharing) not in steps_s:
+            raise PlanInfeasibleError(f"no room for {name}", {})
+        return plan_of(model, weights="disk" if steps_s[name] is None else "host"), name
+
+    def found(*sharings: Sharing) -> str:
+        return fastest(sharings, Partition(spec=model, modules=[], params=[]), Known(), make)[1][1]  # type: ignore[arg-type]
+
+    assert found("copy", "cut") == "copy"
+    assert found("copy", "cut", "node") == "node"
+    assert found("replicate", "cut") == "cut"
+    with pytest.raises(PlanInfeasibleError, match="no room for replicate"):
+        found("replicate")
+    steps_s |= {"copy": None, "node": None}
+    assert found("copy", "node") == "node"  # weights of both rest on disk
 
 
 @pytest.mark.parametrize(("num_ranks", "lane"), [(2, "update"), (3, "device_update")])

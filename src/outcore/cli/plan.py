@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self, cast, get_args
 
 import torch
 
-from outcore.choice import Options, Planner, Timed
+from outcore.choice import Options, Placed, Planner, Timed
 from outcore.cli.train.model.adapters import with_adapters
 from outcore.cli.train.model.quantization import Quantization, quantization_of
 from outcore.cli.train.model.source import ModelSource, build_model, find_model
@@ -50,7 +50,7 @@ from outcore.spec.lanes import RANK_LANES
 from outcore.spec.model import ModelSpec, Precision
 from outcore.spec.plan import TIERS, Plan, Tier
 from outcore.spec.timeline import WRITES_TO_DISK
-from outcore.together import among, of_a_node
+from outcore.together import among, fastest, of_a_node, sharings_over_links
 
 _DEVICE_SHARE, _HOST_SHARE, _DISK_SHARE = 0.9, 0.8, 0.9
 """Of a machine's memory, where no option says otherwise: the rest is for the driver and for other programs."""
@@ -280,7 +280,7 @@ class _Asking:
         hardware = NO_TIMES if self._guess else self._hardware  # without times a run follows the rule
         options = Options(sample=sample, precision=self._cut.spec.precision, hardware=hardware, loop=self._loop)
         timed = Timed(self._cut, options, self._machine, profile=profile, ranks=asked.ranks)
-        placed = Planner(self._cut, options, self._machine, self._limits, timed).placed()
+        placed = self._placed(options, timed)
         sending = placed.sending
         setting = Setting(
             model=self._cut.spec,
@@ -298,6 +298,19 @@ class _Asking:
         bare = dataclasses.replace(placed.bare, plain=placed.plan.plain)
         found = dataclasses.replace(explain(setting.job(), bare, placed.candidate), plan=placed.plan)
         return Answer(question=asked, setting=setting, found=found, sending=sending, guess=self._guess)
+
+    def _placed(self, options: Options, timed: Timed) -> Placed:
+        """The plan of a run; of several ranks also how they have weights."""
+
+        def make(cut: Partition, own: Timed) -> tuple[Plan, Placed]:
+            placed = Planner(cut, options, self._machine, self._limits, own).placed()
+            return placed.plan, placed
+
+        ranks = self._question.ranks
+        if ranks.size == 1:
+            return make(self._cut, timed)[1]
+        self._cut, (_, placed) = fastest(["copy", *sharings_over_links(ranks)], self._cut, timed, make)
+        return placed
 
     @cached_property
     def _times(self) -> dict[str, UnitTimes]:

@@ -48,6 +48,8 @@ def _facts(answer: Answer) -> Iterator[tuple[str, str]]:
     waits = ", ".join(f"{lane} {seconds:.3g}" for lane, seconds in answer.exposed_s().items() if lane != COMPUTE)
     if ranks.size > 1:
         yield "received", f"{received_text(answer)} from other ranks per step"
+        if any(unit.partition != "replicate" and unit.gather == "link" for unit in found.plan.units):
+            yield "", "weights are put together between ranks: all visit the same units, in loops of your own"
     yield "waits", f"compute waits for {waits} s per step" if waits else "compute waits for nothing"
     homes = Counter((unit.weights, unit.gradients, unit.states) for unit in found.plan.units[1:])
     for (weights, gradients, states), count in homes.items():
@@ -74,7 +76,7 @@ def _activations(answer: Answer) -> Iterator[tuple[str, str]]:
 
 def received_text(answer: Answer) -> str:
     """What one rank gets from the others in a step."""
-    named = {"reduce": "gradients", "gather": "new weights"}
+    named = {"reduce": "gradients", "gather": "new weights", "link": "weights"}
     found = answer.received_bytes()
     return ", ".join(f"{format_bytes(int(found[lane]))} of {what}" for lane, what in named.items() if found[lane])
 

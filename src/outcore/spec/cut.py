@@ -133,11 +133,13 @@ def shared(unit: UnitPlan, sharing: Sharing) -> UnitPlan:
     """The unit, with its weights as ranks are to have them.
 
     ``copy`` lets ranks of a machine share what is in host memory, and leaves the rest to each; ``cut`` cuts all that
-    can be over all ranks.
+    can be over all ranks, ``node`` over those of a machine.
     """
     if sharing == "copy" and unit.weights == "host":
         return replace(unit, partition="node", gather="host")
-    return replace(unit, partition="world") if sharing == "cut" and unit.name else unit
+    if sharing in ("cut", "node") and unit.name:
+        return replace(unit, partition="world" if sharing == "cut" else "node")
+    return unit
 
 
 def is_resident(spec: UnitSpec, unit: UnitPlan) -> bool:

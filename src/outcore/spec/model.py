@@ -47,7 +47,7 @@ TRAINED_DTYPES = ("float32", "bfloat16", "float16", "float64")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "uint8": 1, "int8": 1, "int16": 2}
 WITH_MASTERS: tuple[Precision, ...] = ("bf16", "fp16")
 """Weights that are updated in fp32."""
-Sharing = Literal["replicate", "copy", "cut"]
+Sharing = Literal["replicate", "copy", "cut", "node"]
 StateFormat = Literal["fp32", "bf16", "8bit"]
 MasterFormat = Literal["fp32", "compact"]
 ALIAS_BYTES = 2**27

@@ -268,11 +268,12 @@ class Times:
         is_read = unit.plan.weights == "disk" and starts_from_weights(unit.spec, unit.plan, self.model.precision)
         return self.rates.move_s("disk_read", weights_home(unit.spec, unit.plan).updated_bytes) if is_read else 0.0
 
-    def bring_s(self, spec: UnitSpec, plan: UnitPlan) -> tuple[float, float]:
-        """Of reading weights from disk, and of fetching them. What goes between ranks is not counted."""
+    def bring_s(self, spec: UnitSpec, plan: UnitPlan) -> tuple[float, float, float]:
+        """Of reading weights from disk, of fetching them, and of putting together what ranks have of them."""
         nbytes = weights_home(spec, plan).nbytes
         read_s = self.rates.move_s("disk_read", nbytes) if plan.weights == "disk" else 0.0
-        return read_s, 0.0 if plan.weights == "device" else self.rates.move_s("h2d", nbytes)
+        fetch_s = 0.0 if plan.weights == "device" else self.rates.move_s("h2d", nbytes)
+        return read_s, fetch_s, self.rates.link_s(spec, plan)
 
     def staged_bytes(self, unit: Trained) -> int:
         """What goes to an update on the device."""

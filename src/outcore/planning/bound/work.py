@@ -18,10 +18,13 @@ from outcore.planning.bound.times import Moment, Times, Trained
 from outcore.planning.paper.schedule import Circumstances
 from outcore.planning.paper.weight_cache import slot_sizes
 from outcore.planning.timing.rates import Rates
-from outcore.spec.cut import weights_home
+from outcore.spec.cut import in_slot, weights_home
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, PoolKind
 from outcore.spec.schedule import Visit
+
+_BRINGING = ("disk_read", "h2d", "link")
+"""Links on which weights come, one after the other."""
 
 
 class _Held(NamedTuple):
@@ -229,22 +232,17 @@ class _Listing:
     # Weights.
 
     def _fetches(self, trained: Mapping[int, Trained]) -> None:
-        for size in sorted(set(slot_sizes(self._times.plan, "device"))):
-            mine = {
-                i for i, pair in enumerate(self._times.pairs) if pair[1].weights != "device" and pair[0].weight_bytes
-            }
-            mine = {
-                i
-                for i in mine
-                if self._times.pool("device", "weights", self._times.model.units[i].weight_bytes)[0] == size
-            }
-            seconds = {i: self._times.bring_s(*self._times.pairs[i])[1] for i in mine}
-            number = slot_sizes(self._times.plan, "device").count(size)
-            self._sweep("h2d", seconds, number, trained)
-        reads = {
-            i: self._times.bring_s(*pair)[0] for i, pair in enumerate(self._times.pairs) if pair[1].weights == "disk"
-        }
-        slots = len(slot_sizes(self._times.plan, "device")) + len(slot_sizes(self._times.plan, "host"))
+        times, brought = self._times, [self._times.bring_s(*pair) for pair in self._times.pairs]
+        streamed = [i for i, pair in enumerate(times.pairs) if in_slot(*pair, "device")]
+        for size in sorted(set(slot_sizes(times.plan, "device"))):
+            mine = [
+                i for i in streamed if times.pool("device", "weights", times.model.units[i].weight_bytes)[0] == size
+            ]
+            number = slot_sizes(times.plan, "device").count(size)
+            for link in ("h2d", "link"):
+                self._sweep(link, {i: brought[i][_BRINGING.index(link)] for i in mine}, number, trained)
+        reads = {i: brought[i][0] for i, pair in enumerate(times.pairs) if pair[1].weights == "disk"}
+        slots = len(slot_sizes(times.plan, "device")) + len(slot_sizes(times.plan, "host"))
         self._sweep("disk_read", reads, slots, trained)
 
     def _sweep(self, link: str, seconds: Mapping[int, float], slots: int, trained: Mapping[int, Trained]) -> None:
@@ -266,7 +264,7 @@ class _Listing:
 
     def _first(self, link: str, unit: Trained, seconds: float) -> Job:
         """Of updated weights: they come behind the update."""
-        read_s, fetch_s = self._times.bring_s(unit.spec, unit.plan)
-        head_s = self._times.gathered_s(unit) + self._times.sent_s(unit) + (read_s if link == "h2d" else 0.0)
+        brought, place = self._times.bring_s(unit.spec, unit.plan), _BRINGING.index(link)
+        head_s = self._times.gathered_s(unit) + self._times.sent_s(unit) + sum(brought[:place])
         ready = unit.after.plus(head_s if unit.is_early else head_s + self._times.update_s(unit))
-        return Job(link, seconds, *ready, unit.first, fetch_s if link == "disk_read" else 0.0)
+        return Job(link, seconds, *ready, unit.first, sum(brought[place + 1 :]))

@@ -2,8 +2,9 @@
 
 [Note: between ranks] A rank gets the same bytes from every other one. In an exchange of gradients each sends another
 run to each, so what comes from other nodes passes the network once for every rank. In a gather all get the same, so it
-passes the network once for every node. Links of a node and the network work side by side. For exchanges this is what
-the makers of NCCL say, too: https://github.com/NVIDIA/nccl-tests/issues/130.
+passes the network once for every node. Where the ranks of a node have weights together, each gets another part of new
+ones from the other nodes. Links of a node and the network work side by side. For exchanges this is what the makers of
+NCCL say, too: https://github.com/NVIDIA/nccl-tests/issues/130.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class Between(NamedTuple):
     """Ways between ranks."""
 
     bytes_per_s: Mapping[str, float]
-    """``reduce``: exchanged gradients; ``gather``: gathered weights; ``host gather``: the same in host memory."""
+    """``reduce``: of exchanged gradients; of each ``Way`` of weights."""
     latency_s: Mapping[str, float]
     shared: Sequence[Shared]
     host_parts: Mapping[Link, float]
@@ -110,11 +111,18 @@ def between(hardware: Hardware, ranks: Ranks) -> Between:
     exchange_s = max(inside / links.bytes_per_s, outside * ranks.per_node / network.bytes_per_s)
     gather_s = max(meets / links.bytes_per_s, outside / network.bytes_per_s)
     on_host_s = max(meets / links.host_bytes_per_s, outside / network.bytes_per_s)
-    rates = {"reduce": 1 / exchange_s, "gather": 1 / gather_s, "host gather": 1 / on_host_s}
+    copies_s = ranks.per_node / network.bytes_per_s  # ranks of a node have different parts
+    rates: dict[str, float] = {"reduce": 1 / exchange_s, "gather": 1 / gather_s, "host gather": 1 / on_host_s}
+    rates |= {"link": 1 / gather_s, "node link": links.bytes_per_s if meets else 1 / gather_s}
+    rates |= {"copies": 1 / copies_s, "host copies": 1 / max(copies_s, 1 / links.host_bytes_per_s)}
     latency_s = max(meets * links.latency_s, network.latency_s if ranks.nodes > 1 else 0.0)
-    shared, host_parts = [Shared(name="between ranks", parts={"reduce": 1.0, "gather": 1.0})], dict[Link, float]()
+    shared, host_parts = (
+        [Shared(name="between ranks", parts={"reduce": 1.0, "gather": 1.0, "link": 1.0})],
+        dict[Link, float](),
+    )
     if links.on_bus and meets:
         inner: dict[Link, float] = {"reduce": inside * rates["reduce"], "gather": rates["gather"]}
+        inner["link"] = rates["node link"]
         port = min(links.devices_per_port, ranks.per_node)
         into = {link: rate / bus.h2d_bytes_per_s for link, rate in inner.items()}
         out = {link: rate / bus.d2h_bytes_per_s for link, rate in inner.items()}

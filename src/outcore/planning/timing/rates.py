@@ -19,8 +19,12 @@ from outcore.spec.plan import Plan, UnitPlan
 from outcore.spec.schedule import Operation
 from outcore.spec.timeline import COMPUTE, HOST
 
-Link = Literal["compute", "h2d", "d2h", "disk_read", "disk_write", "update", "device_update", "reduce", "gather"]
+Link = Literal[
+    "compute", "h2d", "d2h", "disk_read", "disk_write", "update", "device_update", "reduce", "gather", "link"
+]
 LINKS: tuple[Link, ...] = get_args(Link)
+Way = Literal["gather", "host gather", "copies", "host copies", "link", "node link"]
+"""Of weights between ranks: new ones to all, or to those that have the same part; parts that are put together."""
 
 LINK_OF: Mapping[str, Link] = {
     COMPUTE: "compute",
@@ -38,7 +42,7 @@ LINK_OF: Mapping[str, Link] = {
     Lane.DEVICE_UPDATE.value: "device_update",
     Lane.REDUCE.value: "reduce",
     Lane.GATHER.value: "gather",
-    Lane.LINK.value: "gather",
+    Lane.LINK.value: "link",
 }
 """Lane -> its link."""
 
@@ -63,7 +67,7 @@ class Rates:
     """Unit -> seconds of its backward over one micro-batch, without recompute."""
     bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     """``h2d``, ``d2h``, ``disk_read``, ``disk_write`` -> bandwidth; ``compute``: of copies on the device; ``update``:
-    of gradients added up in host memory; ``reduce``, ``gather`` and ``host gather``: see ``timing.ranks``."""
+    of gradients added up in host memory; ``reduce`` and each ``Way``: see ``timing.ranks``."""
     parameters_per_s: Mapping[str, float] = field(default_factory=dict)
     """``update`` (by the CPU), ``device_update`` (states from host memory, beside compute), ``compute`` (states that
     live on the device, in ``step()``), ``plain`` (the same by ``torch.optim``, in a plain plan) -> parameters updated
@@ -81,7 +85,7 @@ class Rates:
     host_runs_ahead: bool = True
     """Compute is given its work, as an accelerator is; False: the thread that submits computes."""
 
-    def move_s(self, link: Link | Literal["host gather"], nbytes: int) -> float:
+    def move_s(self, link: Link | Way, nbytes: int) -> float:
         """Seconds to move bytes, alone."""
         return nbytes / self.bytes_per_s.get(link, math.inf) + (self.latency_s.get(link, 0.0) if nbytes else 0.0)
 
@@ -90,9 +94,17 @@ class Rates:
         return self.move_s("reduce", spec.others_bytes)
 
     def gather_s(self, spec: UnitSpec, plan: UnitPlan) -> float:
-        """Seconds in which a rank gets the others' runs of new weights, alone: where they were updated."""
-        nbytes = (weights_home(spec, plan).num_copies - 1) * spec.run_bytes
-        return self.move_s("host gather" if plan.is_updated_on_host else "gather", nbytes)
+        """Seconds in which a rank gets new weights of those that have the same runs, alone: where they are made."""
+        home = weights_home(spec, plan)
+        way: Way = "gather" if home.num_sharers == 1 else "copies"
+        where: Way = ("host gather" if way == "gather" else "host copies") if _gathers_on_host(plan) else way
+        return self.move_s(where, (home.num_copies - 1) * spec.run_bytes)
+
+    def link_s(self, spec: UnitSpec, plan: UnitPlan) -> float:
+        """Seconds in which a rank gets the others' runs of weights that are cut, alone."""
+        home = weights_home(spec, plan)
+        nbytes = spec.weight_bytes - home.nbytes if home.is_cut else 0
+        return self.move_s("node link" if plan.partition == "node" else "link", nbytes)
 
     def add_s(self, link: Link, spec: UnitSpec) -> float:
         """Seconds to add gradients up, alone: those of every rank."""
@@ -133,6 +145,8 @@ class Pace:
             return rates.update_s("plain" if self._is_plain else link, spec) if op.nbytes else 0.0
         if op.kind == "gather weights of":
             return rates.gather_s(spec, self._plans[op.unit])
+        if link == "link":
+            return rates.link_s(spec, self._plans[op.unit])
         if op.kind == "accumulate" and link != "compute":
             return rates.add_s(link, spec)
         # What the update on the device gives to weights there is a copy as compute makes it.
@@ -168,3 +182,7 @@ class Pace:
     @property
     def _visit_s(self) -> float:
         return 0.0 if self._rates.host_runs_ahead else self.host_visit_s
+
+
+def _gathers_on_host(plan: UnitPlan) -> bool:
+    return plan.is_updated_on_host or plan.gather == "host"
