@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -154,6 +155,13 @@ class Echo:
         self.rank, self.size, self.local_size = 0, size, size
         self.num_steps, self.failure, self.facts, self.last_step = 0, None, "", ""
 
+    @contextmanager
+    def kept(self, call: str) -> Iterator[None]:
+        yield
+
+    def join_lanes(self, device: Any) -> None:
+        """Nothing."""
+
     def begin_step(self) -> None:
         self.num_steps += 1
 
@@ -266,7 +274,7 @@ def submitted(
         if program.num_ranks > 1:
             patch.setattr("outcore.together.join_world", lambda device: True)
             patch.setattr("outcore.together.device_of_rank", lambda device: device)
-            patch.setattr("outcore.api.World", lambda device: Echo(program.num_ranks))
+            patch.setattr("outcore.together.World", lambda: Echo(program.num_ranks))
         prepared = prepare_for_test(
             program.model,
             program.optimizer,
