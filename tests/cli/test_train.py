@@ -194,12 +194,35 @@ def test_the_same_command_trains_the_same_model(command: Run, config_json: Path,
     shared = ("train", "--model", config_json, "--data", text, *SHORT)
     disk = ("--disk", tmp_path)
     runs = {"a": (), "b": (*disk, *TIERS), "c": ("--seed", 43), "d": (*disk, "--activations", "disk")}
+    runs["e"] = (*disk, *TIERS, "--set", "master_format=compact")
     for name, more in runs.items():
         assert command(*shared, "--out", tmp_path / name, *more).status == 0
-    assert losses(tmp_path / "a") == losses(tmp_path / "b") == losses(tmp_path / "d")
+    assert losses(tmp_path / "a") == losses(tmp_path / "b") == losses(tmp_path / "d") == losses(tmp_path / "e")
     units = json.loads((tmp_path / "d" / "plan.json").read_text())["units"]
     assert [unit["activations"] for unit in units] == ["device"] + ["disk"] * (len(units) - 1)
     assert losses(tmp_path / "a") != losses(tmp_path / "c")
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="Accelerate has a gradient scaler on accelerators alone")
+def test_fp16_overflows_and_goes_on(
+    command: Run, config_json: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The first steps overflow, which is no error; a run that is resumed has the scale of the one before."""
+    high = partial(torch.amp.GradScaler, DEVICE, init_scale=2.0**21)
+    monkeypatch.setattr("accelerate.accelerator.get_grad_scaler", lambda *_, **__: high())
+    shared = ("train", "--model", config_json, "--data", text, *SHORT, "--steps", 6, "--precision", "fp16")
+    shared += ("--save-every", 3)
+    assert command(*shared, "--out", tmp_path / "a").status == 0
+    assert command(*shared, "--out", tmp_path / "b", "--disk", tmp_path, *TIERS).status == 0
+    assert None in losses(tmp_path / "a", "grad_norm")
+    for key in ("loss", "grad_norm"):
+        assert losses(tmp_path / "a", key) == losses(tmp_path / "b", key)
+    want = losses(tmp_path / "b"), load_file(tmp_path / "b" / "model" / "model.safetensors")
+    assert {tensor.dtype for tensor in want[1].values()} == {torch.float16}
+    shutil.rmtree(tmp_path / "b" / "checkpoint-6")
+    assert command(*shared, "--out", tmp_path / "b", "--disk", tmp_path, *TIERS, "--resume").status == 0
+    assert losses(tmp_path / "b") == want[0]
+    assert_equal(load_file(tmp_path / "b" / "model" / "model.safetensors"), want[1])
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own
