@@ -88,6 +88,7 @@ class Save:
         self._is_durable = False
         self._is_committing = False
         self._abandon, self._told, self._stop = abandon, told, stop or abandon
+        self._is_shared = stop is not None
         self._failing = threading.Lock()
         self._last: tuple[Handle, Device] | None = None
 
@@ -152,7 +153,8 @@ class Save:
             DiskError: It could not be written. Older checkpoints are untouched, and the model can go on.
             OutcoreError: What was to be saved has failed.
         """
-        if self.error is None and self._last is not None:
+        # Where other ranks may still write, what has failed is removed at its end.
+        if self._last is not None and (self.error is None or (self._is_shared and not self.is_told)):
             handle, device = self._last
             device.wait("checkpoint saved", handle)
         if self.complaint is not None and not self.is_told:

@@ -43,7 +43,7 @@ def begun(
     failed = saves.make_room()
     shared = None if world is None else SharedCheckpoint(world, target)
     unfinished = UnfinishedCheckpoint(target) if shared is None else shared.unfinished
-    stop = unfinished.abandon if shared is None else unfinished.stop
+    stop = None if shared is None else unfinished.stop
     save = Save(unfinished.target, unfinished.abandon, unfinished.error, stop)
     try:
         with shared.agreed(save) if shared is not None else nullcontext():
@@ -59,6 +59,8 @@ def begun(
     except BaseException as error:
         save.fail(error)
         save.abandon()
+        if shared is not None:
+            unfinished.clear()
         if shared is None or isinstance(error, OSError):
             save.wait()
         save.is_told = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import shutil
 import threading
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -210,6 +211,14 @@ class PartOfCheckpoint:
     def abandon(self) -> None:
         """Write no more; whoever has begun it removes it. Idempotent."""
         self.stop()
+
+    def clear(self) -> None:
+        """Write no more, and remove all, since nobody will commit it. Idempotent.
+
+        Every rank does: what one of them still writes while another one removes is gone when it has done so, too.
+        """
+        self.stop()
+        shutil.rmtree(self.path, ignore_errors=True)
 
 
 def durable(files: Collection[CheckpointFile], folder: Path) -> dict[str, tuple[Block, ...]]:
