@@ -9,6 +9,7 @@ import pytest
 
 from outcore import forecast
 from outcore.cli import fit
+from outcore.cli import known as known_models
 from outcore.cli.plan import Question, answer
 from outcore.cli.train.model.source import build_model
 from outcore.planning.timing.known_hardware import known_hardware
@@ -20,15 +21,15 @@ TOO_LARGE, LARGE, MIDDLE, SMALL = 80, 8, 4, 2
 SMALL_BUDGETS = ("--device-memory", "2MiB", "--host-memory", "3MiB", "--disk-size", "1MiB", "--seq-len", 64)
 
 
-def known_of(layers: int) -> fit.Known:
-    return fit.Known(name=f"tiny-{layers}", parameters=layers, config={**CONFIG, "num_hidden_layers": layers})
+def known_of(layers: int) -> known_models.Known:
+    return known_models.Known(name=f"tiny-{layers}", parameters=layers, config={**CONFIG, "num_hidden_layers": layers})
 
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of models of billions, some that are planned for in no time."""
     known = [known_of(layers) for layers in (TOO_LARGE, LARGE, MIDDLE, SMALL)]
-    monkeypatch.setattr(fit, "known_models", lambda: known)
+    monkeypatch.setattr(known_models, "known_models", lambda: known)
 
 
 @pytest.mark.usefixtures("tiny")
@@ -118,12 +119,12 @@ def test_without_a_machine_there_is_nothing_to_plan_for(command: Run, monkeypatc
     ["Qwen/Qwen3-0.6B", "meta-llama/Llama-3.1-8B", "mistralai/Mixtral-8x7B-v0.1", "openai/gpt-oss-20b"],
 )
 def test_shapes_have_the_parameters_that_are_written_down(name: str):
-    known = {each.name: each for each in fit.known_models()}
+    known = {each.name: each for each in known_models.known_models()}
     model = build_model(known[name].source, "bf16")
     assert sum(p.numel() for p in model.parameters()) == known[name].parameters
 
 
 def test_the_largest_come_first():
-    counts = [known.parameters for known in fit.known_models()]
+    counts = [known.parameters for known in known_models.known_models()]
     assert counts == sorted(counts, reverse=True)
-    assert len({known.name for known in fit.known_models()}) == len(counts)
+    assert len({known.name for known in known_models.known_models()}) == len(counts)

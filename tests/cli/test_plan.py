@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from outcore.api import plan_for
+from outcore.cli import plan as planning
 from outcore.cli.plan import Question, answer
+from outcore.cli.train.model import source
 from outcore.cli.train.model.source import build_model, find_model
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import parse_bytes
@@ -327,3 +329,27 @@ def test_what_is_said_while_planning_is_a_notice(command, monkeypatch):
     assert done.status == 2
     assert "this machine was measured" in done.err
     assert "UserWarning" not in done.err
+
+
+def test_from_the_hub_only_the_configuration_is_fetched(config_json: Path, monkeypatch: pytest.MonkeyPatch):
+    asked_for = []
+
+    def fetch(name: str, *, allow_patterns: list[str]) -> str:
+        asked_for.append((name, allow_patterns))
+        return str(config_json.parent)
+
+    monkeypatch.setattr(source, "snapshot_download", fetch)
+    found = answer(asked(Path("owner/name"), Path("rtx-4090")))
+    assert asked_for == [("owner/name", ["config.json"])]
+    assert len(found.spec.units) == 4
+
+
+def test_well_known_models_need_no_hub(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object, **__: object) -> str:
+        raise AssertionError("nothing is to be fetched")
+
+    monkeypatch.setattr(source, "snapshot_download", refuse)
+    built = []
+    monkeypatch.setattr(planning, "answer_for", lambda asked, found, machine: built.append(found))
+    answer(asked(Path("meta-llama/Llama-3.1-8B"), Path("rtx-4090")))
+    assert (built[0].config.num_hidden_layers, built[0].weights) == (32, None)

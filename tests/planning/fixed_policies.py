@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from outcore.cli.fit import known_models
+from outcore.cli.known import known_models
 from outcore.cli.plan import Answer, Question, answer_for, machine_for
 from outcore.core.errors import PlanInfeasibleError
 from outcore.planning.homes.placement import place

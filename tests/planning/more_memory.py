@@ -12,7 +12,7 @@ import dataclasses
 import random
 from collections.abc import Iterator, Sequence
 
-from outcore.cli.fit import known_models
+from outcore.cli.known import known_models
 from outcore.cli.plan import answer_for, machine_for
 from outcore.core.errors import PlanInfeasibleError
 from outcore.planning.homes.sending import Away

@@ -1,22 +1,18 @@
 """``outcore plan --fit``: the largest well-known models that a machine trains, and how fast.
 
-Shapes are those of the ``config.json`` that stands on the hub under each name. Nothing is fetched.
+Nothing is fetched: see ``known``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
+from outcore.cli.known import Known
 from outcore.cli.plan import Answer, Question, answer_for, machine_for
-from outcore.cli.train.model.source import ModelSource
 from outcore.core.errors import PlanInfeasibleError
 from outcore.core.quantities import format_bytes
 from outcore.planning.homes.reservations import tier_bytes
@@ -24,29 +20,6 @@ from outcore.spec.plan import TIERS, Tier
 
 MOST = 5
 """Models that are planned for: the largest that fit."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Known:
-    """A model that many have."""
-
-    name: str
-    parameters: int
-    """Tied ones count once; of experts all count."""
-    config: Mapping[str, Any]
-
-    @property
-    def source(self) -> ModelSource:
-        """As if it had been found."""
-        kind = CONFIG_MAPPING[self.config["model_type"]]
-        config = kind(**{key: value for key, value in self.config.items() if key != "model_type"})
-        return ModelSource(self.name, config, None, Path(self.name))
-
-
-def known_models() -> list[Known]:
-    """The largest first."""
-    text = (files(__package__) / "known_models.json").read_text(encoding="utf-8")
-    return sorted((Known(**row) for row in json.loads(text)), key=lambda known: -known.parameters)
 
 
 @dataclass(frozen=True, kw_only=True)

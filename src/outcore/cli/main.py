@@ -167,8 +167,9 @@ def plan(  # noqa: PLR0913 (one option each)
 
 def _fit(asked: Asked, *, as_json: bool) -> None:
     from outcore.cli import fit as fitting
+    from outcore.cli.known import known_models
 
-    fitted = fitting.fits(asked, fitting.known_models())
+    fitted = fitting.fits(asked, known_models())
     print(fitting.to_json(fitted) if as_json else fitting.to_text(fitted))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import os
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,9 +17,10 @@ from typing import Any, NamedTuple, Self, cast, get_args
 import torch
 
 from outcore.choice import Options, Placed, Planner, Timed
+from outcore.cli.known import known_models
 from outcore.cli.train.model.adapters import with_adapters
 from outcore.cli.train.model.quantization import Quantization, quantization_of
-from outcore.cli.train.model.source import ModelSource, build_model, find_model
+from outcore.cli.train.model.source import ModelSource, build_model, find_shapes
 from outcore.cli.train.settings.own import RunPrecision
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import parse_bytes
@@ -218,8 +220,9 @@ def answer(question: Question) -> Answer:
         PlanInfeasibleError: It does not fit; says what would do.
         UnsupportedError: What several ranks cannot do.
     """
-    config = Path(question.model, "config.json")  # of a directory, whose weights may be missing
-    source = find_model(str(config) if config.is_file() else question.model)
+    is_there = os.path.lexists(Path(question.model).expanduser())
+    known = None if is_there else next((each for each in known_models() if each.name == question.model), None)
+    source = find_shapes(question.model) if known is None else known.source
     return answer_for(question, source, machine_for(question))
 
 

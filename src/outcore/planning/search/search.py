@@ -47,7 +47,7 @@ _FEW = 100
 _STARTS = 3
 _FEW_UNITS = 3
 """Beside the root: changes of one and two of them reach whatever there is."""
-_KICKS, _AFTER_A_KICK = 8, 60
+_KICKS, _AFTER_A_KICK = 24, 60
 """Random changes of a small model's plan, and plans that are simulated behind each."""
 _MOST_WAYS = 2
 """Of a large model's with activations: the best are looked at closely."""

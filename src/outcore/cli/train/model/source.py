@@ -8,7 +8,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,17 +91,26 @@ def find_model(name: str, *, attention: str | None = None, quantization: Quantiz
 
     Memory: host, headers. From the hub, the model's files come into the hub's cache on disk.
     """
+    return _found(name, _FETCHED, attention, quantization)
+
+
+def find_shapes(name: str) -> ModelSource:
+    """The same without weights, for planning: from the hub, only the configuration is fetched."""
+    return _found(name, (_CONFIG,), None, None)
+
+
+def _found(name: str, fetched: Sequence[str], attention: str | None, quantization: Quantization | None) -> ModelSource:
     path = Path(name).expanduser()
     if name.strip() and os.path.lexists(path):
         is_bare = not path.is_dir()
         config = path if is_bare else path / _CONFIG
         source = str(path.absolute())
     else:
-        path = _from_hub(name)
+        path = _from_hub(name, fetched)
         is_bare, config, source = False, path / _CONFIG, name
     try:
         loaded = _load_config(name, config, source)
-        weights = None if is_bare else _find_weights(name, path)
+        weights = None if is_bare or fetched is not _FETCHED else _find_weights(name, path)
     except OSError as error:
         raise ConfigError(
             f"--model '{name}': expected readable files, but got: {error.strerror or error} "
@@ -223,8 +232,8 @@ def _keep_in_fp32(model: PreTrainedModel) -> None:
             tensor.data = tensor.data.float()
 
 
-def _from_hub(name: str) -> Path:
-    """Fetch a model into the hub's cache, or find it there."""
+def _from_hub(name: str, fetched: Sequence[str]) -> Path:
+    """Fetch a model's files into the hub's cache, or find them there."""
     where = f"--model '{name}'"
     try:
         validate_repo_id(name)
@@ -235,7 +244,7 @@ def _from_hub(name: str) -> Path:
         ) from error
     nowhere = f"{where}: expected a directory, a config.json, or a model's ID on the hub, but there is no such file"
     try:
-        return Path(snapshot_download(name, allow_patterns=list(_FETCHED)))
+        return Path(snapshot_download(name, allow_patterns=list(fetched)))
     except GatedRepoError as error:
         raise ConfigError(
             f"{where}: expected a model that may be fetched, but it is gated; ask for access at "

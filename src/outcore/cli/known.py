@@ -1,0 +1,40 @@
+"""Well-known models by name.
+
+Shapes are those of the ``config.json`` that stands on the hub under each name. Nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from outcore.cli.train.model.source import ModelSource
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """A model that many have."""
+
+    name: str
+    parameters: int
+    """Tied ones count once; of experts all count."""
+    config: Mapping[str, Any]
+
+    @property
+    def source(self) -> ModelSource:
+        """As if it had been found."""
+        kind = CONFIG_MAPPING[self.config["model_type"]]
+        config = kind(**{key: value for key, value in self.config.items() if key != "model_type"})
+        return ModelSource(self.name, config, None, Path(self.name))
+
+
+def known_models() -> list[Known]:
+    """The largest first."""
+    text = (files(__package__) / "known_models.json").read_text(encoding="utf-8")
+    return sorted((Known(**row) for row in json.loads(text)), key=lambda known: -known.parameters)
