@@ -19,6 +19,8 @@ import nursery
 from .conftest import start
 from .faults import IN_PREPARE, KINDS, NUM_SAVED_WRITES, POINTS, TIMEOUT_S, Fault
 
+_STARTING = threading.Lock()
+"""The nursery gives one birth at a time."""
 MARGIN_S = 5.0
 INTERRUPT_S = 1.0
 _LOST = re.compile(
@@ -105,7 +107,8 @@ def _left_behind() -> Iterator[str]:
 def watch(fault: Fault, num_ranks: int, folder: str) -> list[Watched]:
     """Run the ranks until all have ended."""
     code = "from ranks.faults import main; main()"
-    ranks = start(code, num_ranks, [json.dumps(fault), folder], timeout_s=60.0)
+    with _STARTING:
+        ranks = start(code, num_ranks, [json.dumps(fault), folder], timeout_s=60.0)
     found: dict[int, Watched] = {}
 
     def listen(number: int) -> None:

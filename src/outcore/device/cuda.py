@@ -333,7 +333,8 @@ class CudaDevice(Device):
         """What torch's allocator gives out."""
         return AllocatorMeter(self.torch_device)
 
-    def _finish_copies(self) -> None:
+    def finish_copies(self) -> None:
+        """Wait for the current stream."""
         torch.cuda.current_stream(self.torch_device).synchronize()
 
     def _free_memory(self) -> None:

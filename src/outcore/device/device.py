@@ -221,7 +221,7 @@ class Device(Closing):
 
     def _fill(self, buffer: Buffer) -> None:
         if buffer.bytes.is_cpu:  # this thread writes at once, unseen by copies on its stream
-            self._finish_copies()
+            self.finish_copies()
         buffer.bytes.fill_(POISON)
 
     def _finish(self) -> None:
@@ -317,7 +317,7 @@ class Device(Closing):
         """Measures what is taken beside what is taken now; None where that is other memory than the device tier's."""
 
     @abc.abstractmethod
-    def _finish_copies(self) -> None:
+    def finish_copies(self) -> None:
         """Block the calling thread until the copies that it has issued are over."""
 
     @abc.abstractmethod

@@ -2,7 +2,8 @@
 
 [Note: groups] Every lane between ranks has groups of its own, since collectives of one group must come in the same
 order on all ranks, and lanes run side by side. Bytes in host memory go over gloo, bytes on a GPU over NCCL. What ranks
-agree on, from the caller's thread, has a group of its own, too.
+agree on, from the caller's thread, has a group of its own, too. On a GPU a lane's stream is behind what the lane waits
+for, and its thread is not: before ranks meet over host memory, the thread waits for the stream.
 
 [Note: tags] A collective only sees bytes: where one rank reads a gradient and another a norm, each would get what the
 other sent. So a tag comes first that says what a rank is about to do, and with what; all compare it. A rank that has
@@ -72,6 +73,7 @@ class World:
         self._reduce = Links(self._groups.new, device.group_backend)
         self._save = self._groups.new("gloo")
         self._gather = self._alike[1] = Links(self._groups.new, device.group_backend)
+        self._settle = device.finish_copies
         self._know_sockets()
         device.hangs_up_with(self._groups.hang_up)
 
@@ -206,6 +208,8 @@ class World:
             new: 1D uint8; this rank's run is there.
             num_sharers: So many ranks share the weights, each in memory of its own.
         """
+        if new.is_cpu:
+            self._settle()
         place, run = self.rank // num_sharers, new.numel() * num_sharers // self.size
         with self._doing(f"gather weights of unit '{unit}' on lane {Lane.GATHER.value}", self._gather.host, facts):
             self._alike[num_sharers].gather(new, new[place * run : (place + 1) * run])
@@ -215,6 +219,7 @@ class World:
 
         Args: as for ``gather``. copy: Of the trained weights (1D uint8).
         """
+        self._settle()
         run, mine = copy.numel() // self.size, range(self.rank % num_sharers, self.size, num_sharers)
         runs = [copy[rank * run : (rank + 1) * run] for rank in mine]
         with self._doing(f"gather weights of unit '{unit}' on lane {Lane.GATHER.value}", self._gather.host, facts):
@@ -225,6 +230,7 @@ class World:
 
     def meet(self, facts: str, what: str) -> None:
         """All ranks have come here. Args: as for ``gather``. what: All do, for errors."""
+        self._settle()
         with self._doing(f"{what} on lane {Lane.GATHER.value}", self._gather.host, facts):
             pass
 
