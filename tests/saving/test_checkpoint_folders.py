@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -63,6 +64,32 @@ def test_a_lock_is_of_the_folder_that_is_there(tmp_path: Path, monkeypatch: Any)
     monkeypatch.setattr(os, "open", replaced)
     with pytest.raises(BlockingIOError, match="another folder"), taken_alone(path, needs_lock=True):
         pytest.fail("the lock is of the old one")
+
+
+def test_two_threads_abandon_a_checkpoint(tmp_path: Path, monkeypatch: Any):
+    """The lane on which a write has failed, and whoever asked for the save."""
+    unfinished, remove, second = checkpoint_folder.UnfinishedCheckpoint(tmp_path / "step-1"), shutil.rmtree, []
+    is_twice, wrong = threading.Event(), []
+
+    def abandon() -> None:
+        try:
+            unfinished.abandon()
+        except Exception as error:
+            wrong.append(error)
+
+    def removed(*args: Any, **options: Any) -> None:
+        if not second:
+            second.append(threading.Thread(target=abandon))
+            second[0].start()
+            is_twice.wait(0.2)  # or never
+        else:
+            is_twice.set()
+        remove(*args, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", removed)
+    abandon()
+    second[0].join()
+    assert (wrong, is_twice.is_set(), list(tmp_path.iterdir())) == ([], False, [])
 
 
 def _replace(target: Path, who: int, num_saves: int) -> None:

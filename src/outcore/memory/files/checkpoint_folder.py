@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import shutil
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -63,7 +64,7 @@ class UnfinishedCheckpoint(PartOfCheckpoint):
             DiskError: The parent cannot be written.
         """
         self.target = target
-        self._pid, self._lock = os.getpid(), -1
+        self._pid, self._lock, self._ending = os.getpid(), -1, threading.Lock()
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             clear_away(target.parent)
@@ -105,11 +106,14 @@ class UnfinishedCheckpoint(PartOfCheckpoint):
         self._end()
 
     def abandon(self) -> None:
-        """Remove everything. Idempotent. In a forked child nothing happens: it is the parent's."""
-        if self._lock >= 0 and os.getpid() == self._pid:
-            self._pool.close()  # first: what is still written would stay behind
-            shutil.rmtree(self.path, ignore_errors=True)
-            self._end()
+        """Remove everything. Idempotent, from any thread. In a forked child nothing happens: it is the parent's."""
+        if os.getpid() != self._pid:
+            return
+        with self._ending:
+            if self._lock >= 0:
+                self._pool.close()  # first: what is still written would stay behind
+                shutil.rmtree(self.path, ignore_errors=True)
+                self._end()
 
     def _end(self) -> None:
         lock, self._lock = self._lock, -1
