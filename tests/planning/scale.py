@@ -43,7 +43,11 @@ def shape(hidden: int, inner: int, layers: int, heads: int, kv_heads: int) -> di
 
 MODELS = {
     "70B": shape(8192, 28672, 80, 64, 8),  # Llama 3.1
-    "1T": shape(25600, 83456, 128, 200, 8),  # dense; hidden and layers are those of ZeRO-Infinity's 1T
+    "1T, 138B active": {  # 200 layers of 4.9 billion parameters, 2 of 16 experts for each token
+        **shape(6144, 16384, 200, 48, 8),
+        **{"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]},
+        **{"num_local_experts": 16, "num_experts_per_tok": 2, "vocab_size": 32000},
+    },
 }
 NODES = {
     "8 x RTX 4090, PCIe 4.0 without P2P": "rtx-4090+server-ddr4-2s+server-nvme-x8+no-p2p+200g",
@@ -148,7 +152,10 @@ def rows(models: list[str]) -> Iterator[tuple[str, ...]]:
 def cells(found: Answer | PlanInfeasibleError, node: str) -> tuple[str, ...]:
     """Behind model, node and number of GPUs."""
     if isinstance(found, PlanInfeasibleError):
-        return ("does not fit", *[""] * 8)
+        needs = ", ".join(
+            f"{nbytes / 2**30:,.0f} GiB of {tier}" for tier, nbytes in found.required_bytes.items() if nbytes
+        )
+        return (f"does not fit: the least is {needs}", *[""] * 8)
     setting, simulation = found.setting, found.found.simulation
     job = setting.job()
     compute_s = sum(
