@@ -41,6 +41,14 @@ def has_compact(optimizer: Any) -> bool:
     return any(CODES in unit.ledger.state_specs for unit in optimizer.engine.units)
 
 
+def have_ties(model: Any, optimizer: Any) -> None:
+    """Some of them, of which few rows have codes: rows of another order would have others."""
+    param = model.model.layers[1].mlp.up_proj.weight
+    value = torch.randn(param.shape, generator=torch.Generator().manual_seed(3))
+    value[3, 5:9] = value[40, 1] = 1 + 2.0**-8  # halfway, and rounded down
+    optimizer.engine.access.write_weight(*optimizer.engine.places[id(param)], value)
+
+
 WAYS = [
     (("compact", "host"), ("compact", "disk")),
     (("compact", "disk"), ("compact", "device")),  # whose weights have fp32 masters
@@ -56,6 +64,7 @@ def test_a_checkpoint_goes_on_in_either_format(there: Any, here: Any, is_transpo
     with prepared(tmp_path, *there, is_transposed=is_transposed) as (model, optimizer):
         assert has_compact(optimizer) == (there[0] == "compact" and there[1] != "device")
         small.train(model, optimizer, range(2))
+        have_ties(model, optimizer)
         save = outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=2)
         want = small.train(model, optimizer, range(2, 4)), state_of(model, optimizer)
         save.wait()
@@ -92,6 +101,7 @@ def test_states_by_name_go_on_in_either_format(there: Any, here: Any, tmp_path: 
 def test_files_that_are_written_beside_training(tier: str, tmp_path: Path) -> None:
     with prepared(tmp_path, "compact", tier, is_transposed=True) as (model, optimizer):
         small.train(model, optimizer)
+        have_ties(model, optimizer)
         outcore.save_pretrained(model, tmp_path / "want")
         save_states(optimizer, tmp_path / "want")
         save = saved_beside(model, optimizer, tmp_path)
@@ -106,6 +116,7 @@ def test_export_has_the_masters(tmp_path: Path) -> None:
 
     with prepared(tmp_path, "compact", "host", is_transposed=True) as (model, optimizer):
         small.train(model, optimizer, range(2))
+        have_ties(model, optimizer)
         outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=2, wait=True)
         states = optimizer.state_dict()["state"].values()
         names = [name for name, _ in model.named_parameters()]
