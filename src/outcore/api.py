@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from outcore.arguments import cut_model, note_given
-from outcore.choice import Options, Reduction, Timed, choose_plan, limits_of
+from outcore.choice import Options, Reduction
 from outcore.core.errors import ConfigError, OutcoreError
 from outcore.device.faults import Faults
 from outcore.device.opening import open_device
@@ -30,7 +30,6 @@ from outcore.runtime.module.compiling import Compiling
 from outcore.runtime.module_guard import attachment_of, engine_of
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.runtime.saves import last_save
-from outcore.runtime.unit.one_process import refuse_several_processes
 from outcore.runtime.unit.unit import Unit
 from outcore.saving.checkpoint import Resumed
 from outcore.saving.weights.export import save_model, stream_tensors
@@ -39,7 +38,7 @@ from outcore.saving.weights.give_back import Origin, give_back, origins_of, take
 from outcore.spec.budget import Budget
 from outcore.spec.model import ModelSpec, Precision
 from outcore.spec.plan import AwayTier, Plan
-from outcore.together import chosen, joined, meet, of_first_rank
+from outcore.together import chosen, chosen_alone, free_of_node, joined, meet, of_first_rank, of_this_rank
 
 _Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
@@ -170,22 +169,22 @@ def plan_in_time(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, *, is_timed: bool = True, **options: Any
 ) -> tuple[ModelSpec, Plan, Simulation | None]:
     """``plan_for``, and steps of the plan in time, where sample and machine are known."""
-    refuse_several_processes("plan")
-    given = Options(**{name: value for name, value in options.items() if value is not None})
+    given = of_this_rank(Options(**{name: value for name, value in options.items() if value is not None}))
     compiling = Compiling(given.compile)
     _, cut = cut_model(model, as_one(optimizer), given)
     with open_device(given.device, Faults(), None) as device:
         compiling.check(cut, device.torch_device)
-        timed = Timed(cut, given, device)
-        plan = choose_plan(cut, given, device, timed)
-        return cut.spec, plan, timed.predict(plan) if is_timed else None
+        spec, plan, timed = chosen_alone(cut, given, device)
+        return spec, plan, timed.predict(plan) if is_timed else None
 
 
 def free_budget(budget: Budget, *, device: torch.device | str | None = None) -> Budget:
-    """A budget with a number for every tier that is allowed: what it leaves open becomes what would be taken now."""
+    """A budget with a number for every tier that is allowed: what it leaves open becomes what would be taken now.
+
+    Of host and disk it is what all ranks of this machine take together.
+    """
     with open_device(device, Faults(), None) as opened:
-        limits = limits_of(budget, opened)
-    return Budget(device=limits.device_bytes, host=limits.host_bytes, disk=budget.disk, disk_bytes=limits.disk_bytes)
+        return free_of_node(budget, opened)
 
 
 def close(model: nn.Module, *, keep_weights: bool = True) -> None:

@@ -21,13 +21,15 @@ from outcore.planning.timing.ranks import Ranks
 from outcore.planning.units.partition import Partition
 from outcore.ranks.agreement import agree, least_limits
 from outcore.ranks.one_copy import shared_memory
-from outcore.ranks.world import World, join_world
+from outcore.ranks.world import World, join_world, num_local_ranks, num_ranks
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.values.fill import Values
+from outcore.spec.budget import Budget
 from outcore.spec.model import ModelSpec, Sharing
 from outcore.spec.plan import Plan
 
 P = TypeVar("P")
+T = TypeVar("T", bound=str)
 
 
 @contextmanager
@@ -45,8 +47,15 @@ def joined(options: Options) -> Iterator[tuple[World | None, Options]]:
         return
     world = World()
     with world.kept("prepare"):
-        _refuse_what_one_rank_can(options)
-        yield world, options._replace(device=device_of_rank(options.device))
+        yield world, of_this_rank(options)
+
+
+def of_this_rank(options: Options) -> Options:
+    """The same with a device of its own, if there are several. Raises: As ``joined``."""
+    if not join_world(options.device):
+        return options
+    _refuse_what_one_rank_can(options)
+    return options._replace(device=device_of_rank(options.device))
 
 
 def meet(world: World | None) -> None:
@@ -109,19 +118,48 @@ def among(cut: Partition, ranks: Ranks, rank: int, call: str, *, keeps_buckets: 
 
 
 @contextmanager
-def of_a_node(num_ranks: int) -> Iterator[None]:
+def of_a_node(num_sharers: int) -> Iterator[None]:
     """Errors of plans for one rank speak of budgets as they are given: of host memory and disk those of a node."""
     try:
         yield
     except PlanInfeasibleError as error:
-        if num_ranks == 1:
+        if num_sharers == 1:
             raise
+        text = f"{error}\nThese are budgets of one rank. {num_sharers} ranks share those of host memory and disk."
+        needs = (of_node(nbytes, num_sharers) for nbytes in (error.required_bytes, error.raise_one_to))
+        raise PlanInfeasibleError(text, *needs) from error
 
-        def node(nbytes: Mapping[str, int]) -> dict[str, int]:
-            return {tier: (1 if tier == "device" else num_ranks) * n for tier, n in nbytes.items()}
 
-        text = f"{error}\nThese are budgets of one rank. {num_ranks} ranks share those of host memory and disk."
-        raise PlanInfeasibleError(text, node(error.required_bytes), node(error.raise_one_to)) from error
+def chosen_alone(cut: Partition, options: Options, device: Device) -> tuple[ModelSpec, Plan, Timed]:
+    """What rank 0 would choose, without the other ranks: the model as it updates it, the plan, and plans in time.
+
+    Raises: As ``chosen``.
+    """
+    size, sharers = num_ranks(), num_local_ranks()
+    is_even = size % sharers == 0
+    ranks = Ranks(size // sharers, sharers) if is_even else Ranks(1, size)
+    cut = among(cut, ranks, 0, "plan")
+    if size > 1:  # memory that ranks cannot share is found out in prepare
+        cut = dataclasses.replace(cut, spec=dataclasses.replace(cut.spec, sharing="copy" if is_even else "replicate"))
+    timed = Timed(cut, options, device, ranks=ranks)
+    limits = limits_of(options.budget, device, num_sharers=sharers)
+    with of_a_node(sharers):
+        return cut.spec, plan_within(limits, cut, options, device, timed), timed
+
+
+def free_of_node(budget: Budget, device: Device) -> Budget:
+    """See ``api.free_budget``."""
+    sharers = num_local_ranks()
+    limits = limits_of(budget, device, num_sharers=sharers)
+    names = {"device": limits.device_bytes, "host": limits.host_bytes, "disk": limits.disk_bytes or 0}
+    nbytes = of_node(names, sharers)
+    disk_bytes = None if limits.disk_bytes is None else nbytes["disk"]
+    return Budget(device=nbytes["device"], host=nbytes["host"], disk=budget.disk, disk_bytes=disk_bytes)
+
+
+def of_node(nbytes: Mapping[T, int], num_sharers: int) -> dict[T, int]:
+    """Bytes of a rank by tier -> as a budget counts them: device of a rank, host and disk of all on the node."""
+    return {tier: count * (1 if tier == "device" else num_sharers) for tier, count in nbytes.items()}
 
 
 def sharings_over_links(ranks: Ranks) -> list[Sharing]:

@@ -31,10 +31,10 @@ from outcore.cli.demo_size import (
     sample,
 )
 from outcore.cli.folders import usual_folders
-from outcore.cli.launcher import refuse_launchers
 from outcore.cli.progress import StepReport, progress
 from outcore.core.errors import ConfigError, DiskError, UnsupportedError
 from outcore.core.quantities import format_bytes
+from outcore.core.ranks import launched
 from outcore.memory.disk import DiskStore
 from outcore.planning.homes.table import plan_table
 from outcore.runtime.optimizer import StreamedOptimizer
@@ -59,7 +59,7 @@ def run_demo(*, steps: int, device: str | None, folder: Path | None, fit: bool =
     Raises:
         ConfigError: The folder or the device cannot be used, or this is one of several ranks.
     """
-    refuse_launchers()
+    _refuse_ranks()
     # Kernels this small gain little from a second thread, and lose much when an update or another program has its core.
     torch.set_num_threads(1)
     console = Console(highlight=False)
@@ -143,6 +143,15 @@ def _prepared(device: str | None, folder: Path, size: Mapping[str, int]) -> Abst
     except (DiskError, UnsupportedError) as error:  # nothing has run yet: folder or device were a wrong choice
         raise ConfigError(str(error)) from error
     return cast("AbstractContextManager[Pair]", pair)  # there is no optimizer only where none was given
+
+
+def _refuse_ranks() -> None:
+    found = launched()
+    if found is not None:
+        raise ConfigError(
+            f"outcore demo: expected one process on one device, but this is rank {found.rank} of {found.size} "
+            f"(WORLD_SIZE={found.size} in the environment, as torchrun sets it); start one process, without a launcher"
+        )
 
 
 def _disk_folder(wanted: Path | None) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import signal
 import sys
+import traceback
 from collections.abc import Mapping
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -23,6 +24,7 @@ from outcore.core.extra import TRAINING, refuse_missing
 
 if TYPE_CHECKING:
     from outcore.cli.plan import Question as Asked
+    from outcore.cli.train.crew import Crew
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -191,18 +193,52 @@ def _run(method: Method, given: Mapping[str, Any]) -> None:
     """Train as options, ``--set`` and a YAML file say; see ``options``."""
     refuse_missing(*TRAINING)
     given = {name: value for name, value in given.items() if value not in (None, [], ())}
-    flags = {name: value for name, value in given.items() if name not in ("config", "assignments")}
+    flags = {name: value for name, value in given.items() if name not in ("config", "assignments", "nproc")}
+    if "nproc" in given:
+        from outcore.cli.train.spawn import num_processes, spawn
+
+        count = num_processes(given["nproc"])
+        if count is not None:
+            raise typer.Exit(spawn(count, ("-m", "outcore", *sys.argv[1:])))
+    from outcore.cli.train.crew import Crew
     from outcore.cli.train.output.notices import notices
 
+    crew = Crew.join()
     try:
-        with notices():
+        with notices(are_shown=crew.is_first):
+            from outcore.cli.train.follow import follow_train
             from outcore.cli.train.run import run_train
             from outcore.cli.train.settings.run_settings import resolve
 
-            run_train(resolve(given.get("config"), flags, given.get("assignments", []), method))
+            settings = resolve(given.get("config"), flags, given.get("assignments", []), method)
+            run_train(settings, crew) if crew.is_first else follow_train(settings, crew)
+        crew.leave()
     except (KeyboardInterrupt, SystemExit) as stop:
-        _say("stopped", stop)
+        if crew.is_first:
+            _say("stopped", stop)
         raise typer.Exit(130 if isinstance(stop, KeyboardInterrupt) else int(stop.code or 0)) from stop
+    except Exception as error:
+        if crew.size == 1:
+            raise
+        raise typer.Exit(_said_once(crew, error)) from error
+
+
+def _said_once(crew: Crew, error: Exception) -> int:
+    """Let one rank say what went wrong. Returns: the exit status. See ``crew``, [Note: who speaks]."""
+    told = None if crew.is_first else crew.told(error)
+    if told is not None:
+        return told
+    if isinstance(error, OutcoreError):
+        _say(str(error), error)
+    else:
+        traceback.print_exception(error)
+    if crew.is_first:
+        crew.has_said(_status(error))
+    return _status(error)
+
+
+def _status(error: Exception) -> int:
+    return 2 if isinstance(error, ConfigError | PlanInfeasibleError) else 1
 
 
 def _add(method: Method, hints: Mapping[str, Any], text: str) -> None:
@@ -290,7 +326,7 @@ def main() -> None:
         app()
     except OutcoreError as error:
         _say(str(error), error)
-        sys.exit(2 if isinstance(error, ConfigError | PlanInfeasibleError) else 1)
+        sys.exit(_status(error))
 
 
 def _say(message: str, error: BaseException) -> None:

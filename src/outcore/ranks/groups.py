@@ -119,14 +119,18 @@ class Links:
         return self.host if tensor.is_cpu else self._device
 
 
+def store_of_ranks() -> Any:
+    """What all ranks can write to and read. No public name gives it: None in a torch without this one."""
+    found = getattr(distributed.distributed_c10d, "_get_default_store", None)
+    return None if found is None else found()
+
+
 class Notes:
     """What each rank began last, in torch's store, for the errors of those that wait for it in vain."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
-        # No public name gives the store; a torch without this one only makes errors say less.
-        found = getattr(distributed.distributed_c10d, "_get_default_store", None)
-        self._store = None if found is None else found()
+        self._store = store_of_ranks()
 
     def note(self, where: str) -> None:
         """What this rank begins."""

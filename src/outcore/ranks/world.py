@@ -48,7 +48,7 @@ class World:
     def __init__(self) -> None:
         """Make the group on which ranks agree: a collective."""
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
-        self.local_size = _local_size(self.size)
+        self.local_size = num_local_ranks()
         self.failure: OutcoreError | None = None
         """Ranks have lost one another."""
         self.num_steps = 0
@@ -379,7 +379,18 @@ def join_world(torch_device: torch.device | str | None) -> bool:
                 "WORLD_SIZE"
             )
         distributed.init_process_group(backends(torch_device))
-    return distributed.get_world_size() > 1
+    return num_ranks() > 1
+
+
+def num_ranks() -> int:
+    """That train together. 1: this process trains alone."""
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def num_local_ranks() -> int:
+    """Of them on this node, as far as the launcher says it; else all."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(text) if text.isdecimal() and int(text) and num_ranks() > 1 else num_ranks()
 
 
 def timeout_s() -> float:
@@ -396,11 +407,6 @@ def timeout_s() -> float:
     if value <= 0 or not math.isfinite(value):
         raise ConfigError(f"{TIMEOUT}: expected a number of seconds, but got {text!r}")
     return value
-
-
-def _local_size(size: int) -> int:
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(text) if text.isdecimal() and int(text) else size
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

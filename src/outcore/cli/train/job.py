@@ -86,9 +86,7 @@ class Job:
             PlanInfeasibleError: The budget does not suffice.
         """
         _refuse_unusable(settings.budget.paths)
-        source = find_model(settings.model, attention=settings.attention, quantization=settings.quantization)
-        _refuse_random_base(source)
-        tokenizer = load_tokenizer(source, eos_token=settings.eos_token, chat_template=settings.chat_template_path)
+        source, tokenizer = _found(settings)
         job = cls._planned(settings, _arguments(settings), source, tokenizer)
         if settings.replan and job.model.predicted is None:
             raise ConfigError(
@@ -110,6 +108,25 @@ class Job:
                 lambda budget: _plan_reference(settings, args, source, budget),
             )
         return cls(settings=settings, source=source, tokenizer=tokenizer, model=model, reference=reference, args=args)
+
+    @property
+    def plans(self) -> tuple[Planned, Planned | None]:
+        """For the other ranks."""
+        return self.model.untimed(), None if self.reference is None else self.reference.untimed()
+
+    @classmethod
+    def told(cls, settings: Settings, plans: tuple[Planned, Planned | None]) -> Self:
+        """The same for another rank. Args: plans: Of rank 0. Raises: ConfigError: The model cannot be found here."""
+        source, tokenizer = _found(settings)
+        model, reference = plans
+        return cls(
+            settings=settings,
+            source=source,
+            tokenizer=tokenizer,
+            model=model,
+            reference=reference,
+            args=_arguments(settings),
+        )
 
     def again(self, **changes: Any) -> Self:
         """Plan with other settings while the run goes: no random number is drawn. Raises: as ``of``."""
@@ -133,7 +150,7 @@ class Job:
 
     @property
     def taken(self) -> Mapping[Tier, int]:
-        """Bytes on each tier, those of the reference included."""
+        """Bytes on each tier, those of the reference included; of host and disk those of all ranks on this node."""
         planned = [self.model, *([] if self.reference is None else [self.reference])]
         return {tier: sum(p.taken[tier] for p in planned) for tier in TIERS}
 
@@ -144,7 +161,9 @@ class Job:
 
     def plan_table(self) -> str:
         """Who owns how many bytes on each tier."""
-        table = plan_table(self.model.spec, self.model.plan)
+        table, ranks = plan_table(self.model.spec, self.model.plan), self.model.num_ranks
+        if ranks > 1:
+            table = f"of each of {ranks} ranks:\n{table}"
         if self.reference is None:
             return table
         return f"{table}\n\nits frozen reference:\n{plan_table(self.reference.spec, self.reference.plan)}"
@@ -218,7 +237,8 @@ class Job:
         """Of one: the model or its adapters, and their states."""
         names, units = ("master", CODES, *self.model.spec.state_names), self.model.spec.units
         states = [state for unit in units for state in lay_out_states(unit, names, is_compact=True).values()]
-        return self._model_bytes() + sum(part.nbytes for state in states for part in state.parts)
+        of_rank = sum(part.nbytes for state in states for part in state.parts)
+        return self._model_bytes() + self.model.num_ranks * of_rank
 
     def _model_bytes(self) -> int:
         all_params = [p for unit in self.model.spec.units for p in unit.params]
@@ -319,6 +339,13 @@ def _largest_batch(settings: Settings, args: Any) -> Mapping[str, Any]:
 def _plan_reference(settings: Settings, args: Any, source: ModelSource, budget: Budget) -> Planned:
     model = build_model(source, settings.precision)
     return Planned(*plan_for(model, None, budget=budget, precision=settings.precision, device=args.device))
+
+
+def _found(settings: Settings) -> tuple[ModelSource, PreTrainedTokenizerBase]:
+    source = find_model(settings.model, attention=settings.attention, quantization=settings.quantization)
+    _refuse_random_base(source)
+    tokenizer = load_tokenizer(source, eos_token=settings.eos_token, chat_template=settings.chat_template_path)
+    return source, tokenizer
 
 
 def _arguments(settings: Settings) -> Any:

@@ -53,10 +53,13 @@ class FiniteSteps(OutcoreMixin):
         if self._on_nonfinite != "go":
             total = float(self._tr_loss)
             self._steps += 1
-            if math.isfinite(total) and (math.isfinite(norm) or self.accelerator.scaler is not None):
+            losses = [total - self._finite_loss]
+            if self._outcore_world is not None:  # all ranks do the same
+                losses = self._outcore_world.all_of(losses[0])
+            if math.isfinite(sum(losses)) and (math.isfinite(norm) or self.accelerator.scaler is not None):
                 self._finite_loss = total
             else:
-                self._leave_out(model, loss=total - self._finite_loss, norm=float(norm))
+                self._leave_out(model, loss=sum(losses) / len(losses), norm=float(norm))
         return norm
 
     def _leave_out(self, model: nn.Module, *, loss: float, norm: float) -> None:

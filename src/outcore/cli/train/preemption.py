@@ -9,10 +9,15 @@ up behind its first batch, when its random numbers are drawn. The checkpoint say
 makes up for the evaluation first. What can be seen not to fit into the time is not begun: the run ends at once, with
 the last checkpoint. The time begins when the signal comes: Python may notice it only behind a backward pass. Whatever
 else goes wrong, a timer ends the process.
+
+[Note: signals and ranks] A signal comes to all ranks, but not at the same step. So all ask one another where a step is
+over and behind each batch of an evaluation, and stop together if any was told to. What one decides by its own clock
+and alone (there is no time left, a second signal) ends that rank at once, and the others with it.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -26,7 +31,9 @@ from typing import Any, Self, final
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from outcore.cli.train.saves import Saves
+from outcore.core.errors import OutcoreError
 from outcore.integrations.saves import EndedAtOnceError
+from outcore.ranks.world import World
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 STATUS = 128 + signal.SIGTERM
@@ -60,23 +67,35 @@ class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no t
         self._end_s: float | None = None
         self._timers: list[threading.Timer] = []
         self._step = 0
+        self._world: World | None = None
 
     def __enter__(self) -> Self:
         self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
         self._arrivals.listen()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         for timer in self._timers:
             timer.cancel()
         self._arrivals.listen_no_more()
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self._world is not None and self.is_asked and isinstance(error, OutcoreError):
+            raise self.exit() from error  # another rank ended at once
 
     @property
     def is_asked(self) -> bool:
         """Whether the run is to stop."""
         return self._end_s is not None
+
+    def hears(self) -> bool:
+        """Whether the run is to stop on any rank. With several ranks a collective."""
+        return self.is_asked if self._world is None else any(self._world.all_of(self.is_asked))
+
+    def all_late(self, late: str | None) -> str | None:
+        """Why any rank does not begin something. With several ranks a collective. Args: late: Of this rank."""
+        said = [late] if self._world is None else self._world.all_of(late)
+        return next((one for one in said if one is not None), None)
 
     def release(self) -> None:
         """All that was done is saved. Raises: SystemExit: The run was told to stop."""
@@ -118,6 +137,7 @@ class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no t
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Saves are due from now on."""
+        self._world = kwargs["optimizer"].engine.access.world
         self.saves.begin()
 
     def on_epoch_begin(
@@ -133,11 +153,12 @@ class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no t
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """From now on there is something to lose. Without the time for this step there is nothing to wait for."""
-        if self.is_asked and self.stop is not None and (state.epoch or 0.0) % 1:
+        is_asked = self.is_asked and self._world is None  # ranks are in different places
+        if is_asked and self.stop is not None and (state.epoch or 0.0) % 1:
             self.stop()
         self._is_held, self._step = True, state.global_step + 1
         self.saves.begin_step()
-        if self.is_asked and (late := self.late(self.saves.needs_s())):
+        if is_asked and (late := self.late(self.saves.needs_s())):
             raise self.exit(late)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -148,7 +169,7 @@ class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no t
         """
         self.saves.end_step(state.global_step)
         is_last = state.global_step >= state.max_steps
-        if self.saves.is_due(is_last=is_last):
+        if self._is_due(is_last=is_last):
             control.should_save = True
         if args.eval_strategy == "epoch" and (is_last or state.epoch == int(state.epoch)):
             self._saves_later, control.should_save = control.should_save, False
@@ -171,8 +192,13 @@ class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no t
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Nobody waits for the rest of an evaluation. Raises: EvaluationStoppedError: The run is to stop."""
-        if self.is_asked:
+        if self.hears():
             raise EvaluationStoppedError
+
+    def _is_due(self, *, is_last: bool) -> bool:
+        """Ranks have clocks of their own: that of rank 0 counts."""
+        is_due = self.saves.is_due(is_last=is_last)
+        return is_due if self._world is None or not self.saves.is_timed else self._world.from_first(is_due)
 
     # Called by the system.
 
@@ -182,19 +208,21 @@ class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no t
         if not self._is_held or os.getpid() != self._process:
             raise self.exit()
         if self.is_asked:
-            is_over = time.monotonic() >= self._soft_end_s
+            is_over = self._soft_left_s() <= 0
             late = f"step {self._step} was not saved within --grace ({self.grace_s:g} s)"
             raise self.exit(late if is_over and self.saves.step != self._step else None, EndedAtOnceError)
         self._ask()
 
+    def _soft_left_s(self) -> float:
+        """Until the run is to be over, but for what closes it."""
+        end_s = self._end_s if self._end_s is not None else math.inf
+        return end_s - min(_TO_CLOSE_S, self.grace_s / 10) - time.monotonic()
+
     def _ask(self) -> None:
         self._end_s = (self._arrivals.last_s or time.monotonic()) + self.grace_s
-        self._soft_end_s = self._end_s - min(_TO_CLOSE_S, self.grace_s / 10)
         main = threading.main_thread().ident or 0
         self._timers = [
-            threading.Timer(
-                max(0.0, self._soft_end_s - time.monotonic()), partial(signal.pthread_kill, main, signal.SIGTERM)
-            ),
+            threading.Timer(max(0.0, self._soft_left_s()), partial(signal.pthread_kill, main, signal.SIGTERM)),
             threading.Timer(max(0.0, self._end_s - time.monotonic()), _end_process),
         ]
         for timer in self._timers:

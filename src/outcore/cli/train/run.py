@@ -20,6 +20,8 @@ from jinja2 import TemplateError
 import outcore
 from outcore.api import free_budget
 from outcore.cli.terminal import Terminal
+from outcore.cli.train.crew import ALONE, Crew
+from outcore.cli.train.follow import Todo, preemption_of
 from outcore.cli.train.job import Job, RunData
 from outcore.cli.train.nonfinite import NonFiniteStepError
 from outcore.cli.train.output.facts import Length, facts_of_data, facts_of_model
@@ -29,7 +31,6 @@ from outcore.cli.train.output.report import RunReport, is_evaluated
 from outcore.cli.train.output.trace import TraceFile
 from outcore.cli.train.preemption import Preemption
 from outcore.cli.train.replan import Replanning, may_fail_so
-from outcore.cli.train.saves import Saves, seconds_to_write
 from outcore.cli.train.settings.description import describe
 from outcore.cli.train.settings.run_settings import Settings
 from outcore.core.errors import ConfigError, OutcoreError, PlanInfeasibleError
@@ -45,6 +46,7 @@ class _Run:
 
     terminal: Terminal
     data: RunData
+    crew: Crew
     output: OutputFolder
     report: RunReport
     record: RunRecord
@@ -52,8 +54,12 @@ class _Run:
     preemption: Preemption
 
 
-def run_train(settings: Settings) -> None:
+def run_train(settings: Settings, crew: Crew = ALONE) -> None:
     """Train as the settings say, or with ``dry_run`` only say what would be done.
+
+    Args:
+        settings: Of the run.
+        crew: This process is its first; the others train along.
 
     Raises:
         ConfigError: A setting, the model or the data cannot be used; nothing is left behind.
@@ -65,6 +71,8 @@ def run_train(settings: Settings) -> None:
     trace = None if settings.trace is None else TraceFile(settings.trace, out=settings.out)
     _say_items(terminal, "Settings", describe(settings))
     with _explained(output):
+        if settings.replan and crew.size > 1:
+            raise ConfigError("--replan: expected one rank, since ranks plan once, but there are several; leave it out")
         budget = free_budget(settings.budget, device=settings.device)
         job = Job.of(dataclasses.replace(settings, budget=budget))
         output.refuse_full(job.written_bytes())
@@ -72,11 +80,13 @@ def run_train(settings: Settings) -> None:
         record = RunRecord.of(settings, job.source)
         if output.checkpoint is not None:
             _changes(record, output.checkpoint)
+        crew.tell(job.plans)
         if settings.dry_run:
-            _dry_run(terminal, job, output, record)
+            _dry_run(terminal, job, output, record, crew)
             return
         with output.opened() as cache:
             data = job.load_data(cache)
+            crew.tell(data)
             if job.taken["disk"]:
                 _give_freed_memory_back()
             _say(terminal, "Plan", job.plan_table())
@@ -87,12 +97,13 @@ def run_train(settings: Settings) -> None:
                 why = "\n".join(output.damaged.values())
                 _say(terminal, "Damaged", f"{why}\nthe run goes on from the one before, and sets them aside")
             other = Replanning(job, terminal, output)
-            with _preemption(job, output) as preemption:
+            with preemption_of(job, output.path) as preemption:
                 replan = partial(preemption.unless_asked, other.is_better) if settings.replan else None
                 with RunReport(terminal, output, trace, planned=job.expected(), replan=replan) as report:
                     run = _Run(
                         terminal=terminal,
                         data=data,
+                        crew=crew,
                         output=output,
                         report=report,
                         record=record,
@@ -101,12 +112,6 @@ def run_train(settings: Settings) -> None:
                     )
                     if not _train(run, job):
                         _go_on(run)
-
-
-def _preemption(job: Job, output: OutputFolder) -> Preemption:
-    settings = job.settings
-    first_s = partial(seconds_to_write, output.path, job.checkpoint_bytes())
-    return Preemption(Saves(every_minutes=settings.save_every_minutes, first_s=first_s), settings.grace)
 
 
 def _give_freed_memory_back() -> None:
@@ -122,10 +127,11 @@ def _give_freed_memory_back() -> None:
         libc.malloc_trim(0)
 
 
-def _dry_run(terminal: Terminal, job: Job, output: OutputFolder, record: RunRecord) -> None:
+def _dry_run(terminal: Terminal, job: Job, output: OutputFolder, record: RunRecord, crew: Crew) -> None:
     """Do all that comes before training, in a folder of its own."""
     with tempfile.TemporaryDirectory() as cache:
         data = job.load_data(Path(cache))
+        crew.tell(data)
         _say(terminal, "Plan", job.plan_table())
         elsewhere = dataclasses.replace(job, settings=dataclasses.replace(job.settings, out=Path(cache)))
         with _trainer(terminal, elsewhere, data, record, None) as (trainer, _):
@@ -137,8 +143,9 @@ def _train(run: _Run, job: Job) -> bool:
     """Whether the run came to its end. If not, it stopped behind a checkpoint for another plan."""
     with _trainer(run.terminal, job, run.data, run.record, run) as (trainer, length):
         if not _is_over(run, job, trainer, length.steps):
-            resumed = run.output.checkpoint
-            trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed.path))
+            path = None if run.output.checkpoint is None else run.output.checkpoint.path
+            run.crew.tell(Todo(path))
+            trainer.train(resume_from_checkpoint=None if path is None else str(path))
             if run.other.jobs:
                 run.other.skipped = trainer.num_skipped
                 return False
@@ -217,7 +224,9 @@ def _is_over(run: _Run, job: Job, trainer: Any, steps: int) -> bool:
     output.begin()
     before = RunRecord.load(resumed.path)
     owes_evaluation = before is not None and before.owes_evaluation and trainer.eval_dataset is not None
-    if owes_evaluation and not is_evaluated(output.path / METRICS, resumed.step):
+    evaluates = owes_evaluation and not is_evaluated(output.path / METRICS, resumed.step)
+    run.crew.tell(Todo(resumed.path, trains=False, evaluates=evaluates))
+    if evaluates:
         trainer.evaluate_again(resumed.path)
     output.model_of(resumed, best=trainer.args.load_best_model_at_end)
     _say(terminal, "Done", f"nothing is left to do: {resumed.path} is at step {resumed.step} of {steps}")

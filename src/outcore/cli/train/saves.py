@@ -80,10 +80,15 @@ class Saves:
         self._saves_s.append(busy_s)
         self._num, self._lost_s = self._num + 1, self._lost_s + held_s
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether time makes a save due."""
+        return self._every_s < math.inf
+
     def is_due(self, *, is_last: bool) -> bool:
         """Whether to save behind this step. Behind the last one in any case, as the Trainer does."""
         is_time = self._save_begun_s is None and time.monotonic() - self._last_s >= self._every_s
-        return self._every_s < math.inf and (is_last or is_time)
+        return self.is_timed and (is_last or is_time)
 
     def needs_s(self) -> float:
         """Until what is under way is saved; 0 where nobody knows, and where all is saved."""

@@ -34,7 +34,7 @@ class StoppableRuns(RecordedRuns):
             super()._maybe_log_save_evaluate(*args, **kwargs)
         except EvaluationStoppedError:
             owes_evaluation = True
-        if self.preemption is None or not self.preemption.is_asked:
+        if self.preemption is None or not (owes_evaluation or self.preemption.hears()):
             return
         is_last = self.state.global_step >= self.state.max_steps
         is_epoch_whole = self.state.epoch == int(self.state.epoch)
@@ -50,6 +50,7 @@ class StoppableRuns(RecordedRuns):
                 late = "the last step was not saved: its evaluation, on which the best model depends, was not over"
             else:
                 late = preemption.late(preemption.saves.save_needs_s())
+            late = preemption.all_late(late)
             if late is None:
                 if self.record is not None:
                     self.record = dataclasses.replace(self.record, owes_evaluation=owes_evaluation)

@@ -13,24 +13,10 @@ import torch
 from torch import distributed, nn
 
 from outcore.core.errors import UnsupportedError
-from outcore.core.ranks import refuse_ranks, refuse_several
 
 _FIRST = "prepare behind init_process_group, or under torchrun, and all ranks train together"
 _BARE = "prepare the bare model on every rank: outcore shares the work among them itself"
 _WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
-
-
-def refuse_several_processes(who: str) -> None:
-    """Refuse a world of more than one, as a launcher's environment or ``torch.distributed`` tells it.
-
-    Args:
-        who: Refuses, for the error.
-
-    Raises:
-        UnsupportedError: This process is one of several.
-    """
-    refuse_process_group(who)
-    refuse_ranks(who)
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
@@ -46,7 +32,10 @@ def refuse_process_group(who: str, num_ranks: int = 1) -> None:
     """
     if num_ranks == 1 and distributed.is_available() and distributed.is_initialized():
         if distributed.get_world_size() > 1:
-            refuse_several(who, f"torch.distributed has {distributed.get_world_size()} processes", _FIRST)
+            raise UnsupportedError(
+                f"{who}: expected one process on one device, but torch.distributed has "
+                f"{distributed.get_world_size()} processes; {_FIRST}"
+            )
 
 
 def refuse_wrapped(who: str, model: nn.Module) -> None:

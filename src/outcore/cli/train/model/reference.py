@@ -9,9 +9,11 @@ from outcore.core.errors import PlanInfeasibleError
 from outcore.core.quantities import format_bytes
 from outcore.planning.homes.reservations import tier_bytes
 from outcore.planning.timing.simulate import Simulation
+from outcore.ranks.world import num_local_ranks
 from outcore.spec.budget import Budget
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, Tier
+from outcore.together import of_node
 
 
 class Planned(NamedTuple):
@@ -23,9 +25,18 @@ class Planned(NamedTuple):
     """Steps in time, where the largest batch and the machine are known."""
 
     @property
+    def num_ranks(self) -> int:
+        """That train together."""
+        return self.spec.units[0].num_ranks
+
+    @property
     def taken(self) -> Mapping[Tier, int]:
-        """Bytes on each tier."""
-        return tier_bytes(self.spec, self.plan)
+        """Bytes on each tier, as a budget counts them."""
+        return of_node(tier_bytes(self.spec, self.plan), num_local_ranks())
+
+    def untimed(self) -> Planned:
+        """Without steps in time."""
+        return self._replace(predicted=None)
 
 
 Planner = Callable[[Budget], Planned]

@@ -51,6 +51,8 @@ def facts_of_model(job: Job) -> dict[str, str]:
     }
     if job.reference is not None:
         said["reference"] = f"a frozen copy, {_bytes(sum(p.weight_bytes for p in params))}"
+    if planned.num_ranks > 1:
+        said["ranks"] = f"{planned.num_ranks}; host and disk budgets are for all on a node"
     budget = settings.budget
     said |= {"device budget": _bytes(budget.device or 0), "host budget": _bytes(budget.host or 0)}
     disk = f"{_bytes(budget.disk_bytes or 0)} in {', '.join(budget.paths)}" if budget.paths else "not used"

@@ -19,14 +19,17 @@ _LONGEST = 400  # characters of a notice; some libraries write pages
 
 
 @contextmanager
-def notices() -> Iterator[None]:
-    """Show warnings and the libraries' log lines as notices on standard error; as they were afterwards."""
+def notices(*, are_shown: bool = True) -> Iterator[None]:
+    """Show warnings and the libraries' log lines as notices on standard error; as they were afterwards.
+
+    Args: are_shown: Else they go nowhere.
+    """
     import datasets
     from transformers.utils import logging as transformers_logging
 
     datasets.disable_progress_bars()
     transformers_logging.disable_progress_bar()
-    handler = _Once()
+    handler = _Once(are_shown=are_shown)
     loggers, talkative = [logging.getLogger(name) for name in LIBRARIES], logging.getLogger(_TALKATIVE)
     before = [(log, log.level, log.handlers, log.propagate) for log in (*loggers, talkative)]
     talkative.setLevel(logging.ERROR)
@@ -51,8 +54,9 @@ def _set(log: logging.Logger, level: int, handlers: list[logging.Handler], *, pr
 class _Once(logging.Handler):
     """Prints each text once."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, are_shown: bool) -> None:
         super().__init__(logging.WARNING)
+        self._are_shown = are_shown
         self._said: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -64,7 +68,7 @@ class _Once(logging.Handler):
 
     def _say(self, text: str) -> None:
         text = " ".join(text.split())
-        if text not in self._said:
+        if self._are_shown and text not in self._said:
             self._said.add(text)
             short = text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
             say(_fitting(f"note: {short}"))

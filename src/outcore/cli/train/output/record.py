@@ -30,6 +30,7 @@ from outcore.cli.train.settings.run_settings import Settings
 from outcore.cli.train.settings.schema import SHORT_NAMES
 from outcore.core.errors import ConfigError
 from outcore.memory.files.weights_file import WeightsDirectory
+from outcore.ranks.world import num_ranks
 
 _FREE = {
     *("device_memory", "host_memory", "disk", "plan", "activations", "hardware", "device", "use_cpu"),
@@ -118,6 +119,7 @@ class RunRecord:
         """What is known before the data is read."""
         values = dict(defaults(settings.method))
         values |= settings.training
+        values["gradient_accumulation_steps"] *= num_ranks()  # what one rank does more, another need not do
         for name in ("output_dir", *_LENGTHS, *_PACKING, *(n for n in values if n in SHORT_NAMES)):
             values.pop(name, None)
         own = {

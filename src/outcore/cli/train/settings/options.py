@@ -210,6 +210,12 @@ _SHARED: Mapping[str, Any] = {
         "--replan",
         kind=bool,
     ),
+    "nproc": _option(
+        _WHERE,
+        "R",
+        "Train with R processes on this machine, each on a GPU of its own, as torchrun --nproc-per-node R -m outcore "
+        "does. A step has R times the rows. Memory on host and disk is for all of them.",
+    ),
     "device": _option(_WHERE, "NAME", "cpu or cuda; the accelerator if there is one."),
     "out": _option(_OUTPUT, "DIR", "Folder to write to; new or empty, unless --resume."),
     "save_every": _option(_OUTPUT, "N", "Save a checkpoint every N steps and at the end; none by default."),

@@ -14,7 +14,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from outcore.cli.launcher import refuse_launchers
 from outcore.cli.train.methods import FINE_TUNING, Method
 from outcore.cli.train.model.quantization import Quantization, quantization_of
 from outcore.cli.train.settings.fields import Setting
@@ -57,9 +56,8 @@ def resolve(
 
     Raises:
         ConfigError: A file that cannot be read, a name that does not exist, a value that cannot be, settings that
-            exclude one another, or one of several ranks.
+            exclude one another.
     """
-    refuse_launchers()  # the libraries below would start to talk to the other ranks
     in_file = [] if config is None else read_yaml(config, SECTIONS)
     on_command_line = [*from_flags(flags), *from_assignments(assignments)]
     schema = Schema(method)

@@ -1,0 +1,145 @@
+"""The processes of one command: rank 0 tells the others what it found and chose, and speaks for all.
+
+[Note: who speaks] A mistake in the command goes wrong on all ranks, and is said once. Rank 0 says what went wrong, and
+then notes in the store that it has. Another rank that fails, or waits for what rank 0 has to tell, looks there: it ends
+with the same status and says nothing. Only what went wrong on that rank alone, it says itself.
+
+Light until there are several: a typing mistake must not wait for torch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import time
+from contextlib import suppress
+from typing import Any, NamedTuple, Self, final
+
+from outcore.core.errors import OutcoreError
+from outcore.core.ranks import launched
+
+_LOOK_S = 0.05
+"""Between two looks into the store."""
+_PATIENCE_S = 60
+"""Until a rank that failed takes it that rank 0 did not."""
+_OWN_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+"""Environment variable of a launcher that has the store."""
+_SAID, _HEARD, _TOLD = "outcore/said", "outcore/heard/", "outcore/told/"
+
+
+class SaidElsewhereError(OutcoreError):
+    """Rank 0 failed, and says why."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__("expected a run that goes on, but rank 0 said why it does not")
+        self.status = status
+
+
+class _Failed(NamedTuple):
+    status: int
+
+
+@final
+class Crew:
+    """One process, or this one among several. See [Note: who speaks]."""
+
+    def __init__(self, rank: int = 0, size: int = 1, store: Any = None) -> None:
+        """Args: store: Of all."""
+        self.rank, self.size = rank, size
+        self._store, self._num_told = store, 0
+
+    @classmethod
+    def join(cls) -> Self:
+        """Those that a launcher started, if any. Blocks until all are there.
+
+        Raises:
+            ConfigError: A launcher that does not say where they meet, or fewer GPUs than ranks.
+        """
+        if launched() is None:
+            return cls()
+        from torch import distributed
+
+        from outcore.device.opening import device_of_rank
+        from outcore.ranks.groups import store_of_ranks
+        from outcore.ranks.world import join_world
+
+        join_world(None)
+        device_of_rank(None)
+        return cls(distributed.get_rank(), distributed.get_world_size(), store_of_ranks())
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process owns what the run writes, and speaks."""
+        return self.rank == 0
+
+    def leave(self) -> None:
+        """The run is over on this rank."""
+        if self.size > 1:
+            from torch import distributed
+
+            distributed.destroy_process_group()
+
+    def tell(self, value: Any) -> None:
+        """Of rank 0: let the others go on with a value."""
+        if self.size > 1:
+            self._store.set(self._next(), pickle.dumps(value))
+
+    def hear(self) -> Any:
+        """What rank 0 tells next.
+
+        Raises:
+            SaidElsewhereError: Rank 0 failed.
+        """
+        key = self._next()
+        try:
+            self._wait([key])
+        except RuntimeError as error:
+            raise OutcoreError(
+                f"rank {self.rank}: expected rank 0 to say what to do, but it has ended; look at what it says"
+            ) from error
+        value = pickle.loads(self._store.get(key))
+        if isinstance(value, _Failed):
+            self._note_heard()
+            raise SaidElsewhereError(value.status)
+        return value
+
+    def has_said(self, status: int) -> None:
+        """Of rank 0: it said why the run ends. If the store ends with its process, the others come first."""
+        with suppress(RuntimeError):
+            self._store.set(_SAID, str(status))
+            self.tell(_Failed(status))
+            heard = [f"{_HEARD}{rank}" for rank in range(1, self.size)]
+            if os.environ.get(_OWN_STORE) != "True":
+                self._wait(heard, _PATIENCE_S)
+
+    def told(self, error: Exception) -> int | None:
+        """Of another rank: the status with which rank 0 ended, if it did and said why. Args: error: Of this rank."""
+        if isinstance(error, SaidElsewhereError):
+            return error.status
+        with suppress(RuntimeError):  # the store has ended
+            if self._wait([_SAID], _PATIENCE_S):
+                status = int(self._store.get(_SAID))
+                self._note_heard()
+                return status
+        return None
+
+    def _note_heard(self) -> None:
+        self._store.set(f"{_HEARD}{self.rank}", "")
+
+    def _next(self) -> str:
+        self._num_told += 1
+        return f"{_TOLD}{self._num_told}"
+
+    def _wait(self, keys: list[str], patience_s: float = math.inf) -> bool:
+        """Returns: whether they came to be there. Signals are obeyed meanwhile, as they are not in the store's wait."""
+        end_s = time.monotonic() + patience_s
+        while not self._store.check(keys):
+            if time.monotonic() > end_s:
+                return False
+            time.sleep(_LOOK_S)
+        return True
+
+
+ALONE = Crew()
+"""No launcher."""

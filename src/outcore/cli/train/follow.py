@@ -1,0 +1,53 @@
+"""A rank of a run beside rank 0: it trains along, and writes its part of checkpoints. Rank 0 does all else."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from outcore.cli.train.crew import Crew
+from outcore.cli.train.job import Job
+from outcore.cli.train.preemption import Preemption
+from outcore.cli.train.saves import Saves, seconds_to_write
+from outcore.cli.train.settings.run_settings import Settings
+
+
+class Todo(NamedTuple):
+    """What rank 0 tells when all is ready."""
+
+    checkpoint: Path | None = None
+    """To go on from."""
+    trains: bool = True
+    evaluates: bool = False
+    """The evaluation behind the last step is to be made up for."""
+
+
+def follow_train(settings: Settings, crew: Crew) -> None:
+    """Train along.
+
+    Raises:
+        SaidElsewhereError: Rank 0 failed.
+    """
+    job = Job.told(settings, crew.hear())
+    data = crew.hear()
+    with preemption_of(job, settings.out) as preemption:
+        trainer = job.trainer(data, () if settings.dry_run else (preemption,))
+        try:
+            if settings.dry_run:
+                return
+            trainer.preemption = preemption
+            todo: Todo = crew.hear()
+            if todo.evaluates:
+                trainer.evaluate_again(todo.checkpoint)
+            if todo.trains:
+                trainer.train(resume_from_checkpoint=None if todo.checkpoint is None else str(todo.checkpoint))
+        finally:
+            trainer.end()
+
+
+def preemption_of(job: Job, out: Path) -> Preemption:
+    """What signals do to a run. Args: out: That its checkpoints are written to."""
+    settings = job.settings
+    first_s = partial(seconds_to_write, out, job.checkpoint_bytes())
+    return Preemption(Saves(every_minutes=settings.save_every_minutes, first_s=first_s), settings.grace)

@@ -1,0 +1,182 @@
+"""``outcore train`` on several ranks: as torchrun starts them, and by ``--nproc``."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import nursery
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from outcore.cli.train.spawn import num_processes
+from outcore.core.errors import ConfigError
+
+from .cases import DEVICE
+from .conftest import TESTS, launch_and_wait, start
+
+pytestmark = [
+    pytest.mark.skipif(DEVICE != "cpu", reason="over gloo, between processes on the CPU"),
+    pytest.mark.xdist_group("ranks"),
+]
+MAIN = "from outcore.cli.main import main; main()"
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+MEMORY = ["--device-memory", "260KiB", "--host-memory", "1500KiB"]
+RUN = ["--lr", "1e-3", "--max-grad-norm", "0", "--batch-size", "1", "--seq-len", "32", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """What a command is given: model, data, and a folder for the disk tier."""
+    folder = tmp_path_factory.mktemp("commands")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "text.txt").write_text(" ".join(f"{n} bottles of beer on the wall," for n in range(150)))
+    (folder / "tier").mkdir()
+    return ["--model", str(folder / "config.json"), "--data", str(folder / "text.txt"), "--disk", str(folder / "tier")]
+
+
+def train(num_ranks: int, out: Path, files: list[str], *more: str) -> list[tuple[int, str, str]]:
+    """Of each rank: status, output and complaints. A step has four micro-batches."""
+    arguments = ["train", *files, *MEMORY, *RUN, "--out", str(out), "--grad-accum", str(4 // num_ranks), *more]
+    return launch_and_wait(MAIN, num_ranks, arguments, timeout_s=60)
+
+
+@pytest.fixture(scope="module")
+def runs(files, tmp_path_factory):
+    """By number of ranks: its output folder, and what its ranks say. The second goes on to step 4 on one rank."""
+    folder = tmp_path_factory.mktemp("runs")
+    text = files[3]
+    evaluated = ["--eval-data", text, "--save-every", "2"]
+    one = train(1, folder / "one", files, "--steps", "4", *evaluated)
+    two = train(2, folder / "two", files, "--steps", "4", *evaluated)
+    for number in (3, 4):  # as if it had been stopped
+        for path in folder.glob(f"two/checkpoint-{number}"):
+            path.rename(folder / path.name)
+    resumed = train(1, folder / "two", files, "--steps", "4", "--resume", *evaluated)
+    return folder, {"one": one, "two": two, "resumed": resumed}
+
+
+def test_rank_0_writes_and_speaks_for_all(runs):
+    folder, said = runs
+    assert [status for status, *_ in said["two"]] == [0, 0], said["two"]
+    assert "of each of 2 ranks:" in said["two"][0][1]
+    assert said["two"][1][1:] == ("", "")
+    lines = [json.loads(line) for line in (folder / "one" / "metrics.jsonl").read_text().splitlines()]
+    found = [json.loads(line) for line in (folder / "two" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in found] == [line["step"] for line in lines]
+    for mine, other in zip(found, lines, strict=True):
+        for name in other.keys() & {"loss", "eval_loss", "lr", "grad_norm"}:
+            assert mine[name] == pytest.approx(other[name], rel=1e-3)
+
+
+def test_the_model_is_that_of_one_rank(runs):
+    folder, said = runs
+    for run in ("one", "resumed"):
+        assert said[run][0][0] == 0, said[run]
+    wanted = load_file(folder / "one" / "model" / "model.safetensors")
+    torch.testing.assert_close(load_file(folder / "checkpoint-4" / "model.safetensors"), wanted, rtol=0, atol=0)
+    torch.testing.assert_close(load_file(folder / "two" / "model" / "model.safetensors"), wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (["--lr", "fast"], "expected a"),
+        (["--host-memory", "1KiB"], "These are budgets of one rank. 2 ranks share"),
+        (["--replan"], "--replan: expected one rank"),
+        (["--data", "/nowhere.txt"], "'/nowhere.txt': expected a file"),
+        (["--set", "optim=adafactor"], "updates element by element"),
+    ],
+    ids=["option", "budget", "replan", "data", "optimizer"],
+)
+def test_a_mistake_is_said_once(changed, said, files, tmp_path):
+    ended = train(2, tmp_path / "out", files, "--steps", "4", *changed)
+    assert [status for status, *_ in ended] == [2, 2], ended
+    complaints = [err for *_, err in ended]
+    assert said in complaints[0]
+    assert complaints[0].count("outcore:") == 1
+    assert complaints[1] == ""
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("told", [(0, 1), (1,)], ids=["all", "one of them"])
+def test_a_signal_stops_all_behind_a_checkpoint(told, files, tmp_path):
+    out = tmp_path / "out"
+    arguments = ["train", *files, *MEMORY, *RUN, "--out", str(out), "--steps", "100000"]
+    ranks = start(MAIN, 2, arguments, timeout_s=60)
+    try:
+        while "loss" not in ranks[0].stdout.readline():  # of the first step
+            assert ranks[0].poll() is None
+        for number in told:
+            ranks[number].send_signal(signal.SIGTERM)
+        said = [rank.communicate(timeout=200) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [143, 143], said
+    (checkpoint,) = out.glob("checkpoint-*")
+    assert f"{checkpoint} holds everything up to step" in said[0][1]
+    assert said[1] == ("", "")
+
+
+SPAWN = f"""
+import sys
+sys.path.insert(0, {str(TESTS)!r})
+from outcore.cli.train.spawn import spawn
+sys.exit(spawn(2, sys.argv[1:]))
+"""
+
+
+def spawn(program: str, **options) -> subprocess.Popen:
+    return nursery.Popen([sys.executable, "-c", SPAWN, "-c", program], stdout=-1, stderr=-1, text=True, **options)
+
+
+def test_nproc_starts_ranks_and_has_their_status():
+    with spawn("import os; os.write(1, f\"{os.environ['RANK']} {os.environ['WORLD_SIZE']}\\n\".encode())") as process:
+        said = process.communicate(timeout=120)
+    assert (process.returncode, sorted(said[0].split("\n")), said[1]) == (0, ["", "0 2", "1 2"], "")
+    with spawn("import sys; sys.exit(2)") as process:
+        assert process.communicate(timeout=120) == ("", "")
+    assert process.returncode == 2
+
+
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, 130)])
+def test_signals_to_nproc_reach_all_ranks(sent, status):
+    program = (
+        "import os, signal, sys, time\n"
+        "for one in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):\n"
+        "    signal.signal(one, lambda number, _: (os.write(1, b'got %d\\n' % number), sys.exit(0)))\n"
+        "os.write(1, b'ready\\n')\n"
+        "time.sleep(300)"
+    )
+    with spawn(program) as process:
+        assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        process.send_signal(sent)
+        said = process.communicate(timeout=120)
+    assert (process.returncode, said) == (status, (f"got {int(sent)}\n" * 2, ""))
+
+
+def test_number_of_processes(monkeypatch):
+    assert (num_processes("3"), num_processes("1")) == (3, None)
+    for wrong in ("0", "many", "-1", "1.5"):
+        with pytest.raises(ConfigError, match=f"--nproc: expected a positive integer, but got '{wrong}'"):
+            num_processes(wrong)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert num_processes("2") is None
+    with pytest.raises(ConfigError, match="one of 2 processes .* and --nproc says 3; leave one out"):
+        num_processes("3")
