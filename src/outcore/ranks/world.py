@@ -59,10 +59,8 @@ class World:
         self._groups = Groups(datetime.timedelta(seconds=timeout_s()))
         self._control = self._groups.new("gloo")
         self._is_kept = False
-        self._sharers: dict[int, Links] = {}
-        """By the number of ranks that have weights together: those of this rank."""
-        self._alike: dict[int, Links] = {}
-        """Those that have the same part of them."""
+        self._cuts: dict[tuple[int, bool], Links] = {}
+        """By how many ranks have weights together: this rank's (True), or those with the same part of them."""
         self.last_step = ""
         """What the last step was made with. Weights that are put together must have been updated alike."""
         self._know_sockets()
@@ -72,7 +70,7 @@ class World:
         self.all_of(None)  # nobody begins who would be alone
         self._reduce = Links(self._groups.new, device.group_backend)
         self._save = self._groups.new("gloo")
-        self._gather = self._alike[1] = Links(self._groups.new, device.group_backend)
+        self._cuts[1, False] = Links(self._groups.new, device.group_backend)
         self._settle = device.finish_copies
         self._know_sockets()
         device.hangs_up_with(self._groups.hang_up)
@@ -103,10 +101,9 @@ class World:
     def open_groups(self, num_sharers: int) -> None:
         """Of ranks that share weights, and of those with the same part of them. A collective."""
         within = [range(first, first + num_sharers) for first in range(0, self.size, num_sharers)]
-        across = [range(place, self.size, num_sharers) for place in range(num_sharers)]
-        self._sharers[num_sharers] = self._mine(within)
+        self._cuts[num_sharers, True] = self._mine(within)
         if num_sharers < self.size:
-            self._alike[num_sharers] = self._mine(across)
+            self._cuts[num_sharers, False] = self._mine([range(i, self.size, num_sharers) for i in range(num_sharers)])
         self._know_sockets()
 
     def _mine(self, groups: Sequence[Sequence[int]]) -> Links:
@@ -211,8 +208,10 @@ class World:
         if new.is_cpu:
             self._settle()
         place, run = self.rank // num_sharers, new.numel() * num_sharers // self.size
-        with self._doing(f"gather weights of unit '{unit}' on lane {Lane.GATHER.value}", self._gather.host, facts):
-            self._alike[num_sharers].gather(new, new[place * run : (place + 1) * run])
+        with self._doing(
+            f"gather weights of unit '{unit}' on lane {Lane.GATHER.value}", self._cuts[1, False].host, facts
+        ):
+            self._cuts[num_sharers, False].gather(new, new[place * run : (place + 1) * run])
 
     def fill_copy(self, facts: str, unit: str, copy: torch.Tensor, num_sharers: int) -> None:
         """Wait until all have written their run of the copy that they share; bring those that other machines wrote.
@@ -222,16 +221,18 @@ class World:
         self._settle()
         run, mine = copy.numel() // self.size, range(self.rank % num_sharers, self.size, num_sharers)
         runs = [copy[rank * run : (rank + 1) * run] for rank in mine]
-        with self._doing(f"gather weights of unit '{unit}' on lane {Lane.GATHER.value}", self._gather.host, facts):
+        with self._doing(
+            f"gather weights of unit '{unit}' on lane {Lane.GATHER.value}", self._cuts[1, False].host, facts
+        ):
             if len(runs) > 1:
-                distributed.all_gather(runs, runs[self.rank // num_sharers], group=self._alike[num_sharers].host)
+                distributed.all_gather(runs, runs[self.rank // num_sharers], group=self._cuts[num_sharers, False].host)
         if len(runs) > 1:
             self.meet(facts, f"have all weights of unit '{unit}'")
 
     def meet(self, facts: str, what: str) -> None:
         """All ranks have come here. Args: as for ``gather``. what: All do, for errors."""
         self._settle()
-        with self._doing(f"{what} on lane {Lane.GATHER.value}", self._gather.host, facts):
+        with self._doing(f"{what} on lane {Lane.GATHER.value}", self._cuts[1, False].host, facts):
             pass
 
     def all_gather(
@@ -245,7 +246,7 @@ class World:
             pieces: Of a slot, and this rank's run of it (1D uint8).
             num_sharers: So many ranks share them.
         """
-        links = self._sharers[num_sharers]
+        links = self._cuts[num_sharers, True]
         with self._doing(f"all-gather weights of unit '{unit}' on lane {Lane.LINK.value}", links.host, facts):
             for whole, run in pieces:
                 links.gather(whole, run)
