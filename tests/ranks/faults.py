@@ -33,7 +33,6 @@ TIMEOUT_S, STALL_S = 4.0, 12.0
 STEPS, MICRO_BATCHES = 3, 2
 RANK, NUM_RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 POINTS = {
-    "forward": "ranks.cases:Block.forward",
     "backward": "outcore.runtime.gradients.ranked:RankedGradients.deposit",
     "exchange": "outcore.ranks.world:World.exchange",
     "addition": "outcore.runtime.gradients.ranked:add_works",
