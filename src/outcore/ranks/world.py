@@ -53,6 +53,8 @@ class World:
         self.num_steps = 0
         """That were begun."""
         self._notes = Notes(self.rank, self.size)
+        self.note = self._notes.note
+        """Of what this rank begins. Others that wait for it in vain say it."""
         self._groups = Groups(datetime.timedelta(seconds=timeout_s()))
         self._control = self._groups.new("gloo")
         self._is_kept = False
@@ -61,15 +63,6 @@ class World:
         self.last_step = ""
         """What the last step was made with. Weights that are put together must have been updated alike."""
         self._know_sockets()
-
-    @property
-    def local_size(self) -> int:
-        """Ranks on this node."""
-        return num_local_ranks()
-
-    def note(self, where: str) -> None:
-        """What this rank begins. Others that wait for it in vain say it."""
-        self._notes.note(where)
 
     def join_lanes(self, device: Device) -> None:
         """Make the groups of lanes: a collective. Args: device: Of this rank; its lanes hang up when they close."""
