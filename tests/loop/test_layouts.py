@@ -18,7 +18,7 @@ def test_states_with_a_gap(kind, tmp_path, monkeypatch):
     same(train, kind, tmp_path)
 
 
-def unequal(spec: UnitSpec, names: Iterable[str]) -> dict[str, StateSpec]:
+def unequal(spec: UnitSpec, names: Iterable[str], **_: bool) -> dict[str, StateSpec]:
     """Each state is a page larger than the one before, and begins further inside."""
     states, start = {}, 0
     for i, name in enumerate(names if spec.trainable else ()):

@@ -382,7 +382,7 @@ def test_ctrl_c_while_small_files_are_written(run: Any, tmp_path: Path, monkeypa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("outcore.saving.checkpoint._submit", interrupt)
+        patch.setattr("outcore.saving.checkpoint.write_units", interrupt)
         with pytest.raises(KeyboardInterrupt):
             outcore.save_checkpoint(*run, tmp_path / "c", step=1)
     assert not list((tmp_path / "c").iterdir())

@@ -88,14 +88,15 @@ def _here(spec: UnitSpec, param: ParamSpec, part: Part) -> ParamSpec:
 def tensors_in(section: Section) -> Iterator[TensorSpec]:
     """Its tensors and what lies between them: files of tensors may have no holes."""
     at = section.start
-    for name, param, part, offset in sorted(section.entries, key=lambda entry: entry[-1]):
+    in_order = sorted(section.entries, key=lambda entry: (entry[-1], entry[-2].numel))  # one without elements is first
+    for name, param, part, offset in in_order:
         if offset > at:
             yield f"padding before {name}", torch.uint8, (offset - at,)
         yield name, torch_dtype(part.dtype), _stored_shape(param)
         at = offset + part.nbytes
     rest = section.start + align_up(section.stop - section.start, PAGE_BYTES) - at
     if rest:
-        yield f"padding after {section.entries[-1][0]}", torch.uint8, (rest,)
+        yield f"padding after {in_order[-1][0]}", torch.uint8, (rest,)
 
 
 def _stored_shape(param: ParamSpec) -> tuple[int, ...]:
