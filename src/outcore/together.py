@@ -78,17 +78,17 @@ def chosen(cut: Partition, options: Options, device: Device, world: World | None
         return cut, choose_plan(cut, options, device, Timed(cut, options, device))
     world.join_lanes(device)
     agree(world, _facts(cut, options))
-    per_node = world.size if world.size % num_local_ranks() else num_local_ranks()
+    per_node = world.size if world.size % world.local_size else world.local_size
     ranks = Ranks(world.size // per_node, per_node)
     is_fast = options.reduction == "fast"
     cut = among(cut, ranks, world.rank, "prepare", keeps_buckets=is_fast)
-    limits = least_limits(world, limits_of(options.budget, device, num_sharers=num_local_ranks()))
+    limits = least_limits(world, limits_of(options.budget, device, num_sharers=world.local_size))
     sharings: list[Sharing] = ["copy" if _can_share(world) else "replicate"]
     if options.loop is None:  # a Trainer's rank 0 reads weights alone
         sharings += sharings_over_links(ranks)
     made = ""
     if world.rank == 0:
-        with of_a_node(num_local_ranks()):
+        with of_a_node(world.local_size):
             asked = sharings[: 1 if options.plan is not None else None]
             timed = Timed(cut, options, device, ranks=ranks)
             _, (found, _) = fastest(
@@ -214,10 +214,10 @@ def fastest(
 
 def _can_share(world: World) -> bool:
     """Whether ranks of a machine see the same memory. A collective."""
-    if world.size % num_local_ranks():
+    if world.size % world.local_size:
         return False
     try:
-        shared_memory(world, PAGE_BYTES, num_local_ranks()).close()
+        shared_memory(world, PAGE_BYTES, world.local_size).close()
     except OutcoreError:
         if world.failure is not None:
             raise

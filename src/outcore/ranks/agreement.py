@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from outcore.core.errors import ConfigError, OutcoreError
-from outcore.ranks.world import World, num_local_ranks
+from outcore.ranks.world import World
 from outcore.spec.budget import Limits
 
 
@@ -83,6 +83,6 @@ def core_sharers(world: World) -> int:
     Launchers may bind ranks to cores near their GPUs (``torchrun --numa-binding``, Slurm).
     """
     mine = sorted(os.sched_getaffinity(0))
-    first = world.rank // num_local_ranks() * num_local_ranks()
-    near = world.all_of(mine)[first : first + num_local_ranks()]
+    first = world.rank // world.local_size * world.local_size
+    near = world.all_of(mine)[first : first + world.local_size]
     return sum(not set(mine).isdisjoint(cpus) for cpus in near)

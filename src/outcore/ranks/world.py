@@ -47,7 +47,7 @@ class World:
 
     def __init__(self) -> None:
         """Make the group on which ranks agree: a collective."""
-        self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
+        self.rank, self.size, self.local_size = distributed.get_rank(), num_ranks(), num_local_ranks()
         self.failure: OutcoreError | None = None
         """Ranks have lost one another."""
         self.num_steps = 0

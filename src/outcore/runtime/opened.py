@@ -12,7 +12,7 @@ from outcore.device.device import Device
 from outcore.device.lanes import Handle
 from outcore.order.step import StepOrder
 from outcore.ranks.agreement import core_sharers
-from outcore.ranks.world import World, num_local_ranks
+from outcore.ranks.world import World
 from outcore.runtime.saves import Saves
 from outcore.runtime.unit.cut_weights import all_gathers
 from outcore.runtime.unit.port import LivePort, Traffic
@@ -51,7 +51,7 @@ class Opened:
             self._closing.callback(world.close)
         self._closing.callback(device.close)
         with self.closed_on_error():
-            first = 0 if world is None else world.rank % num_local_ranks() % max(len(paths), 1)
+            first = 0 if world is None else world.rank % world.local_size % max(len(paths), 1)
             # Ranks that do the same at the same time begin with different drives.
             self.tiers = Tiers(model, plan, device, [*paths[first:], *paths[:first]], world)
             self._closing.callback(self.tiers.close)
