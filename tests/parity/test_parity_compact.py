@@ -57,6 +57,7 @@ CASES = [
     _case("host", optimizer="muon"),
     _case("disk", optimizer="muon", clipping="off", promised=True, early=True),
     _case("host", optimizer="adafactor", share=0.5),
+    _case("host", "patchwork"),  # some of its parameters are in fp32, whose masters are as ever
 ]
 
 

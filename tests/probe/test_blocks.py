@@ -18,6 +18,7 @@ from outcore.device.opening import device_name, open_device
 from outcore.planning.timing.counted import counted_work
 from outcore.planning.timing.known_hardware import known_hardware
 from outcore.planning.timing.profile import UnitTimes, UnitWork, rates_for
+from outcore.planning.timing.ranks import Ranks
 from outcore.planning.units.partition import Partition, partition
 from outcore.probe import blocks, kept_blocks
 from outcore.probe.kept import Machine
@@ -110,6 +111,46 @@ def test_what_cannot_be_read_is_measured_again(text):
     assert path.read_text() != edited
 
 
+class Strange(nn.Module):
+    """A block with a parameter and a module that others have, too, under two names, and with a memory."""
+
+    def __init__(self, shared: nn.Parameter, linear: nn.Linear) -> None:
+        super().__init__()
+        self.shared, self.linear, self.again, self.calls = shared, linear, linear, 0
+        self.seen: list[torch.Tensor] = []
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen.append(x)
+        self.last = x
+        return self.norm(self.again(self.linear(x)) * self.shared)
+
+
+class Strangers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.linear = nn.Parameter(torch.ones(8)), nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Strange(self.shared, self.linear) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_what_blocks_share_and_remember_stays_as_it_is():
+    """Gradients of parameters that were run by another name would be taken for the loop's own."""
+    model, sample = Strangers(), {"x": torch.ones(4, 8)}
+    before = {name: (value, value.clone()) for name, value in model.state_dict(keep_vars=True).items()}
+    work = timed(model, sample, units=[Strange])
+    assert work["blocks.1"].measured is not None
+    after = model.state_dict(keep_vars=True)
+    assert all(after[name] is value and torch.equal(value, copy) for name, (value, copy) in before.items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert [(block.calls, block.seen, hasattr(block, "last")) for block in model.blocks] == [(0, [], False)] * 3
+
+
 class Stubborn(nn.Module):
     """A block that looks at the values it is given."""
 
@@ -155,6 +196,24 @@ def test_seconds_that_were_measured_win():
     assert {n: s for n, s in rates.forward_s.items() if n != name} == {
         n: s for n, s in counted.forward_s.items() if n != name
     }
+
+
+def test_ranks_share_the_cores_that_compute():
+    cut = partition(make("llama"), state_names=STATES)
+    machine = dataclasses.replace(MACHINE, device=dataclasses.replace(MACHINE.device, runs_ahead=0))
+    work = counted_work(cut, sample_of("llama"), torch.device("cpu"))
+    work = {name: dataclasses.replace(each, measured=UnitTimes(1.0, 2.0, 1.0)) for name, each in work.items()}
+    rates = rates_for(machine, cut.spec, work, ranks=Ranks(1, 4))
+    assert {*rates.forward_s.values(), *rates.backward_s.values()} == {4.0, 8.0}
+
+
+def test_a_frozen_head_is_another_rest():
+    timed(make("llama"), sample_of("llama"))
+    path, model = Machine(DEVICE).blocks_path, make("llama")
+    number = len(KeptBlocks.load(path).blocks)
+    model.lm_head.requires_grad_(requires_grad=False)
+    timed(model, sample_of("llama"))
+    assert len(KeptBlocks.load(path).blocks) == number + 1
 
 
 @pytest.mark.parametrize("compiles", [False, True])

@@ -16,6 +16,7 @@ from torch import nn
 
 import outcore
 from outcore.core.errors import UnsupportedError
+from outcore.device.aside import sum_of_words
 from outcore.memory.files.checkpoint_file import CheckpointFile
 from outcore.runtime.module_guard import engine_of
 from outcore.runtime.saved_weights import SavedWeights
@@ -263,3 +264,12 @@ def test_everything_may_be_asked_for_meanwhile(kind: str, tmp_path: Path, monkey
         return found
 
     small.same(run(saves=False), run(saves=True))
+
+
+def test_sums_see_rows_that_change_places():
+    """Numbers that are sorted, negated or moved are others."""
+    values = torch.randn(64, 1001)
+    before, moved = sum_of_words(values.flatten().view(torch.uint8)), values.clone()
+    moved[[3, 41]] = values[[41, 3]]
+    for other in (moved, values.flip(0), values.roll(1), -values):
+        assert not torch.equal(sum_of_words(other.flatten().view(torch.uint8)), before)

@@ -333,10 +333,10 @@ class _Asking:
         cut, sample, device = self._cut, self._sample(batch_size), self._machine.torch_device
         try:
             more, times = batch_size / self._question.batch_size, self._times
-            work = {
-                name: dataclasses.replace(each, measured=times[name].times(more) if name in times else None)
-                for name, each in counted_work(cut, sample, device).items()
-            }
+            work = counted_work(cut, sample, device)
+            for name, each in times.items():
+                if more == 1 or not (self._hardware.device.runs_ahead and each.is_launching):
+                    work[name] = dataclasses.replace(work[name], measured=each.times(more))
             return Profile(work, footprint_of(cut, sample, device, makes_logits=self._loop.makes_logits))
         except ConfigError as error:
             self._guess = str(error)

@@ -7,6 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 import torch
 
+_COLUMNS = 4093
+"""Of words that are summed; prime, so that rows of a matrix that change places do not stay in their columns."""
+
 
 class Aside:
     """Of one device. On CUDA a stream of its own: on the default one all would come behind what compute was given."""
@@ -31,13 +34,18 @@ class Aside:
     def is_sum_of(self, before: torch.Tensor, memory: torch.Tensor) -> bool:
         """Whether ``sum_of_words`` is what it was."""
         with self._here():
-            return bool(sum_of_words(memory) == before)
+            return torch.equal(sum_of_words(memory), before)
 
     def _here(self) -> AbstractContextManager[None]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
 def sum_of_words(memory: torch.Tensor) -> torch.Tensor:
-    """Of bytes (1D); any word that changes changes it. On a device nobody waits for it."""
+    """Sums of the words of some bytes (1D), by columns: a word that changes, or goes to another place, changes them.
+
+    On a device nobody waits for it.
+    """
     whole = memory.numel() // 8 * 8
-    return memory[:whole].view(torch.int64).sum() + memory[whole:].sum()
+    words, rest = memory[:whole].view(torch.int64), memory[whole:].long()
+    rows = words.numel() // _COLUMNS * _COLUMNS
+    return torch.cat([words[:rows].view(-1, _COLUMNS).sum(0), words[rows:], rest])

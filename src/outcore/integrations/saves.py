@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from outcore.integrations.checkpoints import rotate
 from outcore.ranks.agreement import agreed
-from outcore.runtime.saves import Save
+from outcore.runtime.saves import EditedError, Save
 from outcore.saving.beside import begun
 from outcore.saving.library_files import LibraryFiles
 from outcore.saving.shared import all_random_states
@@ -80,7 +81,7 @@ class TrainerSaves:
         Raises:
             DiskError: It cannot be begun, or the one before has failed. Older ones are untouched.
         """
-        self.settle()
+        self.settle(is_last=False)
         begun_s = time.monotonic()
         trainer, state = self._trainer, self._trainer.state
         self._hear_of_on_save()
@@ -129,13 +130,18 @@ class TrainerSaves:
             return
         world, is_done = self._trainer.optimizer.engine.access.world, self._under_way.save.done
         if is_done if world is None else all(world.all_of(is_done)):
-            self.settle()
+            self.settle(is_last=False)
 
-    def settle(self) -> None:
+    def settle(self, *, is_last: bool = True) -> None:
         """Wait for the one that is under way, and let others hear of it.
+
+        Args:
+            is_last: Others may not follow. Else one whose weights were edited unseen meanwhile is left out, with a
+                warning: the next one waits for them.
 
         Raises:
             DiskError: It could not be written. Older ones are untouched.
+            EditedError: Weights were edited meanwhile.
         """
         now = self._under_way
         if now is None:
@@ -143,8 +149,11 @@ class TrainerSaves:
         trainer, begun_s = self._trainer, time.monotonic()
         try:
             now.save.wait()
-        except Exception:
+        except Exception as error:
             self._forget(now)
+            if isinstance(error, EditedError) and not is_last and trainer.optimizer.engine.access.world is None:
+                warnings.warn(f"checkpoint '{now.save.path}' was not made: {error}", stacklevel=2)
+                return
             raise
         self._under_way = None
         self._on_durable(now.save, now.state, now.held_s + time.monotonic() - begun_s)

@@ -83,7 +83,8 @@ def refuse_other_format(param: ParamSpec, group: Mapping[str, object]) -> None:
     Raises:
         UnsupportedError: It does.
     """
-    if master_format_of(group) != param.master_format:
+    has_fp32_masters = (param.dtype, param.update_dtype) == ("bfloat16", "float32")
+    if (master_format_of(group) if has_fp32_masters else "fp32") != param.master_format:
         raise UnsupportedError(
             f"expected the master_format that the param group of '{param.name}' had at outcore.prepare(), when memory "
             f"was taken, but it is {master_format_of(group)!r} now; set it before prepare"

@@ -28,7 +28,7 @@ from outcore.planning.units.alike import Shape, stand_in
 from outcore.planning.units.calls import Call, Calls
 from outcore.planning.units.casts import Autocast
 from outcore.planning.units.partition import Partition
-from outcore.planning.units.shapes import without_values
+from outcore.planning.units.shapes import left_as_it_is
 from outcore.probe.samples import usual_s
 from outcore.saving.small_state import random_states, restore_random_states
 
@@ -98,18 +98,17 @@ class _Lent(nn.Module):
 
 def _run(module: nn.Module, own: Mapping[str, torch.Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     lent = {f"module.{name}": tensor for name, tensor in own.items()}
-    return torch.func.functional_call(_Lent(module), lent, tuple(args), dict(kwargs))
+    with left_as_it_is(module):
+        return torch.func.functional_call(_Lent(module), lent, tuple(args), dict(kwargs))
 
 
 class _Block:
     """One call of a unit."""
 
     def __init__(self, cut: Partition, call: Call, device: Device) -> None:
-        where, prefix = device.torch_device, f"{call.unit}."
         names = [unit.name for unit in cut.spec.units]
         self._module = cut.modules[names.index(call.unit)]
-        empty = without_values(cut, where, lambda name: name.startswith(prefix))
-        self.own = _with_values(cut, {name.removeprefix(prefix): t for name, t in empty.items()}, self._module)
+        self.own = _own(cut, self._module, device.torch_device)
         given = [_value(leaf.empty()) if isinstance(leaf, Shape) else leaf for leaf in call.leaves]
         for shape, value in zip(call.leaves, given, strict=True):
             if isinstance(shape, Shape) and shape.requires_grad:
@@ -128,8 +127,8 @@ class _Rest:
     def __init__(self, cut: Partition, sample: Mapping[str, Any], calls: Calls, device: Device) -> None:
         self._cut, self._calls, where = cut, calls, device.torch_device
         prefixes = tuple(f"{unit.name}." for unit in cut.spec.units[1:])
-        empty = without_values(cut, where, lambda name: not name.startswith(prefixes))
-        self.own, self.leaves = _with_values(cut, empty, cut.modules[0]), _leaves(empty.values())
+        self.own = _own(cut, cut.modules[0], where, but=prefixes)
+        self.leaves = _leaves(self.own.values())
         self._batch = pytree.tree_map_only(
             torch.Tensor, lambda t: torch.zeros_like(t, device=where) if t.is_meta else t.detach().to(where), sample
         )
@@ -156,18 +155,28 @@ def _passed(results: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
     return pytree.tree_map_only(Shape, like, next(results))
 
 
-def _with_values(cut: Partition, empty: Mapping[str, torch.Tensor], module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters get values of no meaning, buffers their own, where there are any."""
-    own = dict(module.named_buffers())
-    found = dict(empty)
-    for name, tensor in empty.items():
-        buffer = own.get(name)
-        if buffer is None:
-            _value(tensor)
-        elif buffer.is_meta:
-            tensor.zero_()
-        else:
-            tensor.copy_(buffer)
+def _own(cut: Partition, module: nn.Module, device: torch.device, but: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
+    """Parameters with values of no meaning, in the dtypes in which they will be trained, and copies of buffers.
+
+    Whatever the module reaches, by all of its names: also what other parts of the model have, too, so that nothing of
+    the user's is run. Args: but: Beginnings of names that are left out.
+    """
+    specs = {param.name: param for unit in cut.spec.units for param in unit.params}
+    trained = {id(p): specs[name] for name, p in cut.modules[0].named_parameters() if name in specs}
+    made: dict[int, torch.Tensor] = {}
+    found: dict[str, torch.Tensor] = {}
+    for name, p in module.named_parameters(remove_duplicate=False):
+        if name.startswith(but):
+            continue
+        if id(p) not in made:
+            spec = trained.get(id(p))
+            dtype = p.dtype if spec is None else getattr(torch, spec.dtype)
+            made[id(p)] = _value(torch.empty(p.shape, dtype=dtype, device=device)).requires_grad_(p.requires_grad)
+        found[name] = made[id(p)]
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        if not name.startswith(but):
+            is_there = not buffer.is_meta
+            found[name] = buffer.to(device, copy=True) if is_there else torch.zeros_like(buffer, device=device)
     return found
 
 
@@ -226,15 +235,19 @@ class _Measurement:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            results = self._part.forward()
+            results = self._forward()
         self._backward(results)
         self._wait()
         return sum(found.values())
 
+    def _forward(self) -> list[torch.Tensor]:
+        torch.clear_autocast_cache()  # weights are cast in every visit
+        return self._part.forward()
+
     def _turn(self, number: int) -> UnitTimes:
         self._wait()
         start_s = time.perf_counter()
-        made = [self._part.forward() for _ in range(number)]
+        made = [self._forward() for _ in range(number)]
         launched_s = time.perf_counter()
         self._wait()
         middle_s = time.perf_counter()

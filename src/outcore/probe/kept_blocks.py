@@ -39,8 +39,8 @@ class KeptBlocks(Described):
     what: ClassVar[str] = "kept times of blocks"
 
     versions: Mapping[str, str]
-    blocks: Mapping[str, Sequence[float] | None]
-    """By a digest of what the block is; None: it could not be run."""
+    blocks: Mapping[str, Sequence[float]]
+    """By a digest of what the block is."""
 
     @classmethod
     def from_json(cls, text: str, *, where: str) -> Self:
@@ -51,7 +51,7 @@ class KeptBlocks(Described):
         """
         try:
             found = cls(**cls._fields_in(text, where))
-            seconds = [UnitTimes(*each) for each in found.blocks.values() if each is not None]
+            seconds = [UnitTimes(*each) for each in found.blocks.values()]
             are_right = all(0 <= value < _MOST_S for each in seconds for value in each)
         except (TypeError, AttributeError) as error:
             raise ConfigError(f"{where}: expected times that outcore kept, but got: {error}") from error
@@ -87,7 +87,7 @@ def with_times(
     names = _names(cut, sample, [*calls.kinds], device)
     path = Machine(device.torch_device).blocks_path
     kept = _kept(path)
-    known = {name: None if seconds is None else UnitTimes(*seconds) for name, seconds in kept.blocks.items()}
+    known: dict[str, UnitTimes | None] = {name: UnitTimes(*seconds) for name, seconds in kept.blocks.items()}
     if not all(name in known for name in names):
         *blocks, rest = names
         rates = rates_for(hardware, cut.spec, work)
@@ -96,7 +96,8 @@ def with_times(
         known[rest] = measure_rest(cut, sample, calls, device, counted_s)
         with suppress(ConfigError, OSError):  # a home that cannot be written to
             path.parent.mkdir(parents=True, exist_ok=True)
-            dataclasses.replace(kept, blocks=known).save(path)
+            kept_now = {name: seconds for name, seconds in known.items() if seconds is not None}  # others may be later
+            dataclasses.replace(kept, blocks=kept_now).save(path)
     name_of = dict(zip(calls.kinds, names[:-1], strict=True))
     found = {unit: _sum([known[name_of[kind]] for kind in kinds]) for unit, kinds in calls.of.items()}
     found[""] = known[names[-1]]
@@ -109,9 +110,9 @@ def _names(cut: Partition, sample: Mapping[str, Any], kinds: Sequence[Hashable],
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     batch = pytree.tree_map_only(torch.Tensor, lambda t: (t.shape, t.dtype), dict(sample))
     facts = f"{cut.spec.precision} {autocast} {attention} {model}"
-    return [
-        hashlib.blake2b(f"{what} {facts}".encode(), digest_size=12).hexdigest() for what in (*kinds, [batch, kinds])
-    ]
+    rest = [(param.name, param.shape, param.dtype, param.requires_grad) for param in cut.spec.units[0].params]
+    texts = [f"{what} {facts}" for what in (*kinds, [batch, rest, kinds])]
+    return [hashlib.blake2b(text.encode(), digest_size=12).hexdigest() for text in texts]
 
 
 def _kept(path: Path) -> KeptBlocks:

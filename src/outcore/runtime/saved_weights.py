@@ -73,9 +73,11 @@ class SavedWeights:
         """Around a step: it looks for edits, and its updates come behind the copies."""
         for unit in self._saving:
             unit.presence.lend()
-        yield
-        for unit in tuple(self._saving):
-            self.withdraw(unit)
+        try:
+            yield
+        finally:
+            for unit in tuple(self._saving):
+                self.withdraw(unit)
 
     def _forget(self, unit: Unit) -> None:
         unit.presence.lend()

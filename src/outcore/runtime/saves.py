@@ -47,6 +47,10 @@ def _alone(_: Save) -> None:
     """No other rank saves."""
 
 
+class EditedError(UnsupportedError):
+    """Weights were edited while they were saved, unseen. The next save of this model waits for such units."""
+
+
 class Source(NamedTuple):
     """The bytes [start, stop) of a home."""
 
@@ -273,7 +277,7 @@ class Saves:
             for (name, memory, _), before in zip(watched, sums, strict=True):
                 if not self._aside.is_sum_of(before, memory):
                     self.edited.add(name)
-                    raise UnsupportedError(
+                    raise EditedError(
                         f"save: expected weights of unit '{name}' that stay as they are until they are copied, but its "
                         "forward changes them, or somebody who has kept what p.data gave him; save with wait=True "
                         "before they change"

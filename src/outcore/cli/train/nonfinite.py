@@ -83,7 +83,9 @@ class FiniteSteps(OutcoreMixin):
             self._tr_loss.zero_()  # the Trainer subtracts it from itself, which leaves nan as it is
             if self._on_nonfinite == "skip":
                 self._log_skipped(logs)
-            elif not self._has_told and not all(map(math.isfinite, (logs["loss"], logs.get("grad_norm", 0.0)))):
+            elif self._on_nonfinite == "stop" or self._has_told:
+                pass
+            elif not all(map(math.isfinite, (logs["loss"], logs.get("grad_norm", 0.0)))):
                 self._has_told = True
                 warnings.warn(
                     f"step {self.state.global_step}: the loss is {logs['loss']:.4g} and the gradient norm "

@@ -36,8 +36,13 @@ class UnitTimes(NamedTuple):
     """Of the thread that gives the device the kernels of forward."""
 
     def times(self, factor: float) -> UnitTimes:
-        """Of more or less of the same."""
-        return UnitTimes(*(factor * seconds for seconds in self))
+        """Of more or less of the same, in as many kernels."""
+        return UnitTimes(factor * self.forward_s, factor * self.backward_s, self.launch_s)
+
+    @property
+    def is_launching(self) -> bool:
+        """Whether an accelerator may have waited for kernels: more of the same takes less than in proportion then."""
+        return 2 * self.launch_s > self.forward_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,9 +141,9 @@ def rates_for(
         in_bf16: Whatever the weights are in, as under autocast.
         ranks: That train together, on this machine and others like it.
     """
-    others, hardware = between(hardware, ranks), share_of(hardware, ranks)
+    others, alone, hardware = between(hardware, ranks), hardware, share_of(hardware, ranks)
     device, bus, host, disk = hardware.device, hardware.bus, hardware.host, hardware.disk
-    computing = _Computing(device, in_fp32=spec.precision == "fp32" and not in_bf16)
+    computing = _Computing(device, alone.device, in_fp32=spec.precision == "fp32" and not in_bf16)
     bytes_per_s = {"h2d": bus.h2d_bytes_per_s, "d2h": bus.d2h_bytes_per_s, **others.bytes_per_s}
     if disk is not None:
         bytes_per_s |= {"disk_read": disk.read_bytes_per_s, "disk_write": disk.write_bytes_per_s}
@@ -177,25 +182,26 @@ def rates_for(
 class _Computing:
     """Seconds that a device takes for a unit: those that were measured, else by its rates."""
 
-    def __init__(self, device: DevicePart, *, in_fp32: bool) -> None:
-        self._device = device
+    def __init__(self, device: DevicePart, alone: DevicePart, *, in_fp32: bool) -> None:
+        """Args: alone: As it was measured, before ranks shared it."""
+        self._device, self._slower = device, alone.fp32_flops / device.fp32_flops
         self._flops = device.fp32_flops if in_fp32 else device.bf16_flops
         self._attention_flops = min(device.attention_flops, self._flops)
 
     def forward_s(self, work: UnitWork) -> float:
         if work.measured is not None:
-            return work.measured.forward_s
+            return self._slower * work.measured.forward_s
         return self._seconds(work, work.product_flops, work.attention_flops, 1)
 
     def backward_s(self, work: UnitWork) -> float:
         if work.measured is not None:
-            return work.measured.backward_s
+            return self._slower * work.measured.backward_s
         return self._seconds(work, 2 * work.product_flops - work.frozen_flops, 2.5 * work.attention_flops, 2)
 
     def selected_s(self, work: UnitWork) -> float:
         """Of a forward without its products and attention."""
         if work.measured is not None:
-            return max(work.measured.forward_s - self._dear_s(work.product_flops, work.attention_flops), 0.0)
+            return max(self.forward_s(work) - self._dear_s(work.product_flops, work.attention_flops), 0.0)
         return self._seconds(work, 0, 0, 1)
 
     def launch_s(self, work: UnitWork) -> float:

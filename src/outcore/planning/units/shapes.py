@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -44,7 +46,7 @@ def on_shapes(cut: Partition, sample: Mapping[str, Any], device: torch.device) -
     """
     model = cut.modules[0]
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), ExitStack() as undo:
-        own = without_values(cut, device)
+        own = _fakes(cut, device)
         parts: dict[str, torch.Tensor] = {}
         for weight in cut.quantized:
             parts |= weight.follow(own[weight.name], undo)
@@ -52,9 +54,35 @@ def on_shapes(cut: Partition, sample: Mapping[str, Any], device: torch.device) -
 
         def forward(then: Callable[[list[Any]], None]) -> None:
             lent = _Lent(model, then, Autocast.now(device))
-            torch.func.functional_call(lent, {f"model.{name}": t for name, t in own.items()}, (batch,))
+            with left_as_it_is(model):
+                torch.func.functional_call(lent, {f"model.{name}": t for name, t in own.items()}, (batch,))
 
         yield Shapes({**own, **parts}, batch, forward)
+
+
+@contextmanager
+def left_as_it_is(model: nn.Module) -> Iterator[None]:
+    """Behind the block modules have the attributes that they had, with the content that lists and dicts had.
+
+    ``functional_call`` puts lent tensors back where a module is reached by two names, and forwards count or collect.
+    """
+    before = [
+        (module.__dict__, dict(module.__dict__), [(v, copy.copy(v)) for v in module.__dict__.values() if _holds(v)])
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for attributes, values, contents in before:
+            attributes.clear()
+            attributes.update(values)
+            for holder, content in contents:
+                holder.clear()
+                (holder.extend if isinstance(holder, list) else holder.update)(content)
+
+
+def _holds(value: object) -> bool:
+    return type(value) in (list, dict, set, OrderedDict)
 
 
 class _Lent(nn.Module):
@@ -78,18 +106,16 @@ class _Lent(nn.Module):
             self._then(result)
 
 
-def without_values(
-    cut: Partition, device: torch.device, are_of: Callable[[str], bool] = lambda _: True
-) -> dict[str, torch.Tensor]:
-    """Parameters in the dtypes in which they will be trained, and buffers. Args: are_of: Picks by name."""
+def _fakes(cut: Partition, device: torch.device) -> dict[str, torch.Tensor]:
+    """Parameters in the dtypes in which they will be trained, and buffers, without bytes."""
     specs = {param.name: param for unit in cut.spec.units for param in unit.params}
     found: dict[str, torch.Tensor] = {}
-    for name, p in filter(lambda item: are_of(item[0]), cut.modules[0].named_parameters()):
+    for name, p in cut.modules[0].named_parameters():
         spec = specs.get(name)
         dtype = p.dtype if spec is None else getattr(torch, spec.dtype)
         strides = row_major(tuple(p.shape)) if spec is None or spec.strides is None else spec.strides
         made = torch.empty_strided(p.shape, strides, dtype=dtype, device=device)
         found[name] = made.requires_grad_(p.requires_grad)
-    for name, buffer in filter(lambda item: are_of(item[0]), cut.modules[0].named_buffers()):
+    for name, buffer in cut.modules[0].named_buffers():
         found[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
     return found
