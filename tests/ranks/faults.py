@@ -68,6 +68,7 @@ class Fault(NamedTuple):
     """So many times the point is passed first."""
     rank: int = 1
     homes: str = "host"
+    partition: str = "replicate"
 
 
 def say(what: str, text: str = "") -> None:
@@ -103,7 +104,8 @@ def prepared(folder: str) -> tuple[Any, Any]:
     case = Case()
     model: Any = build(case.kind, case.dtype)
     optimizer: Any = adamw(model)
-    _, plan = forced(model, optimizer, FAULT.homes, units=[Block], num_ranks=NUM_RANKS, comfort=LEAST)
+    cut = {"num_ranks": NUM_RANKS, "partition": FAULT.partition}
+    _, plan = forced(model, optimizer, FAULT.homes, units=[Block], comfort=LEAST, **cut)
     budget = outcore.Budget(disk=folder)
     return prepare_for_test(model, optimizer, plan=plan, units=[Block], budget=budget, device=DEVICE)
 

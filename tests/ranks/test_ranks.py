@@ -110,6 +110,7 @@ FAULTS = [
     Fault("asks", "gradient", rank=2),
     Fault("fails_in_prepare", "model"),
     Fault("fails_in_prepare", "homes", rank=0, homes="disk"),
+    Fault("fails_in_prepare", "homes", partition="world"),
     Fault("fails_in_prepare", "first value", 3),
     Fault("fills_the_drive", "write", 1, rank=0),
     Fault("fills_the_drive", "write", 2),

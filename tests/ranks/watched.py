@@ -82,7 +82,9 @@ def draw(kind: str, seed: int, num_ranks: int) -> Fault:
         count = numbers.choice([0, 1, 3, 5])  # backwards before which there are gradients
     elif kind == "fills_the_drive":
         count %= NUM_SAVED_WRITES
-    return Fault(kind, point, count, rank, numbers.choice(["host", "disk", "device"]))
+    homes = numbers.choice(["host", "disk", "device"])
+    partition = "world" if kind == "fails_in_prepare" and seed % 2 else "replicate"
+    return Fault(kind, point, count, rank, homes, partition)
 
 
 def run(fault: Fault, num_ranks: int) -> Verdict:

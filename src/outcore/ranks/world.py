@@ -67,9 +67,10 @@ class World:
     def join_lanes(self, device: Device) -> None:
         """Make the groups of lanes: a collective. Args: device: Of this rank; its lanes hang up when they close."""
         self.all_of(None)  # nobody begins who would be alone
-        self._reduce = Links(self._groups.new, device.group_backend)
-        self._save = self._groups.new("gloo")
-        self._cuts[1, False] = Links(self._groups.new, device.group_backend)
+        with self._doing("make groups of lanes"):
+            self._reduce = Links(self._groups.new, device.group_backend)
+            self._save = self._groups.new("gloo")
+            self._cuts[1, False] = Links(self._groups.new, device.group_backend)
         self._settle = device.finish_copies
         self._know_sockets()
         device.hangs_up_with(self._groups.hang_up)
@@ -99,10 +100,13 @@ class World:
 
     def open_groups(self, num_sharers: int) -> None:
         """Of ranks that share weights, and of those with the same part of them. A collective."""
+        self.all_of(None)  # nobody begins who would be alone
         within = [range(first, first + num_sharers) for first in range(0, self.size, num_sharers)]
-        self._cuts[num_sharers, True] = self._mine(within)
-        if num_sharers < self.size:
-            self._cuts[num_sharers, False] = self._mine([range(i, self.size, num_sharers) for i in range(num_sharers)])
+        across = [range(first, self.size, num_sharers) for first in range(num_sharers)]
+        with self._doing("make groups of ranks that share weights"):
+            self._cuts[num_sharers, True] = self._mine(within)
+            if num_sharers < self.size:
+                self._cuts[num_sharers, False] = self._mine(across)
         self._know_sockets()
 
     def _mine(self, groups: Sequence[Sequence[int]]) -> Links:
