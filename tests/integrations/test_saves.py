@@ -17,7 +17,7 @@ from outcore.integrations.saves import EndedAtOnceError
 from outcore.integrations.transformers import OutcoreMixin
 from outcore.memory.files.checkpoint_file import CheckpointFile
 from outcore.memory.files.checkpoint_folder import UnfinishedCheckpoint, read_manifest
-from outcore.runtime.saves import Save
+from outcore.runtime.saves import EditedError, Save
 
 from .rig import WARNINGS, Plain, exactly, language, sft, streamed
 from .test_checkpoints import sft_lora
@@ -111,6 +111,25 @@ def test_a_save_that_fails_ends_the_run(step, most, tmp_path, monkeypatch):
     assert [step for step, _ in heard.saved] == list(range(1, step))
     there = sorted(path.name for path in (tmp_path / "run").glob("*checkpoint*"))
     assert there == [f"checkpoint-{number}" for number in range(1, step)]
+
+
+@pytest.mark.parametrize(("step", "is_last"), [(2, False), (4, True)])
+def test_a_save_whose_weights_were_edited_is_left_out_unless_it_is_the_last(step, is_last, tmp_path, monkeypatch):
+    """The next one waits for such units, so a run does not end for it."""
+    commit = UnfinishedCheckpoint.commit
+
+    def edited(self: UnfinishedCheckpoint, *args: Any) -> None:
+        if self.target.name == f"checkpoint-{step}":
+            raise EditedError("edited")
+        commit(self, *args)
+
+    monkeypatch.setattr(UnfinishedCheckpoint, "commit", edited)
+    with streamed(tmp_path) as side:
+        trainer = language(side, tmp_path / "run", save_strategy="steps", save_steps=2)
+        with pytest.raises(EditedError) if is_last else pytest.warns(UserWarning, match="checkpoint-2' was not made"):
+            trainer.train()
+    there = sorted(path.name for path in (tmp_path / "run").glob("*checkpoint*"))
+    assert there == ["checkpoint-2" if is_last else "checkpoint-4"]
 
 
 def test_what_else_ends_a_run_says_that_a_save_failed(tmp_path, monkeypatch):
