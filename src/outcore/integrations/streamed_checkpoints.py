@@ -146,15 +146,18 @@ class StreamedCheckpoints(Trainer):  # type: ignore[misc]  # the library has no 
     def _load_best_model(self) -> None:
         load_weights(self.model, self.state.best_model_checkpoint)
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002
+        """Rank 0 writes; in a checkpoint all ranks come here, and hear whether it could."""
+        is_checkpoint = output_dir is not None and self._outcore_saves.files(output_dir) is not None
+        with agreed(self._outcore_world if is_checkpoint else None, _CALL):
+            super().save_model(output_dir, _internal_call)
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if state_dict is not None or attachment_of(self.model) is None:
             super()._save(output_dir, state_dict)
             return
-        directory = output_dir if output_dir is not None else self.args.output_dir
-        is_checkpoint = self._outcore_saves.files(directory) is not None
-        with agreed(self._outcore_world if is_checkpoint else None, _CALL):
-            if self.args.should_save:
-                self._outcore_save_model(directory)
+        if self.args.should_save:
+            self._outcore_save_model(output_dir if output_dir is not None else self.args.output_dir)
 
     def _outcore_save_model(self, directory: str) -> None:
         files = self._outcore_saves.files(directory)
