@@ -26,6 +26,7 @@ from outcore.cli.train.output.report import RunReport
 from outcore.cli.train.preemption import Preemption
 from outcore.cli.train.saves import Saves, seconds_to_write
 from outcore.cli.train.trainer import SftTrainer
+from outcore.core.ranks import OtherRankError
 from outcore.integrations import saves as integration
 from outcore.integrations.saves import EndedAtOnceError
 
@@ -162,6 +163,7 @@ import os, signal, sys
 from unittest import mock
 from outcore.cli.main import main
 from outcore.cli.train.trainer import SftTrainer
+from outcore.core.ranks import OtherRankError
 from outcore.integrations import saves as integration
 step, method = int(sys.argv.pop(1)), SftTrainer._maybe_log_save_evaluate
 
@@ -241,6 +243,7 @@ place, name, act = sys.argv[1:4]
 del sys.argv[1:4]
 from outcore.cli.train.job import Job
 from outcore.cli.train.trainer import SftTrainer
+from outcore.core.ranks import OtherRankError
 from outcore.integrations import saves as integration
 from outcore.cli.main import main
 owner = {"Job": Job, "SftTrainer": SftTrainer}[place]
@@ -442,3 +445,21 @@ def test_a_sample_says_how_long_writing_takes(tmp_path):
     assert 0 < seconds_to_write(tmp_path, 2**20) < seconds_to_write(tmp_path, 2**44)
     assert seconds_to_write(tmp_path / "nowhere", 2**20) == 0
     assert not list(tmp_path.iterdir())
+
+
+def test_only_a_lost_rank_is_taken_for_a_stop():
+    """What fails on this rank behind a signal is said."""
+    lost, own = OtherRankError("rank 0: expected all ranks to come"), outcore.DiskError("no space left")
+    on_lane = outcore.OutcoreError("a lane failed")
+    on_lane.__cause__ = lost
+    for failure, error, ends_as in (
+        (lost, lost, SystemExit),
+        (lost, on_lane, SystemExit),
+        (lost, own, outcore.DiskError),
+        (None, own, outcore.DiskError),
+    ):
+        preemption = Preemption(Saves(every_minutes=None, first_s=float), 60)
+        preemption._world = SimpleNamespace(failure=failure)
+        with pytest.raises(ends_as), preemption:
+            preemption._ask()
+            raise error

@@ -7,7 +7,8 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from outcore.core.errors import ConfigError, OutcoreError
+from outcore.core.errors import ConfigError
+from outcore.core.ranks import OtherRankError
 from outcore.ranks.world import World
 from outcore.spec.budget import Limits
 
@@ -44,7 +45,7 @@ def agreed(world: World | None, call: str) -> Iterator[None]:
         call: For errors.
 
     Raises:
-        OutcoreError: Another rank raised.
+        OtherRankError: Another rank raised.
     """
     if world is None:
         yield
@@ -63,7 +64,7 @@ def refuse_failed(said: Sequence[str | None], call: str, mine: Exception | None)
         raise mine
     failed = next(((rank, text) for rank, text in enumerate(said) if text is not None), None)
     if failed is not None:
-        raise OutcoreError(f"{call}: expected all ranks to go on, but rank {failed[0]} said: {failed[1]}")
+        raise OtherRankError(f"{call}: expected all ranks to go on, but rank {failed[0]} said: {failed[1]}")
 
 
 def least_limits(world: World, mine: Limits) -> Limits:

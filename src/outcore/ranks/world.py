@@ -28,7 +28,7 @@ import torch
 from torch import distributed
 
 from outcore.core.errors import ConfigError, OutcoreError
-from outcore.core.ranks import TIMEOUT, launched
+from outcore.core.ranks import TIMEOUT, OtherRankError, launched
 from outcore.device.device import Device
 from outcore.device.opening import backends
 from outcore.ranks.groups import Groups, Links, Notes, gather_single
@@ -48,7 +48,7 @@ class World:
     def __init__(self) -> None:
         """Make the group on which ranks agree: a collective."""
         self.rank, self.size, self.local_size = distributed.get_rank(), num_ranks(), num_local_ranks()
-        self.failure: OutcoreError | None = None
+        self.failure: OtherRankError | None = None
         """Ranks have lost one another."""
         self.num_steps = 0
         """That were begun."""
@@ -274,7 +274,7 @@ class World:
         except OutcoreError:
             raise
         except RuntimeError as error:
-            lost = OutcoreError(
+            lost = OtherRankError(
                 f"rank {self.rank}: expected all ranks to {what}, but one has ended, or did not come within "
                 f"{timeout_s():g} s ({TIMEOUT}). Last seen: {self._notes.last_seen()}. Look at what these ranks say, "
                 f"end all, and go on from what was saved. ({type(error).__name__}: {error})"
@@ -297,10 +297,10 @@ class World:
         rooms = self._all_bytes(said.ljust(max(sizes), b"\0"), group)
         texts = [room[:size] for room, size in zip(rooms, sizes, strict=True)]
         if any(has_failed):
-            raise self._lose(OutcoreError(texts[has_failed.index(True)].decode()))
+            raise self._lose(OtherRankError(texts[has_failed.index(True)].decode()))
         return texts
 
-    def _lose(self, error: OutcoreError) -> OutcoreError:
+    def _lose(self, error: OtherRankError) -> OtherRankError:
         """Ranks have lost one another. Returns why: the first error, from which others follow.
 
         What waits on other lanes, here and on the other ranks, ends soon; not at once, so that all see what is wrong.
@@ -339,7 +339,7 @@ class World:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONG_S)
         except BaseException:
-            self.failure = OutcoreError(f"rank {self.rank}: expected all ranks to meet, but this one was interrupted")
+            self.failure = OtherRankError(f"rank {self.rank}: expected all ranks to meet, but this one was interrupted")
             self._groups.hang_up()
             raise
         if self.failure is not None:  # noticed on a lane
@@ -347,7 +347,7 @@ class World:
         work.wait()
 
 
-def _different(rank: int, what: str, other: int, tag: bytes) -> OutcoreError:
+def _different(rank: int, what: str, other: int, tag: bytes) -> OtherRankError:
     """Args: rank: This one, which is about to do what. tag: Of the other rank."""
     theirs = tag[:_NAME_BYTES].rstrip(b"\0").decode(errors="replace")
     differ = (
@@ -355,7 +355,7 @@ def _different(rank: int, what: str, other: int, tag: bytes) -> OutcoreError:
         f"rank {other} differ from its own"
     )
     is_other = theirs.encode() != what.encode()[:_NAME_BYTES]
-    return OutcoreError(
+    return OtherRankError(
         f"rank {rank}: expected all ranks to {what} with the same settings, but "
         f"{f'rank {other} was about to {theirs}' if is_other else differ}; all ranks must make the same calls in the "
         "same order: end all, and go on from what was saved"

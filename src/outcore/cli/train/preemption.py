@@ -31,7 +31,6 @@ from typing import Any, Self, final
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from outcore.cli.train.saves import Saves
-from outcore.core.errors import OutcoreError
 from outcore.integrations.saves import EndedAtOnceError
 from outcore.ranks.world import World
 
@@ -80,13 +79,19 @@ class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no t
         self._arrivals.listen_no_more()
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if self._world is not None and self.is_asked and isinstance(error, OutcoreError):
+        lost = None if self._world is None else self._world.failure
+        if self.is_asked and error is not None and lost is not None and lost in (error, error.__cause__):
             raise self.exit() from error  # another rank ended at once
 
     @property
     def is_asked(self) -> bool:
         """Whether the run is to stop."""
         return self._end_s is not None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether several ranks have begun to train."""
+        return self._world is not None
 
     def hears(self) -> bool:
         """Whether the run is to stop on any rank. With several ranks a collective."""
