@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import nursery
@@ -13,8 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from outcore.cli.train.crew import Crew, SaidElsewhereError
 from outcore.cli.train.spawn import num_processes
-from outcore.core.errors import ConfigError
+from outcore.core.errors import ConfigError, LaneError
+from outcore.core.ranks import OtherRankError
 
 from .cases import DEVICE
 from .conftest import TESTS, launch_and_wait, start
@@ -112,6 +115,64 @@ def test_a_mistake_is_said_once(changed, said, files, tmp_path):
     assert complaints[0].count("outcore:") == 1
     assert complaints[1] == ""
     assert not (tmp_path / "out").exists()
+
+
+FAILS_ALONE = """
+import os
+from trl import SFTTrainer
+whole = SFTTrainer.training_step
+def training_step(self, *args, **options):
+    if os.environ["RANK"] == "1" and self.state.global_step == 1:
+        raise KeyError("on one rank")
+    return whole(self, *args, **options)
+SFTTrainer.training_step = training_step
+"""
+
+
+def test_what_one_rank_alone_does_wrong_it_says(files, tmp_path):
+    arguments = ["train", *files, *MEMORY, *RUN, "--out", str(tmp_path / "out"), "--steps", "3"]
+    first, other = launch_and_wait(FAILS_ALONE + MAIN, 2, arguments, timeout_s=60)
+    assert (first[0], other[0]) == (1, 1), (first, other)
+    assert "rank 0: expected all ranks to" in first[2]
+    assert "KeyError: 'on one rank'" in other[2]
+
+
+class Store:
+    """Of torch, as far as it is asked; one rank."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.set = self.values.__setitem__
+
+    def check(self, keys: list[str]) -> bool:
+        return set(keys) <= set(self.values)
+
+    def get(self, key: str) -> str:
+        return self.values[key]
+
+
+def test_who_waits_until_rank_0_has_said_it():
+    """``has_said`` is there in all cases but those in which nobody is to look for it."""
+    lost = LaneError("a lane failed")
+    lost.__cause__ = OtherRankError("rank 1: expected all ranks to come")
+    for error, has_begun, status in (
+        (SaidElsewhereError(2), False, 2),
+        (lost, True, 1),
+        (ConfigError("a mistake"), False, 1),
+        (KeyError("of a library"), False, 1),
+        (KeyError("here alone"), True, None),
+        (ConfigError("damaged while it ran"), True, None),
+    ):
+        store = Store()
+        crew = Crew(1, 2, store)
+        crew.has_begun = has_begun
+        said = threading.Timer(0.0 if has_begun else 0.3, store.set, ("outcore/said", "1"))
+        said.start()
+        if has_begun:  # also where rank 0 was first
+            said.join()
+        assert crew.told(error) == status, error
+        said.join()
+        assert isinstance(error, SaidElsewhereError) or "outcore/heard/1" in store.values
 
 
 @pytest.mark.parametrize("told", [(0, 1), (1,)], ids=["all", "one of them"])

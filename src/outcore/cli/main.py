@@ -233,7 +233,7 @@ def _said_once(crew: Crew, error: Exception) -> int:
     else:
         traceback.print_exception(error)
     if crew.is_first:
-        crew.has_said(_status(error))
+        crew.has_said(_status(error), error)
     return _status(error)
 
 

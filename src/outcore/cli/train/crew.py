@@ -1,8 +1,9 @@
 """The processes of one command: rank 0 tells the others what it found and chose, and speaks for all.
 
 [Note: who speaks] A mistake in the command goes wrong on all ranks, and is said once. Rank 0 says what went wrong, and
-then notes in the store that it has. Another rank that fails, or waits for what rank 0 has to tell, looks there: it ends
-with the same status and says nothing. Only what went wrong on that rank alone, it says itself.
+then notes in the store that it has. Another rank that only follows (ranks have lost one another, or rank 0 has failed)
+or that finds a mistake before training begins looks there: it ends with the same status and says nothing. Other errors
+before training a library may raise on all ranks: it waits a little. What goes wrong in training it says itself.
 
 Light until there are several: a typing mistake must not wait for torch.
 """
@@ -16,13 +17,13 @@ import time
 from contextlib import suppress
 from typing import Any, NamedTuple, Self, final
 
-from outcore.core.errors import OutcoreError
-from outcore.core.ranks import launched
+from outcore.core.errors import ConfigError, OutcoreError, PlanInfeasibleError
+from outcore.core.ranks import is_of_other_rank, launched
 
 _LOOK_S = 0.05
 """Between two looks into the store."""
-_PATIENCE_S = 60
-"""Until a rank that failed takes it that rank 0 did not."""
+_PATIENCE_S, _LITTLE_S = 60, 3
+"""Until a rank that failed takes it that rank 0 did not; until the others are taken to be gone."""
 _OWN_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """Environment variable of a launcher that has the store."""
 _SAID, _HEARD, _TOLD = "outcore/said", "outcore/heard/", "outcore/told/"
@@ -47,6 +48,8 @@ class Crew:
     def __init__(self, rank: int = 0, size: int = 1, store: Any = None) -> None:
         """Args: store: Of all."""
         self.rank, self.size = rank, size
+        self.has_begun = False
+        """Of another rank than 0: it trains, and what goes wrong may do so there alone."""
         self._store, self._num_told = store, 0
 
     @classmethod
@@ -104,25 +107,33 @@ class Crew:
             raise SaidElsewhereError(value.status)
         return value
 
-    def has_said(self, status: int) -> None:
+    def has_said(self, status: int, error: Exception) -> None:
         """Of rank 0: it said why the run ends. If the store ends with its process, the others come first."""
         with suppress(RuntimeError):
             self._store.set(_SAID, str(status))
             self.tell(_Failed(status))
             heard = [f"{_HEARD}{rank}" for rank in range(1, self.size)]
             if os.environ.get(_OWN_STORE) != "True":
-                self._wait(heard, _PATIENCE_S)
+                self._wait(heard, _LITTLE_S if is_of_other_rank(error) else _PATIENCE_S)
 
     def told(self, error: Exception) -> int | None:
-        """Of another rank: the status with which rank 0 ended, if it did and said why. Args: error: Of this rank."""
+        """Of another rank: the status with which rank 0 ended, if it speaks for this one. Args: error: Of this rank."""
         if isinstance(error, SaidElsewhereError):
             return error.status
+        status = None
         with suppress(RuntimeError):  # the store has ended
-            if self._wait([_SAID], _PATIENCE_S):
+            patience_s = self._patience_s(error)
+            if patience_s and self._wait([_SAID], patience_s):
                 status = int(self._store.get(_SAID))
-                self._note_heard()
-                return status
-        return None
+            self._note_heard()
+        return status
+
+    def _patience_s(self, error: Exception) -> float:
+        if is_of_other_rank(error):
+            return _PATIENCE_S
+        if self.has_begun:
+            return 0.0
+        return _PATIENCE_S if isinstance(error, ConfigError | PlanInfeasibleError) else _LITTLE_S
 
     def _note_heard(self) -> None:
         self._store.set(f"{_HEARD}{self.rank}", "")

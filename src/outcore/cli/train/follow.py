@@ -43,6 +43,7 @@ def follow_train(settings: Settings, crew: Crew) -> None:
             if todo.trains:
                 trainer.train(resume_from_checkpoint=None if todo.checkpoint is None else str(todo.checkpoint))
         finally:
+            crew.has_begun = preemption.has_begun
             trainer.end()
 
 
