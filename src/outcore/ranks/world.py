@@ -19,7 +19,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -103,16 +103,12 @@ class World:
         self.all_of(None)  # nobody begins who would be alone
         within = [range(first, first + num_sharers) for first in range(0, self.size, num_sharers)]
         across = [range(first, self.size, num_sharers) for first in range(num_sharers)]
+        mine = partial(_mine, self._groups.new, self._reduce.backend, self.rank)
         with self._doing("make groups of ranks that share weights"):
-            self._cuts[num_sharers, True] = self._mine(within)
+            self._cuts[num_sharers, True] = mine(within)
             if num_sharers < self.size:
-                self._cuts[num_sharers, False] = self._mine(across)
+                self._cuts[num_sharers, False] = mine(across)
         self._know_sockets()
-
-    def _mine(self, groups: Sequence[Sequence[int]]) -> Links:
-        """All ranks make all groups."""
-        made = [Links(partial(self._groups.new, ranks=ranks), self._reduce.backend) for ranks in groups]
-        return next(links for links, ranks in zip(made, groups, strict=True) if self.rank in ranks)
 
     def close(self) -> None:
         """Give the groups back, unless ``kept`` does. Nothing may be under way. Idempotent."""
@@ -345,6 +341,12 @@ class World:
         if self.failure is not None:  # noticed on a lane
             raise self.failure
         work.wait()
+
+
+def _mine(new: Callable[..., Any], backend: str, rank: int, groups: Sequence[Sequence[int]]) -> Links:
+    """All ranks make all groups. Returns: the one that this rank is in."""
+    made = [Links(partial(new, ranks=ranks), backend) for ranks in groups]
+    return next(links for links, ranks in zip(made, groups, strict=True) if rank in ranks)
 
 
 def _different(rank: int, what: str, other: int, tag: bytes) -> OtherRankError:
