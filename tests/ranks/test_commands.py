@@ -13,6 +13,7 @@ import nursery
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed import TCPStore
 
 from outcore.cli.train.crew import Crew, SaidElsewhereError
 from outcore.cli.train.spawn import num_processes
@@ -149,6 +150,15 @@ class Store:
 
     def get(self, key: str) -> str:
         return self.values[key]
+
+
+def test_ranks_are_told_of_any_size():
+    store = TCPStore("localhost", 0, 2, is_master=True, wait_for_workers=False)
+    teller, hearer = Crew(0, 2, store), Crew(1, 2, store)
+    values = [b"0123456789abcdef" * 2**20, "short"]
+    for value in values:
+        teller.tell(value)
+    assert [hearer.hear() for _ in values] == values
 
 
 def test_who_waits_until_rank_0_has_said_it():

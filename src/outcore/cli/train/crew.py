@@ -24,6 +24,8 @@ _LOOK_S = 0.05
 """Between two looks into the store."""
 _PATIENCE_S, _LITTLE_S = 60, 3
 """Until a rank that failed takes it that rank 0 did not; until the others are taken to be gone."""
+_PIECE_BYTES = 4 * 2**20
+"""The most that is put into the store at once: it takes no values of more than 8 MiB."""
 _OWN_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """Environment variable of a launcher that has the store."""
 _SAID, _HEARD, _TOLD = "outcore/said", "outcore/heard/", "outcore/told/"
@@ -86,7 +88,11 @@ class Crew:
     def tell(self, value: Any) -> None:
         """Of rank 0: let the others go on with a value."""
         if self.size > 1:
-            self._store.set(self._next(), pickle.dumps(value))
+            text, key = pickle.dumps(value), self._next()
+            pieces = [text[first : first + _PIECE_BYTES] for first in range(0, len(text), _PIECE_BYTES)]
+            for number, piece in enumerate(pieces):
+                self._store.set(f"{key}/{number}", piece)
+            self._store.set(key, str(len(pieces)))
 
     def hear(self) -> Any:
         """What rank 0 tells next.
@@ -101,7 +107,8 @@ class Crew:
             raise OutcoreError(
                 f"rank {self.rank}: expected rank 0 to say what to do, but it has ended; look at what it says"
             ) from error
-        value = pickle.loads(self._store.get(key))
+        pieces = [self._store.get(f"{key}/{number}") for number in range(int(self._store.get(key)))]
+        value = pickle.loads(b"".join(pieces))
         if isinstance(value, _Failed):
             self._note_heard()
             raise SaidElsewhereError(value.status)
