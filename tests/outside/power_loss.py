@@ -209,9 +209,9 @@ def recorded_train(folder: Path, num_steps: int) -> tuple[list[Any], dict[int, l
     options = f"--steps {num_steps} --batch-size 2 --seq-len 32 --save-every 1 --keep 2".split()
     settle = TrainerSaves.settle
 
-    def settled(self: Any) -> None:
+    def settled(self: Any, **how: bool) -> None:
         under_way = self._under_way
-        settle(self)
+        settle(self, **how)
         if under_way is not None:
             step, path = under_way.state.global_step, under_way.save.path
             recording.durable(step)
