@@ -250,20 +250,25 @@ def run(case: Case, folder: str, num_ranks: int, rank: int) -> dict[str, Any]:
     options: dict[str, Any] = {"homes": homes, "units": [Block], "share": case.share, "comfort": comfort}
     options |= {"num_ranks": num_ranks, "per_node": int(os.environ.get("LOCAL_WORLD_SIZE", "1"))}
     _, plan = forced(model, optimizer, **options, partition=case.partition, gather=case.gather)
-    model, optimizer = prepare_for_test(
+    model, optimizer = checked(model, optimizer, plan, folder, faults_of(case, rank))
+    norms = train(model, optimizer, case, num_ranks=num_ranks, rank=rank, own_norm=num_ranks == 1)
+    found = {"weights": digest(model), "states": states_digest(optimizer), "norms": norms}
+    outcore.close(model)
+    return found
+
+
+def checked(model: nn.Module, optimizer: Any, plan: Any, folder: str, faults: Faults) -> Any:
+    """Prepared, under a race checker."""
+    return prepare_for_test(
         model,
         optimizer,
         plan=plan,
         units=[Block],
         budget=outcore.Budget(disk=folder),
         device=DEVICE,
-        faults=faults_of(case, rank),
+        faults=faults,
         race_checker=RaceChecker(),
     )
-    norms = train(model, optimizer, case, num_ranks=num_ranks, rank=rank, own_norm=num_ranks == 1)
-    found = {"weights": digest(model), "states": states_digest(optimizer), "norms": norms}
-    outcore.close(model)
-    return found
 
 
 def faults_of(case: Case, rank: int) -> Faults:

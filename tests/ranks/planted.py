@@ -10,13 +10,11 @@ from plans import forced
 from torch import distributed
 
 import outcore
-from outcore.api import prepare_for_test
 from outcore.core.errors import RaceError
 from outcore.device.faults import Faults
-from outcore.device.race import RaceChecker
 from outcore.planning.homes.pools import LEAST
 
-from .cases import DEVICE, Block, Case, adamw, begin, build, train
+from .cases import Block, Case, adamw, begin, build, checked, train
 
 _ALWAYS = {"bucket free", "gradients exchanged", "gradients made", "slot free", "weights updated"}
 BETWEEN_RANKS = {
@@ -39,16 +37,7 @@ def run(case: Case, folder: str, skip: frozenset[str] = frozenset()) -> set[str]
     optimizer = adamw(model)
     options = {"homes": case.homes, "units": [Block], "share": case.share, "comfort": LEAST, "num_ranks": NUM_RANKS}
     _, plan = forced(model, optimizer, **options)
-    model, optimizer = prepare_for_test(
-        model,
-        optimizer,
-        plan=plan,
-        units=[Block],
-        budget=outcore.Budget(disk=folder),
-        device=DEVICE,
-        faults=Faults(skip=skip),
-        race_checker=RaceChecker(),
-    )
+    model, optimizer = checked(model, optimizer, plan, folder, Faults(skip=skip))
     try:
         train(model, optimizer, case, num_ranks=NUM_RANKS, rank=RANK, own_norm=False)
         return set(optimizer.engine.device.labels_seen)

@@ -12,6 +12,7 @@ from pathlib import Path
 import nursery
 import pytest
 import torch
+from cli.conftest import CONFIG
 from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
@@ -28,18 +29,6 @@ pytestmark = [
     pytest.mark.xdist_group("ranks"),
 ]
 MAIN = "from outcore.cli.main import main; main()"
-CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 260,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-}
 MEMORY = ["--device-memory", "260KiB", "--host-memory", "1500KiB"]
 RUN = ["--lr", "1e-3", "--max-grad-norm", "0", "--batch-size", "1", "--seq-len", "32", "--device", "cpu"]
 

@@ -18,8 +18,9 @@ TESTS = FOLDER.parent
 GPU = TESTS / "gpu"
 LOOP = [
     TESTS / "loop" / f"test_{name}.py"
-    for name in ("presence", "recompute", "gradients", "select", "activations", "in_pieces")
+    for name in ("presence", "recompute", "gradients", "select", "activations", "in_pieces", "lent")
 ]
+BLOCKS = TESTS / "probe" / "test_blocks.py"
 # Of cases that differ in what is no device's matter (host lanes, micro-batches, dtypes) one or two. The rehearsal of
 # ``benchmarks/gpu.sh`` runs the others.
 ENGINE = (
@@ -29,13 +30,16 @@ ENGINE = (
 )
 PARITY = (
     "test_all_lanes_late and not patchwork-disk and not llama-device and not gpt2-resident or "
-    "test_skipped_frozen_and_shared_parts and patchwork or by_results_without"
+    "test_skipped_frozen_and_shared_parts and patchwork or by_results_without or test_the_ties_that_have_a_code"
 )
-# A new run, one that stops and goes on, adapters, an evaluation: each by what its user calls.
+# A new run, one that stops and goes on, adapters, an evaluation, a scaler: each by what its user calls. And saves of
+# weights on the device.
 PROGRAMS = (
     "test_trainer or test_sft_lora or test_conversations_with_evaluation or TestResume and test_adapters or "
     "test_a_run_goes_on_under_another_plan and bf16 and not pure or test_goes_on_from_a_plain_run or "
-    "test_saving_at_every_step and not llama-host and not mixed"
+    "test_saving_at_every_step and not llama-host and not mixed or test_fp16 and dpo or "
+    "test_compact_masters and sft or test_an_edit_that_came_before or test_who_has_kept_the_data or "
+    "test_a_unit_that_edits_itself"
 )
 # Parameters whose values are elsewhere for a moment, tensors that blocks make, and those that meet gradients; what is
 # saved of every policy, on every tier, with graphs that wait for one another, autocast and exceptions.
@@ -43,14 +47,15 @@ CALLS = (
     "test_a_state_dict_between or test_the_default_device or test_scaled_by_hand or test_any_block and Dropping or "
     "test_whatever_a_loop_does and two_forwards or test_an_argument_that_is_cast_twice or "
     "test_an_exception_in_the_middle and backward or test_an_interrupt_when or test_nothing_is_left or "
-    "test_is_accumulation and mixed or test_late_and_permuted_lanes"
+    "test_is_accumulation and mixed or test_late_and_permuted_lanes or test_every_unit_has_times and t5 or "
+    "test_what_blocks_share or test_the_lender_may_be_walked_first"
 )
 # Each is a process of its own, one beside another; files that take seconds share one.
 RUNS = {
     "engine": ["-m", "gpu", GPU / "test_engine_cuda.py", "-k", ENGINE],
     "parity": ["-k", PARITY, TESTS / "parity"],  # the promise as on CPU lanes, but a device computes and streams wait
     "programs": ["-k", PROGRAMS, TESTS / "cli" / "test_train.py", TESTS / "integrations", TESTS / "saving"],
-    "loop": ["-k", CALLS, *LOOP],
+    "loop": ["-k", CALLS, *LOOP, BLOCKS],
     "memory": ["-m", "gpu", FOLDER / "memory_tests.py", FOLDER / "footprint_tests.py"],
     "faults": [
         *("-m", "gpu", FOLDER / "fault_tests.py", FOLDER / "stall_tests.py"),
