@@ -225,7 +225,7 @@ def test_resume_takes_a_word_or_none(args, resume):
     ("job", "said"),
     [
         ("train", "outcore: prepare: expected MASTER_ADDR and MASTER_PORT in the environment beside WORLD_SIZE"),
-        ("demo", "outcore: outcore demo: expected one process on one device, but this is rank 1 of 2"),
+        ("demo", "outcore demo: expected one process on one device, but this is rank 1 of 2"),
     ],
 )
 def test_one_of_several_ranks(command, job, said, tmp_path, monkeypatch):

@@ -335,6 +335,7 @@ class TestNotices:
         with notices():
             for _ in range(3):
                 warnings.warn("a long\n  story", FutureWarning, stacklevel=1)
+                warnings.warn("for whoever wrote the library", DeprecationWarning, stacklevel=1)
                 logging.getLogger("transformers.trainer").warning("%d rows", 3)
                 logging.getLogger("trl").info("not worth it")
         assert self.said(capsys) == ["note: a long story", "note: 3 rows"]

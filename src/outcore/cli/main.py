@@ -141,29 +141,30 @@ def plan(  # noqa: PLR0913 (one option each)
         )
     if fit and (out is not None or html is not None):
         raise ConfigError("--fit: expected it without --out and --html, which are for one model; leave them out")
-    from outcore.cli.plan import Question
     from outcore.cli.train.output.notices import notices
 
-    asked = Question(
-        model=model or "",
-        hardware=hardware,
-        batch_size=batch_size,
-        seq_len=seq_len,
-        grad_accum=grad_accum,
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        precision=precision,
-        optim=optim,
-        master_format=master_format,
-        clipping=clipping,
-        device_memory=device_memory,
-        host_memory=host_memory,
-        disk_size=disk_size,
-        lora=lora,
-        load_in_4bit=load_in_4bit,
-        load_in_8bit=load_in_8bit,
-    )
     with notices():
+        from outcore.cli.plan import Question  # whose libraries talk as they are imported
+
+        asked = Question(
+            model=model or "",
+            hardware=hardware,
+            batch_size=batch_size,
+            seq_len=seq_len,
+            grad_accum=grad_accum,
+            nodes=nodes,
+            gpus_per_node=gpus_per_node,
+            precision=precision,
+            optim=optim,
+            master_format=master_format,
+            clipping=clipping,
+            device_memory=device_memory,
+            host_memory=host_memory,
+            disk_size=disk_size,
+            lora=lora,
+            load_in_4bit=load_in_4bit,
+            load_in_8bit=load_in_8bit,
+        )
         _fit(asked, as_json=as_json) if fit else _plan(asked, out, html, as_json=as_json)
 
 
@@ -333,7 +334,8 @@ def _say(message: str, error: BaseException) -> None:
     """One message, with what the error's notes add to it."""
     from outcore.cli.terminal import say
 
-    say("\n".join([f"outcore: {message}", *getattr(error, "__notes__", ())]))
+    spoken = message if message.startswith("outcore ") else f"outcore: {message}"
+    say("\n".join([spoken, *getattr(error, "__notes__", ())]))
 
 
 def _terminate(_signum: int, _frame: FrameType | None) -> NoReturn:

@@ -35,6 +35,7 @@ def notices(*, are_shown: bool = True) -> Iterator[None]:
     talkative.setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("always")  # the handler knows what was said
+        warnings.simplefilter("ignore", DeprecationWarning)  # meant for the authors of libraries
         warnings.showwarning = handler.warn
         for log in loggers:
             _set(log, logging.WARNING, [handler], propagate=False)
