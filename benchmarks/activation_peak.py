@@ -27,9 +27,9 @@ from torch import nn
 from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel, Qwen3Config, Qwen3Model
 
 import outcore
+from outcore.planning.forward.activations import footprint_of
+from outcore.planning.forward.footprint import Footprint
 from outcore.planning.homes.sending import Sending
-from outcore.planning.units.activations import footprint_of
-from outcore.planning.units.footprint import Footprint
 from outcore.planning.units.partition import partition
 from outcore.spec.plan import POLICIES, Policy, UnitPlan
 

@@ -38,12 +38,12 @@ from outcore.api import prepare_for_test
 from outcore.device.cuda import sleep_on_stream
 from outcore.device.faults import Faults
 from outcore.planning.bound.bound import bound_of
+from outcore.planning.forward import dear
 from outcore.planning.homes.early import with_early_updates
 from outcore.planning.homes.pools import Comfort, pools_for
 from outcore.planning.paper.schedule import Circumstances, usual_visits
 from outcore.planning.timing.rates import LINK_OF, Rates
 from outcore.planning.timing.simulate import simulate
-from outcore.planning.units import dear
 from outcore.planning.units.partition import partition
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.spec.budget import Limits

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from outcore.cli.plan import Answer, Question, answer
+from outcore.cli.plan.answer import Answer, Question, answer
 from outcore.core.errors import PlanInfeasibleError
 from outcore.core.quantities import format_bytes
 from outcore.planning.homes.reservations import tier_bytes

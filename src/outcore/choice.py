@@ -17,6 +17,9 @@ from outcore.core.errors import ConfigError, PlanInfeasibleError
 from outcore.device.device import Device
 from outcore.forecast import DeviceFacts, Forecast, Loop, NamedHardware, hardware_for
 from outcore.memory.limits import disk_free_bytes, host_free_bytes
+from outcore.planning.forward.activations import footprint_of
+from outcore.planning.forward.casts import Autocast
+from outcore.planning.forward.footprint import Footprint
 from outcore.planning.homes.check import check_plan, room_bytes, with_room
 from outcore.planning.homes.early import with_early_updates
 from outcore.planning.homes.placement import place
@@ -26,9 +29,6 @@ from outcore.planning.timing.counted import counted_work
 from outcore.planning.timing.profile import Profile, UnitWork, rates_for
 from outcore.planning.timing.ranks import ALONE, Ranks
 from outcore.planning.timing.simulate import Simulation
-from outcore.planning.units.activations import footprint_of
-from outcore.planning.units.casts import Autocast
-from outcore.planning.units.footprint import Footprint
 from outcore.planning.units.partition import Partition
 from outcore.probe.kept_blocks import runs_here, with_times
 from outcore.spec.budget import Budget, Limits

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from outcore.core.errors import ConfigError, DiskError, MemoryBudgetError
+from outcore.planning.forward.footprint import Footprint, as_run
 from outcore.planning.homes.early import with_early_updates
 from outcore.planning.homes.pools import LEAST, pools_for
 from outcore.planning.homes.sending import Away
@@ -27,7 +28,6 @@ from outcore.planning.search.search import search, simulated
 from outcore.planning.timing.known_hardware import known_hardware
 from outcore.planning.timing.rates import Rates
 from outcore.planning.timing.simulate import Simulation, simulate, steps_until_settled
-from outcore.planning.units.footprint import Footprint, as_run
 from outcore.probe.kept import Machine
 from outcore.spec.budget import Limits
 from outcore.spec.hardware import Hardware

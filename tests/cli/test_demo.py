@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import outcore
-from outcore.cli import demo, demo_size, plain_loop
+from outcore.cli.demo import demo, plain_loop
+from outcore.cli.demo import size as demo_size
 from outcore.core.errors import ConfigError
 
 from .conftest import Run
@@ -24,7 +25,7 @@ from .conftest import Run
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "plain_loop.py"
 COMMAND = [sys.executable, "-c", "from outcore.cli.main import main; main()", "demo"]
 # Of the same shape, with fewer numbers: writing the sample alone takes seconds else.
-SIZES = "import outcore.cli.plain_loop as p; p.HIDDEN, p.BATCH_SIZE, p.SEQUENCE = 64, 2, 33; "
+SIZES = "import outcore.cli.demo.plain_loop as p; p.HIDDEN, p.BATCH_SIZE, p.SEQUENCE = 64, 2, 33; "
 SMALL = [*COMMAND[:2], SIZES + COMMAND[2], COMMAND[3]]
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from outcore import forecast
-from outcore.cli import fit
-from outcore.cli import known as known_models
-from outcore.cli.plan import Question, answer
+from outcore.cli.plan import fit
+from outcore.cli.plan import known as known_models
+from outcore.cli.plan.answer import Question, answer
 from outcore.cli.train.model.source import build_model
 from outcore.planning.timing.known_hardware import known_hardware
 from outcore.spec.hardware import Hardware

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from outcore.cli.page.page import facts_of, page
-from outcore.cli.plan import Answer, Question, answer
+from outcore.cli.plan.answer import Answer, Question, answer
+from outcore.cli.plan.page import facts_of, page
 
 from .browser import Page, browsing, find_browser
 from .conftest import CONFIG, Run, write_json
@@ -81,7 +81,7 @@ def test_one_file_without_network(text: str):
     assert "default-src 'none'" in text
     assert "{{" not in text
     assert len(set(seen.ids)) == len(seen.ids)
-    script = (files("outcore.cli.page") / "page.js").read_text()
+    script = (files("outcore.cli.plan") / "page.js").read_text()
     assert set(re.findall(r'byId\("([\w-]+)"\)', script)) <= set(seen.ids)
     assert {"main", "h1", "h2", "h3", "svg", "canvas", "details", "noscript"} <= set(seen.tags)
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from outcore.api import plan_for
-from outcore.cli import plan as planning
-from outcore.cli.plan import Question, answer
+from outcore.cli.plan import answer as planning
+from outcore.cli.plan.answer import Question, answer
 from outcore.cli.train.model import source
 from outcore.cli.train.model.source import build_model, find_model
 from outcore.core.errors import ConfigError
@@ -20,8 +20,8 @@ from outcore.core.quantities import parse_bytes
 from outcore.device.cpu import CpuDevice
 from outcore.forecast import Loop, token_batch
 from outcore.integrations.versions import scores_in_tiles
+from outcore.planning.forward import watch
 from outcore.planning.timing.known_hardware import known_hardware
-from outcore.planning.units import watch
 from outcore.probe import kept
 from outcore.probe.kept import Machine
 from outcore.spec.budget import Budget
@@ -161,7 +161,7 @@ def test_a_model_that_cannot_be_followed_is_told_by_its_parameters(
     def refuse(*_: object, **__: object) -> None:
         raise ConfigError("it needs values")
 
-    monkeypatch.setattr("outcore.cli.plan.counted_work", refuse)
+    monkeypatch.setattr("outcore.cli.plan.answer.counted_work", refuse)
     done = command("plan", "--model", config_json, "--hardware", "rtx-4090", *SMALL)
     assert done.status == 0, done.err
     assert "not followed, so that a share is left to them, and homes follow the rule: it needs values" in done.out
@@ -173,7 +173,7 @@ def test_a_run_of_a_model_that_cannot_be_followed_would_have_the_same_plan(
     def refuse(*_: object, **__: object) -> None:
         raise ConfigError("it needs values")
 
-    monkeypatch.setattr("outcore.cli.plan.counted_work", refuse)
+    monkeypatch.setattr("outcore.cli.plan.answer.counted_work", refuse)
     machine = known_hardware("rtx-4090+no-disk")
     slow = dataclasses.replace(machine.host, update_parameters_per_s=1e3)  # else the device would update
     dataclasses.replace(machine, host=slow).save(tmp_path / "hardware.json")
@@ -324,7 +324,7 @@ def test_what_is_said_while_planning_is_a_notice(command, monkeypatch):
         warnings.warn("this machine was measured", stacklevel=1)
         raise ConfigError("that is all")
 
-    monkeypatch.setattr("outcore.cli.plan.answer", warn)
+    monkeypatch.setattr("outcore.cli.plan.answer.answer", warn)
     done = command("plan", "--model", "any")
     assert done.status == 2
     assert "this machine was measured" in done.err

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 from outcore.cli.train import run as train_run
-from outcore.cli.train import trainer as train_trainer
+from outcore.cli.train.loop import trainer as train_trainer
 from outcore.cli.train.model.byte_tokenizer import byte_tokenizer
 from outcore.core.errors import DiskError
 

@@ -21,11 +21,11 @@ import pytest
 from safetensors.torch import load_file
 
 import outcore
-from outcore.cli.train import saves
+from outcore.cli.train.loop import saves
+from outcore.cli.train.loop.preemption import Preemption
+from outcore.cli.train.loop.saves import Saves, seconds_to_write
+from outcore.cli.train.loop.trainer import SftTrainer
 from outcore.cli.train.output.report import RunReport
-from outcore.cli.train.preemption import Preemption
-from outcore.cli.train.saves import Saves, seconds_to_write
-from outcore.cli.train.trainer import SftTrainer
 from outcore.core.ranks import OtherRankError
 from outcore.integrations import saves as integration
 from outcore.integrations.saves import EndedAtOnceError
@@ -162,7 +162,7 @@ KILLED = """
 import os, signal, sys
 from unittest import mock
 from outcore.cli.main import main
-from outcore.cli.train.trainer import SftTrainer
+from outcore.cli.train.loop.trainer import SftTrainer
 from outcore.core.ranks import OtherRankError
 from outcore.integrations import saves as integration
 step, method = int(sys.argv.pop(1)), SftTrainer._maybe_log_save_evaluate
@@ -242,7 +242,7 @@ from unittest import mock
 place, name, act = sys.argv[1:4]
 del sys.argv[1:4]
 from outcore.cli.train.job import Job
-from outcore.cli.train.trainer import SftTrainer
+from outcore.cli.train.loop.trainer import SftTrainer
 from outcore.core.ranks import OtherRankError
 from outcore.integrations import saves as integration
 from outcore.cli.main import main

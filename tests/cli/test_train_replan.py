@@ -15,12 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from outcore.choice import Timed
 from outcore.cli.train import job
-from outcore.cli.train.nonfinite import FiniteSteps
+from outcore.cli.train.loop.nonfinite import FiniteSteps
+from outcore.cli.train.loop.trainer import SftTrainer
 from outcore.cli.train.output import predicted
 from outcore.cli.train.output.folder import Checkpoint, OutputFolder
 from outcore.cli.train.output.report import RunReport
 from outcore.cli.train.replan import may_fail_so
-from outcore.cli.train.trainer import SftTrainer
 from outcore.core.errors import DiskError, MemoryBudgetError
 from outcore.planning.timing.known_hardware import known_hardware
 from outcore.probe import kept

@@ -28,10 +28,10 @@ from outcore.choice import Planner
 from outcore.core.errors import DiskError
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
+from outcore.planning.forward import dear
 from outcore.planning.homes.pools import Comfort
 from outcore.planning.homes.sending import Sending
 from outcore.planning.paper.schedule import schedule, usual_visits
-from outcore.planning.units import dear
 from outcore.runtime.activations import away
 from outcore.runtime.activations.away import Away, _Packing
 from outcore.spec.lanes import Lane

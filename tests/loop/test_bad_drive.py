@@ -17,8 +17,8 @@ from plans import forced
 import outcore
 from outcore.memory.disk import DiskStore, Extent
 from outcore.memory.disk_file import OsDiskIO
+from outcore.planning.forward import dear
 from outcore.planning.homes.pools import Comfort
-from outcore.planning.units import dear
 from outcore.runtime.activations import away
 
 from .rig import Tower, adamw, assert_same, batch, make, seen

@@ -15,9 +15,9 @@ from outcore.choice import Options, Planner, Timed, limits_of
 from outcore.core.errors import ConfigError, DiskError
 from outcore.device.cpu import CpuDevice
 from outcore.device.faults import NO_FAULTS
+from outcore.planning.forward import watch
 from outcore.planning.search.search import simulated
 from outcore.planning.timing.known_hardware import known_hardware
-from outcore.planning.units import watch
 from outcore.planning.units.partition import partition
 from outcore.probe import kept
 from outcore.runtime.activations import away

@@ -22,8 +22,8 @@ from outcore.api import prepare_for_test
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
+from outcore.planning.forward import dear
 from outcore.planning.homes.pools import Comfort
-from outcore.planning.units import dear
 from outcore.runtime.activations import away
 from outcore.runtime.activations.away import Away
 from outcore.runtime.module.call import UnitCall

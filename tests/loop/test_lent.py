@@ -20,8 +20,8 @@ from outcore.api import prepare_for_test
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
 from outcore.order.activations import ActivationOrder
+from outcore.planning.forward import dear
 from outcore.planning.homes.pools import LEAST, Comfort
-from outcore.planning.units import dear
 from outcore.runtime.activations import away
 from outcore.runtime.activations.away import Away
 from outcore.spec.plan import POLICIES

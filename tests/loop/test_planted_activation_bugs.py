@@ -20,8 +20,8 @@ from outcore.core.errors import RaceError, UnsupportedError
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
 from outcore.order.activations import ActivationOrder, SavedCall
+from outcore.planning.forward import dear
 from outcore.planning.homes.pools import LEAST
-from outcore.planning.units import dear
 from outcore.runtime.activations import away
 from outcore.runtime.activations.away import Away, _Packing, _View
 from outcore.runtime.activations.room import Between

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import outcore
-from outcore.planning.units import dear
+from outcore.planning.forward import dear
 from outcore.runtime.activations import away
 
 from .rig import DEVICE, WIDTH, Tower, adamw, assert_same, batch, make, seen, train

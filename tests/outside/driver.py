@@ -27,7 +27,7 @@ from torch.nn import functional
 
 import outcore
 from outcore.core.errors import LaneError, OutcoreError, PlanInfeasibleError, RaceError
-from outcore.planning.units import dear
+from outcore.planning.forward import dear
 from outcore.runtime.activations import away
 
 from .blocks import DEVICE, KINDS, VOCAB, Block

@@ -16,9 +16,9 @@ from plans import forced
 from torch import nn
 
 import outcore
+from outcore.planning.forward import dear
 from outcore.planning.homes.check import can_be_plain
 from outcore.planning.homes.pools import LEAST, Comfort
-from outcore.planning.units import dear
 from outcore.runtime.activations import away
 from outcore.spec.plan import TIERS
 

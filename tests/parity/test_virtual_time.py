@@ -27,13 +27,13 @@ from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
 from outcore.memory.arena import Region
 from outcore.optim.rules import rule_for
+from outcore.planning.forward import dear
 from outcore.planning.homes.pools import Comfort, pools_for
 from outcore.planning.homes.reservations import can_be_early
 from outcore.planning.paper.schedule import Circumstances, consecutive
 from outcore.planning.paper.weight_cache import nothing_held
 from outcore.planning.timing.rates import LINKS, Pace, Rates, Shared
 from outcore.planning.timing.simulate import play, tasks_of
-from outcore.planning.units import dear
 from outcore.planning.units.partition import partition
 from outcore.runtime.rows.apart import Apart
 from outcore.runtime.unit.port import Traffic

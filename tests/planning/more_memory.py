@@ -12,8 +12,8 @@ import dataclasses
 import random
 from collections.abc import Iterator, Sequence
 
-from outcore.cli.known import known_models
-from outcore.cli.plan import answer_for, machine_for
+from outcore.cli.plan.answer import answer_for, machine_for
+from outcore.cli.plan.known import known_models
 from outcore.core.errors import PlanInfeasibleError
 from outcore.planning.homes.sending import Away
 from outcore.planning.search.job import Job

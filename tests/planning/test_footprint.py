@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
-from outcore.planning.units import dear
-from outcore.planning.units.activations import footprint_of
-from outcore.planning.units.footprint import Footprint, Saved, Step
+from outcore.planning.forward import dear
+from outcore.planning.forward.activations import footprint_of
+from outcore.planning.forward.footprint import Footprint, Saved, Step
 from outcore.planning.units.partition import Partition, partition
 from outcore.spec.plan import POLICIES, TIERS, UnitPlan
 

@@ -31,10 +31,10 @@ from transformers import (
 )
 
 import outcore
+from outcore.planning.forward import dear
+from outcore.planning.forward.activations import footprint_of
 from outcore.planning.homes.reservations import tier_bytes
 from outcore.planning.homes.sending import WORKSPACE_SHARE
-from outcore.planning.units import dear
-from outcore.planning.units.activations import footprint_of
 from outcore.planning.units.partition import partition
 from outcore.spec.plan import POLICIES, TIERS
 

@@ -26,10 +26,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import outcore
 from outcore.api import prepare_for_test
 from outcore.optim.rules import rule_for
+from outcore.planning.forward import dear
+from outcore.planning.forward.activations import footprint_of
+from outcore.planning.forward.footprint import Footprint
 from outcore.planning.homes.reservations import tier_bytes
-from outcore.planning.units import dear
-from outcore.planning.units.activations import footprint_of
-from outcore.planning.units.footprint import Footprint
 from outcore.planning.units.partition import partition
 from outcore.spec.plan import POLICIES, TIERS
 

@@ -23,7 +23,7 @@ from outcore.core.errors import ConfigError, OutcoreError, PlanInfeasibleError
 from outcore.core.extra import TRAINING, refuse_missing
 
 if TYPE_CHECKING:
-    from outcore.cli.plan import Question as Asked
+    from outcore.cli.plan.answer import Question as Asked
     from outcore.cli.train.crew import Crew
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -62,7 +62,7 @@ def demo(
     """Train a small Llama on Python's own source over all three tiers, and compare with the plain loop."""
     refuse_missing("transformers")
     # Imported here: torch takes seconds, and --help needs none of it.
-    from outcore.cli.demo import run_demo
+    from outcore.cli.demo.demo import run_demo
 
     if not run_demo(steps=steps, device=device, folder=folder, fit=fit):
         raise typer.Exit(1)
@@ -144,7 +144,7 @@ def plan(  # noqa: PLR0913 (one option each)
     from outcore.cli.train.output.notices import notices
 
     with notices():
-        from outcore.cli.plan import Question  # whose libraries talk as they are imported
+        from outcore.cli.plan.answer import Question  # whose libraries talk as they are imported
 
         asked = Question(
             model=model or "",
@@ -169,22 +169,22 @@ def plan(  # noqa: PLR0913 (one option each)
 
 
 def _fit(asked: Asked, *, as_json: bool) -> None:
-    from outcore.cli import fit as fitting
-    from outcore.cli.known import known_models
+    from outcore.cli.plan import fit as fitting
+    from outcore.cli.plan.known import known_models
 
     fitted = fitting.fits(asked, known_models())
     print(fitting.to_json(fitted) if as_json else fitting.to_text(fitted))
 
 
 def _plan(asked: Asked, out: Path | None, html: Path | None, *, as_json: bool) -> None:
-    from outcore.cli.plan import answer
-    from outcore.cli.plan_text import to_json, to_text
+    from outcore.cli.plan.answer import answer
+    from outcore.cli.plan.text import to_json, to_text
 
     found = answer(asked)
     if out is not None:
         found.found.plan.save(out)
     if html is not None:
-        from outcore.cli.page.page import write_page
+        from outcore.cli.plan.page import write_page
 
         write_page(found, html)
     print(to_json(found) if as_json else to_text(found))

@@ -22,13 +22,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from outcore.device.device import Device
+from outcore.planning.forward.activations import loss_of
+from outcore.planning.forward.alike import Shape, stand_in
+from outcore.planning.forward.calls import Call, Calls
+from outcore.planning.forward.casts import Autocast
+from outcore.planning.forward.shapes import left_as_it_is
 from outcore.planning.timing.profile import UnitTimes
-from outcore.planning.units.activations import loss_of
-from outcore.planning.units.alike import Shape, stand_in
-from outcore.planning.units.calls import Call, Calls
-from outcore.planning.units.casts import Autocast
 from outcore.planning.units.partition import Partition
-from outcore.planning.units.shapes import left_as_it_is
 from outcore.probe.samples import usual_s
 from outcore.saving.small_state import random_states, restore_random_states
 

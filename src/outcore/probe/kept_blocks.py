@@ -19,9 +19,9 @@ from torch.utils import _pytree as pytree
 from outcore.core.errors import ConfigError
 from outcore.device.device import Device
 from outcore.device.opening import device_name
+from outcore.planning.forward.calls import calls_of
+from outcore.planning.forward.casts import Autocast
 from outcore.planning.timing.profile import UnitTimes, UnitWork, rates_for
-from outcore.planning.units.calls import calls_of
-from outcore.planning.units.casts import Autocast
 from outcore.planning.units.partition import Partition
 from outcore.probe.blocks import measure_blocks, measure_rest
 from outcore.probe.kept import Machine, versions

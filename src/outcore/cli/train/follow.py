@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from outcore.cli.train.crew import Crew
 from outcore.cli.train.job import Job
-from outcore.cli.train.preemption import Preemption
-from outcore.cli.train.saves import Saves, seconds_to_write
+from outcore.cli.train.loop.preemption import Preemption
+from outcore.cli.train.loop.saves import Saves, seconds_to_write
 from outcore.cli.train.settings.run_settings import Settings
 
 

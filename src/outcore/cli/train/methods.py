@@ -79,7 +79,7 @@ class FineTuning(Method):
 
     def trainer_class(self) -> Any:
         """TRL's trainer out of core."""
-        from outcore.cli.train.trainer import SftTrainer
+        from outcore.cli.train.loop.trainer import SftTrainer
 
         return SftTrainer
 
@@ -121,7 +121,7 @@ class Preferences(Method):
 
     def trainer_class(self) -> Any:
         """TRL's trainer out of core."""
-        from outcore.cli.train.trainer import DpoTrainer
+        from outcore.cli.train.loop.trainer import DpoTrainer
 
         return DpoTrainer
 

@@ -23,13 +23,13 @@ from outcore.cli.terminal import Terminal
 from outcore.cli.train.crew import ALONE, Crew
 from outcore.cli.train.follow import Todo, preemption_of
 from outcore.cli.train.job import Job, RunData
-from outcore.cli.train.nonfinite import NonFiniteStepError
+from outcore.cli.train.loop.nonfinite import NonFiniteStepError
+from outcore.cli.train.loop.preemption import Preemption
 from outcore.cli.train.output.facts import Length, facts_of_data, facts_of_model
 from outcore.cli.train.output.folder import METRICS, MODEL, SETTINGS, Checkpoint, OutputFolder
 from outcore.cli.train.output.record import RunRecord
 from outcore.cli.train.output.report import RunReport, is_evaluated
 from outcore.cli.train.output.trace import TraceFile
-from outcore.cli.train.preemption import Preemption
 from outcore.cli.train.replan import Replanning, may_fail_so
 from outcore.cli.train.settings.description import describe
 from outcore.cli.train.settings.run_settings import Settings

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from outcore.core.errors import PlanInfeasibleError
 from outcore.core.quantities import PAGE_BYTES, align_up, format_bytes
+from outcore.planning.forward.footprint import STAY, Footprint
 from outcore.planning.homes.share import spread
-from outcore.planning.units.footprint import STAY, Footprint
 from outcore.spec.budget import Limits
 from outcore.spec.plan import Plan, Policy, Pool, Tier, UnitPlan
 

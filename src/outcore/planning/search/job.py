@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from outcore.planning.forward.footprint import Footprint, Saved, as_run
 from outcore.planning.homes.placement import Room
 from outcore.planning.homes.sending import Away, Sending, undecided, workspace_bytes
 from outcore.planning.timing.rates import Rates
-from outcore.planning.units.footprint import Footprint, Saved, as_run
 from outcore.spec.budget import Limits
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, Policy, Tier

@@ -17,11 +17,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from outcore.planning.forward.alike import Shape, arguments_of, kind_of, stand_in
+from outcore.planning.forward.dear import attention_flops, flops_of, may_be_dear
+from outcore.planning.forward.shapes import on_shapes
 from outcore.planning.timing.profile import UnitWork
-from outcore.planning.units.alike import Shape, arguments_of, kind_of, stand_in
-from outcore.planning.units.dear import attention_flops, flops_of, may_be_dear
 from outcore.planning.units.partition import Partition
-from outcore.planning.units.shapes import on_shapes
 
 _Sums = defaultdict[str, float]
 _VIEWS = {"_unsafe_view"}  # that torch does not call so

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from outcore.planning.forward.footprint import Footprint
 from outcore.planning.timing.ranks import ALONE, Ranks, between, share_of
 from outcore.planning.timing.rates import LINKS, Link, Rates, Shared
 from outcore.planning.units.blocks import output_embeddings
-from outcore.planning.units.footprint import Footprint
 from outcore.spec.hardware import DevicePart, Hardware, HostPart
 from outcore.spec.model import ModelSpec
 

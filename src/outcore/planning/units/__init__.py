@@ -1,1 +1,1 @@
-"""Cutting a model into units, and what their forwards save. Looks at structure and shapes alone."""
+"""Cutting a model into units. Looks at structure alone."""

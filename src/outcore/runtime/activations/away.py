@@ -24,8 +24,8 @@ from outcore.device.lanes import Handle
 from outcore.memory.arena import Region
 from outcore.order.activations import ActivationOrder, Loan, SavedCall
 from outcore.order.ledger import Span
-from outcore.planning.units.casts import cast_of
-from outcore.planning.units.watch import ALIGN_BYTES, SMALL_BYTES
+from outcore.planning.forward.casts import cast_of
+from outcore.planning.forward.watch import ALIGN_BYTES, SMALL_BYTES
 from outcore.runtime.activations.room import Between
 from outcore.runtime.activations.saved import Cast, Kept, Placed, by_place, changed, escaped, storage_of, version_of
 from outcore.runtime.unit.unit import Unit

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outcore.core.errors import UnsupportedError
-from outcore.planning.units.dear import is_dear, may_be_dear
+from outcore.planning.forward.dear import is_dear, may_be_dear
 from outcore.runtime.activations.saved import storage_of
 
 

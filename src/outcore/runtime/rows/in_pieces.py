@@ -19,9 +19,9 @@ from torch import nn
 
 from outcore.core.errors import UnsupportedError
 from outcore.device.autograd import order_of, set_order
-from outcore.planning.units.alike import stand_in
+from outcore.planning.forward.alike import stand_in
+from outcore.planning.forward.rows import Whole, cut_rows, has_rows, rows_of, sizes_of
 from outcore.planning.units.blocks import has_forward
-from outcore.planning.units.rows import Whole, cut_rows, has_rows, rows_of, sizes_of
 from outcore.runtime.activations.saved import version_of
 from outcore.runtime.module.caches import in_training
 from outcore.runtime.module.call import Services

@@ -16,7 +16,7 @@ from rich.console import Console
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from outcore.cli.progress import Show, StepReport, progress
-from outcore.cli.train.nonfinite import finite
+from outcore.cli.train.loop.nonfinite import finite
 from outcore.cli.train.output.folder import METRICS, PLAN, OutputFolder
 from outcore.cli.train.output.predicted import Comparison
 from outcore.cli.train.output.record import RunRecord

@@ -19,8 +19,8 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import LlamaForCausalLM
 
 import outcore
-from outcore.cli import plain_loop
-from outcore.cli.demo_size import (
+from outcore.cli.demo import plain_loop
+from outcore.cli.demo.size import (
     DEVICE_FRACTION,
     HOST_FRACTION,
     MOST_S,

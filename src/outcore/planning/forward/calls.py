@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from outcore.planning.units.alike import Shape, arguments_of, kind_of, stand_in
+from outcore.planning.forward.alike import Shape, arguments_of, kind_of, stand_in
+from outcore.planning.forward.shapes import on_shapes
 from outcore.planning.units.partition import Partition
-from outcore.planning.units.shapes import on_shapes
 
 
 class Call(NamedTuple):

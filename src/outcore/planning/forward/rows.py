@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from outcore.planning.units.watch import ALIGN_BYTES
+from outcore.planning.forward.watch import ALIGN_BYTES
 
 
 def sizes_of(rows: int, count: int) -> list[int]:

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from outcore.core.errors import ConfigError
-from outcore.planning.units.casts import Autocast
+from outcore.planning.forward.casts import Autocast
 from outcore.planning.units.partition import Partition
 from outcore.spec.model import row_major
 

@@ -13,10 +13,10 @@ from typing import Any
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
+from outcore.cli.train.loop.preemption import EvaluationStoppedError, Preemption
+from outcore.cli.train.loop.recorded import RecordedRuns
 from outcore.cli.train.output.folder import METRICS
 from outcore.cli.train.output.record import RunRecord
-from outcore.cli.train.preemption import EvaluationStoppedError, Preemption
-from outcore.cli.train.recorded import RecordedRuns
 from outcore.memory.files.staged_files import sync
 from outcore.runtime.saves import Save
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from outcore.cli.plan import Answer
+from outcore.cli.plan.answer import Answer
 from outcore.core.quantities import format_bytes
 from outcore.planning.homes.table import plan_table
 from outcore.spec.layout import states_bytes

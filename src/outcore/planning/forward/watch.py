@@ -11,9 +11,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outcore.core.quantities import PAGE_BYTES, align_up
-from outcore.planning.units.casts import cast_of
-from outcore.planning.units.dear import is_dear, may_be_dear
-from outcore.planning.units.footprint import Saved, Step
+from outcore.planning.forward.casts import cast_of
+from outcore.planning.forward.dear import is_dear, may_be_dear
+from outcore.planning.forward.footprint import Saved, Step
 from outcore.spec.plan import POLICIES, Policy
 
 SMALL_BYTES = 4096

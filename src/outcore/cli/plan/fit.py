@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outcore.cli.known import Known
-from outcore.cli.plan import Answer, Question, answer_for, machine_for
+from outcore.cli.plan.answer import Answer, Question, answer_for, machine_for
+from outcore.cli.plan.known import Known
 from outcore.core.errors import PlanInfeasibleError
 from outcore.core.quantities import format_bytes
 from outcore.planning.homes.reservations import tier_bytes

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from outcore.api import plan_in_time
-from outcore.cli import plain_loop
+from outcore.cli.demo import plain_loop
 from outcore.core.errors import ConfigError
 from outcore.forecast import NamedHardware
 from outcore.memory.limits import host_free_bytes

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self, cast, get_args
 import torch
 
 from outcore.choice import Options, Placed, Planner, Timed
-from outcore.cli.known import known_models
+from outcore.cli.plan.known import known_models
 from outcore.cli.train.model.adapters import with_adapters
 from outcore.cli.train.model.quantization import Quantization, quantization_of
 from outcore.cli.train.model.source import ModelSource, build_model, find_shapes
@@ -30,6 +30,8 @@ from outcore.forecast import NO_TIMES, Loop, hardware_for, token_batch
 from outcore.integrations.optimizers import optimizer_named
 from outcore.integrations.versions import scores_in_tiles
 from outcore.optim.rules import rule_for
+from outcore.planning.forward.activations import footprint_of
+from outcore.planning.forward.footprint import as_run
 from outcore.planning.homes.occupancy import Load, occupancy, peak_of
 from outcore.planning.homes.placement import Least, least
 from outcore.planning.homes.pools import LEAST, pools_for
@@ -42,8 +44,6 @@ from outcore.planning.timing.counted import counted_work
 from outcore.planning.timing.profile import Profile, UnitTimes, unit_work
 from outcore.planning.timing.ranks import Ranks
 from outcore.planning.timing.simulate import steps_until_settled
-from outcore.planning.units.activations import footprint_of
-from outcore.planning.units.footprint import as_run
 from outcore.planning.units.partition import Partition, partition
 from outcore.probe.kept_blocks import runs_here, with_times
 from outcore.spec.budget import Limits

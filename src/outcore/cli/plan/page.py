@@ -10,8 +10,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from outcore.cli.plan import Answer
-from outcore.cli.plan_text import drive_life, received_text
+from outcore.cli.plan.answer import Answer
+from outcore.cli.plan.text import drive_life, received_text
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import format_bytes
 from outcore.planning.homes.reservations import reservations

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from outcore.planning.units.caches import is_cache
+from outcore.planning.forward.caches import is_cache
 
 
 class Shape:

@@ -13,8 +13,8 @@ import pyarrow.compute
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from outcore.api import close
-from outcore.cli.train.nonfinite import FiniteSteps
-from outcore.cli.train.stoppable import StoppableRuns
+from outcore.cli.train.loop.nonfinite import FiniteSteps
+from outcore.cli.train.loop.stoppable import StoppableRuns
 from outcore.core.errors import ConfigError
 from outcore.runtime.module_guard import is_guarded
 from outcore.runtime.optimizer import StreamedOptimizer

@@ -18,14 +18,14 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from outcore.core.errors import ConfigError
-from outcore.planning.units.alike import Shape, arguments_of, kind_of, stand_in
+from outcore.planning.forward.alike import Shape, arguments_of, kind_of, stand_in
+from outcore.planning.forward.casts import Autocast
+from outcore.planning.forward.footprint import NOTHING, Footprint, Saved
+from outcore.planning.forward.rows import Whole, cut_rows, has_rows, rows_of, sizes_of
+from outcore.planning.forward.shapes import on_shapes
+from outcore.planning.forward.watch import Risen, Saving, Watch
 from outcore.planning.units.blocks import output_embeddings
-from outcore.planning.units.casts import Autocast
-from outcore.planning.units.footprint import NOTHING, Footprint, Saved
 from outcore.planning.units.partition import Partition
-from outcore.planning.units.rows import Whole, cut_rows, has_rows, rows_of, sizes_of
-from outcore.planning.units.shapes import on_shapes
-from outcore.planning.units.watch import Risen, Saving, Watch
 from outcore.spec.model import ParamSpec, UnitSpec
 
 _TILE_BYTES = 4096 * 32768 * 2

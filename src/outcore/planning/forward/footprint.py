@@ -1,6 +1,6 @@
 """What activations and workspace take on the device at most, for any choice of policies. See [Note: footprint].
 
-[Note: footprint] One step is followed, on shapes alone, in which every unit is recomputed (``units.activations``). It
+[Note: footprint] One step is followed, on shapes alone, in which every unit is recomputed (``forward.activations``). It
 gives, visit by visit, how many bytes are alive. From that any other choice is worked out. What a unit keeps beyond its
 arguments comes on top from its forward to its backward. What leaves is gone, arguments too, when the call after the
 next begins ([Note: activations away] in ``order.activations``), and comes back into slots, which the plan lists.

@@ -30,7 +30,7 @@ from typing import Any, Self, final
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from outcore.cli.train.saves import Saves
+from outcore.cli.train.loop.saves import Saves
 from outcore.integrations.saves import EndedAtOnceError
 from outcore.ranks.world import World
 

@@ -1,0 +1,1 @@
+../../../../examples/plain_loop.py

@@ -1,1 +1,0 @@
-"""The page of a plan: one file that a browser shows without a network."""

@@ -1,1 +1,0 @@
-../../../examples/plain_loop.py

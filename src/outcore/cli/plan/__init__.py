@@ -1,0 +1,1 @@
+"""``outcore plan``: questions, answers, and how they are shown."""
