@@ -161,6 +161,18 @@ def test_names_an_accelerator_only_in_the_device():
     assert not found
 
 
+def test_private_names_of_torch_stand_in_one_file():
+    """Kernels of updates have a check of their own; the sleep of tests is the accelerator's."""
+    found = []
+    for name, path in modules(but=("torch_private.py", "optim/kernels.py", "device/cuda.py")):
+        hidden = [n for n in nodes(path) if isinstance(n, ast.Attribute) and re.match("_[a-zA-Z]", n.attr)]
+        found += [f"{name}:{n.lineno}" for n in hidden if re.match(r"(torch|nn|distributed)\.", ast.unparse(n))]
+        sources = [n for n in nodes(path) if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("torch")]
+        said = {f"{n.module}.{alias.name}" for n in sources for alias in n.names} | imported(path)
+        found += [f"{name}: {each}" for each in said if each.startswith("torch") and "._" in each]
+    assert not found
+
+
 def test_asks_the_device_instead_of_its_name():
     """What follows from a kind of device is a property of ``Device``; the command takes names from its user."""
     asked = [

@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from outcore.core.errors import ConfigError
 from outcore.optim.blocks import Piece, numbers_after, update_blocks
 from outcore.optim.formats import format_of
 from outcore.optim.rule import Rule, name_of
 from outcore.optim.rules import rule_for
+from outcore.torch_private import TorchDispatchMode, pytree
 
 _SHAPES = ((7, 33), (33, 7), (64,), (199,), (3, 5, 11), (), (67, 70))
 _TRANSPOSED = ((33, 7), (7, 33), (67, 70))
@@ -129,9 +128,9 @@ class _Made(TorchDispatchMode):
         self._alive = set[int]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        given = {t.untyped_storage()._cdata for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
+        for tensor in pytree.tree_leaves(result):
             storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
             if storage is not None and storage._cdata not in given and storage._cdata not in self._alive:
                 self._alive.add(storage._cdata)

@@ -19,7 +19,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from outcore.device.device import Device
 from outcore.planning.forward.activations import loss_of
@@ -31,6 +30,7 @@ from outcore.planning.timing.profile import UnitTimes
 from outcore.planning.units.partition import Partition
 from outcore.probe.samples import usual_s
 from outcore.saving.small_state import random_states, restore_random_states
+from outcore.torch_private import pytree
 
 _LEAST_TURNS, _LEAST_S, MOST_S = 3, 0.1, 1.0
 """Of one measurement, behind a turn that is not counted; what takes longer computes so much that counting tells it."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from torch.utils import _pytree as pytree
 
 from outcore.core.errors import ConfigError
 from outcore.device.device import Device
@@ -27,6 +26,7 @@ from outcore.probe.blocks import measure_blocks, measure_rest
 from outcore.probe.kept import Machine, versions
 from outcore.spec.hardware import Hardware
 from outcore.spec.text_file import Described
+from outcore.torch_private import pytree
 
 _MOST_S = 1e6
 """Of a block; what was kept may have been edited."""

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed
 
+from outcore.torch_private import store_of_ranks
+
 gather_single: Callable[..., object] = (
     getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 )
@@ -119,12 +121,6 @@ class Links:
         return self.host if tensor.is_cpu else self._device
 
 
-def store_of_ranks() -> Any:
-    """What all ranks can write to and read. No public name gives it: None in a torch without this one."""
-    found = getattr(distributed.distributed_c10d, "_get_default_store", None)
-    return None if found is None else found()
-
-
 class Notes:
     """What each rank began last, in torch's store, for the errors of those that wait for it in vain."""
 
@@ -135,8 +131,7 @@ class Notes:
     def note(self, where: str) -> None:
         """What this rank begins."""
         with suppress(RuntimeError):
-            if self._store is not None:
-                self._store.set(f"outcore/{self._rank}", where)
+            self._store.set(f"outcore/{self._rank}", where)
 
     def last_seen(self) -> str:
         """What the other ranks began last."""
@@ -144,8 +139,6 @@ class Notes:
         return ", ".join(f"rank {rank} {self._noted(rank)}" for rank in others)
 
     def _noted(self, rank: int) -> str:
-        if self._store is None:
-            return "unknown"
         try:
             key = f"outcore/{rank}"
             return f"in {self._store.get(key).decode()}" if self._store.check([key]) else "in prepare"

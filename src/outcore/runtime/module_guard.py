@@ -26,6 +26,7 @@ from outcore.runtime.unit.one_process import RefuseReplicas, refuse_process_grou
 from outcore.runtime.unit.unit import Beneath
 from outcore.runtime.values.edits import same_bytes, take_edits
 from outcore.spec.model import row_major
+from outcore.torch_private import as_it_is, subclassed
 
 if TYPE_CHECKING:
     from outcore.runtime.engine import Engine
@@ -133,12 +134,12 @@ class ModuleGuard:
             undo()
         self._undo.clear()
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @as_it_is
     def _before_forward(self, *_: object) -> None:
         refuse_process_group("forward", self._engine.num_ranks)
         self._engine.weights.begin_forward()
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @as_it_is
     def _after_forward(self, *_: object) -> None:
         self._engine.weights.end_forward()
 
@@ -221,7 +222,7 @@ class _OwnParameters:
             value = self._engine.access.current_weight(unit, index)
             self._before[name] = value
             kind, value = unit.presence.classes[index], value.clone() if may_change else value
-            stand_in = torch.Tensor._make_subclass(kind, value, False)  # noqa: FBT003
+            stand_in = subclassed(kind, value, False)  # noqa: FBT003
             self._registered[name] = stand_in
             if is_quantized(stand_in):
                 stand_in.__dict__.update(param.__dict__)

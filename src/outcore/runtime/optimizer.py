@@ -20,6 +20,7 @@ from outcore.runtime.live_states import LiveStates
 from outcore.runtime.module.timing import recording
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
+from outcore.torch_private import as_it_is
 
 
 class StreamedOptimizer(torch.optim.Optimizer):
@@ -107,7 +108,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """
         return recording(self.engine.model, self.engine.device.recorder, num_steps=num_steps)
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @as_it_is
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Submit the update of every parameter that has a gradient and return; errors of earlier steps surface here."""
         loss = None
@@ -154,7 +155,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 if param.grad is not None:
                     param.grad.mul_(inverse.to(param.grad.device))
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @as_it_is
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  (torch's signature)
         """As in torch. What a backward has lost that an exception ended is zeroed too."""
         self.engine.notice_what_was_cut_short()
@@ -188,7 +189,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 f"memory, but got {what}; prepare with everything that will ever be trained, and freeze it afterwards"
             )
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @as_it_is
     def state_dict(self) -> dict[str, Any]:
         """States in torch's format, in host memory; bf16 training adds ``master``, from the start.
 
@@ -213,7 +214,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             result = result if changed is None else changed
         return result
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @as_it_is
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Write states home. Settings of the groups are taken over.
 

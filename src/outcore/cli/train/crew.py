@@ -66,8 +66,8 @@ class Crew:
         from torch import distributed
 
         from outcore.device.opening import device_of_rank
-        from outcore.ranks.groups import store_of_ranks
         from outcore.ranks.world import join_world
+        from outcore.torch_private import store_of_ranks
 
         join_world(None)
         device_of_rank(None)

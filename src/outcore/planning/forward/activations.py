@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from outcore.core.errors import ConfigError
 from outcore.planning.forward.alike import Shape, arguments_of, kind_of, stand_in
@@ -27,6 +26,7 @@ from outcore.planning.forward.watch import Risen, Saving, Watch
 from outcore.planning.units.blocks import output_embeddings
 from outcore.planning.units.partition import Partition
 from outcore.spec.model import ParamSpec, UnitSpec
+from outcore.torch_private import pytree
 
 _TILE_BYTES = 4096 * 32768 * 2
 """Of logits that a loss in tiles has at a time (TRL 1.16, ``kernels/chunked_logprob.py``, ``trainer/utils.py``)."""

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from outcore.planning.forward.caches import is_cache
+from outcore.torch_private import pytree
 
 
 class Shape:

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from outcore.planning.forward.alike import Shape, arguments_of, kind_of, stand_in
 from outcore.planning.forward.shapes import on_shapes
 from outcore.planning.units.partition import Partition
+from outcore.torch_private import pytree
 
 
 class Call(NamedTuple):

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
+
+from outcore.torch_private import OpOverload, pytree
 
 DEAR_FLOP_PER_BYTE = 200
 """Of the result. An A100 computes so many for each byte that it reads: 312 TFLOP/s in bf16 over 1.555 TB/s (NVIDIA,
@@ -50,7 +51,7 @@ def _is_product(packet: Any) -> bool:
     return any(name in getattr(packet, "__name__", "") for name in _PRODUCTS)
 
 
-def flops_of(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:
+def flops_of(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:
     """What an operation computes. Args: func: ``may_be_dear``. result: What it gave for these arguments."""
     if _is_attention(func.overloadpacket):
         return float(attention_flops(*args[:3]))
@@ -59,7 +60,7 @@ def flops_of(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[s
     return float(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result))
 
 
-def is_dear(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
+def is_dear(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
     """Whether to save a result. Args: func: ``may_be_dear``. result: What it gave for these arguments."""
     if _draws(func, args, kwargs):
         return False
@@ -67,7 +68,7 @@ def is_dear(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[st
     return flops_of(func, args, kwargs, result) >= DEAR_FLOP_PER_BYTE * sum(t.nbytes for t in tensors)
 
 
-def _draws(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _draws(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether it takes random numbers, which those behind it would then find taken or not."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False

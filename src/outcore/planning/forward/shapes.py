@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from outcore.core.errors import ConfigError
 from outcore.planning.forward.casts import Autocast
 from outcore.planning.units.partition import Partition
 from outcore.spec.model import row_major
+from outcore.torch_private import FakeTensorMode, pytree
 
 
 class Shapes(NamedTuple):

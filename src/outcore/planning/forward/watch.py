@@ -7,14 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from outcore.core.quantities import PAGE_BYTES, align_up
 from outcore.planning.forward.casts import cast_of
 from outcore.planning.forward.dear import is_dear, may_be_dear
 from outcore.planning.forward.footprint import Saved, Step
 from outcore.spec.plan import POLICIES, Policy
+from outcore.torch_private import TorchDispatchMode, pytree
 
 SMALL_BYTES = 4096
 """Storages up to this size stay on the device."""

@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from outcore.planning.forward.alike import Shape, arguments_of, kind_of, stand_in
 from outcore.planning.forward.dear import attention_flops, flops_of, may_be_dear
 from outcore.planning.forward.shapes import on_shapes
 from outcore.planning.timing.profile import UnitWork
 from outcore.planning.units.partition import Partition
+from outcore.torch_private import TorchDispatchMode, pytree
 
 _Sums = defaultdict[str, float]
 _VIEWS = {"_unsafe_view"}  # that torch does not call so

@@ -24,11 +24,11 @@ from typing import NamedTuple
 
 import torch
 
-from outcore.device.autograd import keeps_graph
 from outcore.device.device import Meter
 from outcore.device.lanes import Handle
 from outcore.order.activations import SavedCall
 from outcore.runtime.activations.saved import storage_of, version_of
+from outcore.torch_private import keeps_graph
 
 _OTHER_SHARE = 1.125  # of a measured peak: allocators leave gaps
 

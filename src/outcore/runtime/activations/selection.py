@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from outcore.core.errors import UnsupportedError
 from outcore.planning.forward.dear import is_dear, may_be_dear
 from outcore.runtime.activations.saved import storage_of
+from outcore.torch_private import TorchDispatchMode, pytree
 
 
 class Selection:

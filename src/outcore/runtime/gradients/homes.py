@@ -23,6 +23,7 @@ from outcore.runtime.unit.tiers import Tiers
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.unit.views import flat, torch_dtype
 from outcore.spec.lanes import Lane
+from outcore.torch_private import copy_each
 
 
 class PassWork:
@@ -82,7 +83,7 @@ class PassWork:
         views, specs = unit.views.update(unit.ledger.gradients.memory), unit.spec.params
         first = [i for i in current.loose if i not in held]
         if first:
-            torch._foreach_copy_([views[i] for i in first], [flat(specs[i], current.loose[i]) for i in first])
+            copy_each([views[i] for i in first], [flat(specs[i], current.loose[i]) for i in first])
         for i in current.loose.keys() & held.keys():
             _add(flat(specs[i], current.loose[i]), views[i], held[i].factors)
         self._gradients.is_native = False

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from outcore.core.errors import ConfigError, UnsupportedError
-from outcore.device.autograd import current_task
 from outcore.device.lanes import Handle
 from outcore.memory.arena import Buffer
 from outcore.optim import kernels
 from outcore.runtime.gradients.handle import GradHandle
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.unit.views import flat
+from outcore.torch_private import current_task
 
 if TYPE_CHECKING:
     from outcore.runtime.gradients.homes import GradientHomes

@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self, cast
 
 import torch
-from torch.utils import _pytree as pytree
 
-_make = cast("Any", torch.Tensor)._make_wrapper_subclass
+from outcore.torch_private import pytree, without_memory
 
 
 class DistantTensor(torch.Tensor):
@@ -25,7 +24,7 @@ class DistantTensor(torch.Tensor):
     def __new__(cls: type[Self], like: torch.Tensor, device: torch.device, *_: object) -> Self:
         """Make a wrapper. Args: like: Has its shape, strides and dtype; may be on the meta device."""
         layout = {"strides": like.stride(), "storage_offset": like.storage_offset()}
-        made: Self = _make(cls, like.shape, dtype=like.dtype, device=device, **layout)
+        made: Self = without_memory(cls, like.shape, dtype=like.dtype, device=device, **layout)
         return made
 
     @abc.abstractmethod

@@ -19,7 +19,6 @@ from typing import NoReturn
 import torch
 
 from outcore.core.errors import UnsupportedError
-from outcore.device.autograd import at_end_of_task, current_task
 from outcore.device.device import Device
 from outcore.device.lanes import Handle
 from outcore.optim import kernels
@@ -32,6 +31,7 @@ from outcore.runtime.unit.recovery import Recovery
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.unit.views import outermost_first, torch_dtype
 from outcore.runtime.values.edits import refuse_other_form
+from outcore.torch_private import at_end_of_task, copy_each, current_task
 
 
 class Gradients:
@@ -240,7 +240,7 @@ class Gradients:
         views = unit.views.native(bucket.of.memory)
         first = [i for i in grads if i not in current.present]
         if first:
-            torch._foreach_copy_([views[i] for i in first], [grads[i] for i in first])
+            copy_each([views[i] for i in first], [grads[i] for i in first])
         for i in current.present & grads.keys():
             views[i].add_(grads[i])
 

@@ -30,6 +30,7 @@ from outcore.runtime.gradients.passes import Gradients
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.unit.views import own_slice
 from outcore.spec.lanes import Lane
+from outcore.torch_private import copy_each
 
 _NOWHERE = torch.empty(0, dtype=torch.uint8, device="cpu")
 """For works that need no scratch."""
@@ -235,7 +236,7 @@ class RankWork(PassWork):
         loose = self._current.loose
         if loose:
             views = self._unit.views.native(bucket.memory)
-            torch._foreach_copy_([views[i] for i in loose], list(loose.values()))
+            copy_each([views[i] for i in loose], list(loose.values()))
 
     def exchange(self, bucket: Span, received: Span) -> Callable[[], None]:
         """All to all; the bits say which turn of which backward this is, what is held, and what is in the bucket."""

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from outcore.core.errors import OutcoreError, UnsupportedError
-from outcore.device.autograd import is_executed, is_packing, keeps_graph, order_of
 from outcore.device.device import Device
 from outcore.device.lanes import Handle
 from outcore.order.activations import ActivationOrder
@@ -51,6 +50,7 @@ from outcore.runtime.values.access import Access
 from outcore.runtime.values.edits import OwnEdits
 from outcore.runtime.weights import Bound, Weights, make_way
 from outcore.spec.schedule import Phase
+from outcore.torch_private import as_it_is, is_executed, is_packing, keeps_graph, order_of
 
 
 class GradientSink(Protocol):
@@ -106,7 +106,7 @@ class UnitCall:
         """Graphs made so far cannot be walked any more."""
         self._is_closed = True
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @as_it_is
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block."""
         if not torch.is_grad_enabled():

@@ -18,7 +18,6 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn import Parameter
 
 from outcore.core.errors import UnsupportedError
-from outcore.device.autograd import is_transformed, order_of, run_backward
 from outcore.runtime.activations.saved import escaped, version_of
 from outcore.runtime.activations.saving import Graph, Saving
 from outcore.runtime.recompute.checks import Summary
@@ -26,6 +25,7 @@ from outcore.runtime.recompute.replay import ForwardState
 from outcore.runtime.recompute.structure import Structure
 from outcore.runtime.unit.absent import unfreezing_refusal
 from outcore.runtime.unit.unit import Unit
+from outcore.torch_private import is_transformed, order_of, run_backward
 
 
 @dataclass(eq=False)

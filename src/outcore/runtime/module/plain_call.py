@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from outcore.device.autograd import is_packing
 from outcore.runtime.module.caches import in_training
 from outcore.runtime.module.call import UnitCall
 from outcore.runtime.recompute.structure import take_apart
 from outcore.spec.schedule import Phase
+from outcore.torch_private import as_it_is, is_packing
 
 
 class PlainCall(UnitCall):
@@ -26,7 +26,7 @@ class PlainCall(UnitCall):
         "plan, which follows it where everything lives on the device"
     )
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @as_it_is
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block as it is, if what it saves is known to fit."""
         # Whoever packs what is saved, as a checkpoint around the unit does, owns it.

@@ -9,9 +9,9 @@ from functools import partial
 from torch import nn
 
 from outcore.core.errors import UnsupportedError
-from outcore.device.autograd import at_end_of_task, current_task
 from outcore.device.recorder import Moment, Recorder
 from outcore.runtime.recompute.structure import take_apart
+from outcore.torch_private import at_end_of_task, current_task
 
 
 @contextmanager

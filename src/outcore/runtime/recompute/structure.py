@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
 from outcore.core.errors import UnsupportedError
 from outcore.runtime.activations.saved import storage_of
+from outcore.torch_private import pytree
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 """Most arguments that are no tensors; nothing is hidden in them."""

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from outcore.core.errors import UnsupportedError
-from outcore.device.autograd import order_of, set_order
 from outcore.planning.forward.alike import stand_in
 from outcore.planning.forward.rows import Whole, cut_rows, has_rows, rows_of, sizes_of
 from outcore.planning.units.blocks import has_forward
@@ -31,6 +30,7 @@ from outcore.runtime.rows.apart import Apart
 from outcore.runtime.rows.lend import Lender
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.weights import make_way
+from outcore.torch_private import as_it_is, order_of, set_order
 
 
 class InPieces:
@@ -64,7 +64,7 @@ class InPieces:
         self._anchor = torch.empty(0, device="cpu", requires_grad=True)
         functools.update_wrapper(self, self._forward, updated=())
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @as_it_is
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a batch."""
         if not torch.is_grad_enabled():

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from outcore.device.autograd import is_executed
 from outcore.runtime.module.call import GradientSink
 from outcore.runtime.unit.absent import AbsentParameter
 from outcore.runtime.unit.unit import Unit
+from outcore.torch_private import is_executed
 
 
 class Lender:

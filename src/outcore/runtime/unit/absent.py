@@ -13,8 +13,8 @@ import torch
 from torch.nn import Parameter
 
 from outcore.core.errors import AbsentParameterError, UnsupportedError
-from outcore.device.autograd import plain_torch_function, without_torch_function
 from outcore.runtime.unit.one_process import refuse_process_group
+from outcore.torch_private import as_it_is, plain_torch_function, without_torch_function
 
 
 class Owner(Protocol):
@@ -64,7 +64,7 @@ class AbsentParameter(Parameter):
     owner: ClassVar[Owner]
 
     @classmethod
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @as_it_is
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NoReturn
 
-import torch
 from torch import distributed, nn
 
 from outcore.core.errors import UnsupportedError
+from outcore.torch_private import as_it_is
 
 _FIRST = "prepare behind init_process_group, or under torchrun, and all ranks train together"
 _BARE = "prepare the bare model on every rank: outcore shares the work among them itself"
 _WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined]
+@as_it_is
 def refuse_process_group(who: str, num_ranks: int = 1) -> None:
     """Refuse a process group of others than train together. Takes less than a microsecond if there is none.
 

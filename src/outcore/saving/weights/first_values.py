@@ -19,6 +19,7 @@ from outcore.runtime.values.fill import Values
 from outcore.saving.weights.initialise import Initialisation
 from outcore.saving.weights.load_plan import plan_loading
 from outcore.saving.weights.state_names import Place, places
+from outcore.torch_private import subclassed
 
 
 @final
@@ -163,7 +164,7 @@ def _leave_meta(param: torch.Tensor, device: torch.device) -> None:
     # The storage cannot be replaced across these devices: ``param.data = ...`` raises.
     empty = nothing(param.dtype, device).as_strided(param.shape, (0,) * param.ndim)
     kind = type(param) if is_quantized(param) else Parameter
-    stand_in = torch.Tensor._make_subclass(kind, empty, param.requires_grad)
+    stand_in = subclassed(kind, empty, param.requires_grad)
     stand_in.__dict__.update(param.__dict__)
     if getattr(param, "grad_dtype", param.dtype) != param.dtype:  # set by its unit; the default follows the dtype
         stand_in.grad_dtype = param.grad_dtype

@@ -16,11 +16,11 @@ from typing import Any, cast, final
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from outcore.core.errors import ConfigError
 from outcore.saving.weights.conversions import is_adapter_model, is_pretrained_model, tied_targets
 from outcore.saving.weights.state_names import Place, places
+from outcore.torch_private import TorchDispatchMode
 
 Initialiser = Callable[[], object]
 

@@ -1,19 +1,26 @@
-"""What torch's autograd engine does not say in public. All of its private entry points that outcore uses stand here.
+"""What torch does not say in public. All of its private entry points that outcore uses stand here.
 
 They are looked at on import. So a torch that has changed one says so at once, and not in the middle of a backward.
+Only the kernels of updates are looked at elsewhere (``optim.kernels``), since there is a public way around each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import methodcaller
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
+from torch import distributed, nn
+from torch._ops import OpOverload as OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from outcore.core.errors import UnsupportedError
 
-_torch_c: Any = cast("Any", torch._C)
+pytree = _pytree
+_torch: Any = torch
 _PRIVATE = (
     "_C._current_graph_task_id",
     "_C._will_engine_execute_node",
@@ -22,21 +29,33 @@ _PRIVATE = (
     "_C.DisableTorchFunctionSubclass",
     "_C._autograd._get_current_graph_task_keep_graph",
     "_C._autograd._top_saved_tensors_default_hooks",
+    "_disable_dynamo",
+    "_foreach_copy_",
     "autograd.Variable._execution_engine.queue_callback",
     "autograd.Variable._execution_engine.run_backward",
     "autograd.forward_ad._current_level",
     "autograd.function.BackwardCFunction._sequence_nr",
     "autograd.function.BackwardCFunction._set_sequence_nr",
-    "Tensor._version",
+    "nn.Module._compiled_call_impl",
+    "nn.Module._load_from_state_dict",
+    "nn.Module._save_to_state_dict",
+    "ops.aten.add.Tensor._schema",
     "Tensor._backward_hooks",
+    "Tensor._base",
+    "Tensor._make_subclass",
+    "Tensor._make_wrapper_subclass",
     "Tensor._post_accumulate_grad_hooks",
-    "_foreach_copy_",
+    "Tensor._version",
+    "UntypedStorage._cdata",
+    *["distributed.distributed_c10d._get_default_store"] * distributed.is_available(),
 )
+_OF_MODULES = ("_buffers", "_non_persistent_buffers_set", "_parameters")
 
 
-def missing_names(module: Any = torch) -> list[str]:
-    """Private names that are not there. Args: module: To look into."""
-    return [f"torch.{name}" for name in _PRIVATE if not _has(module, name.split("."))]
+def missing_names() -> list[str]:
+    """Private names that are not there."""
+    missing = [f"torch.{name}" for name in _PRIVATE if not _has(_torch, name.split("."))]
+    return missing + [f"torch.nn.Module().{name}" for name in _OF_MODULES if not hasattr(nn.Module(), name)]
 
 
 def _has(module: Any, path: Sequence[str]) -> bool:
@@ -52,7 +71,8 @@ if _missing := missing_names():
         "older torch, or a newer outcore"
     )
 
-_engine: Any = cast("Any", torch.autograd.Variable)._execution_engine
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_torch_c, _engine = _torch._C, _torch.autograd.Variable._execution_engine
 
 without_torch_function: Any = _torch_c.DisableTorchFunctionSubclass
 """Context manager in which subclasses of tensors are asked nothing."""
@@ -62,6 +82,12 @@ current_task: Callable[[], int] = _torch_c._current_graph_task_id
 """Number of the backward that runs on this thread; negative outside of one."""
 keeps_graph: Callable[[], bool] = _torch_c._autograd._get_current_graph_task_keep_graph
 """Whether the backward that runs now may run again."""
+copy_each: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] = _torch._foreach_copy_
+"""Copy into the tensors of a list those of another, in one call."""
+subclassed: Callable[[type, torch.Tensor, bool], Any] = _torch.Tensor._make_subclass
+"""A tensor of another class over the same memory, and whether it requires gradients."""
+without_memory: Callable[..., Any] = _torch.Tensor._make_wrapper_subclass
+"""A tensor of a class that says where its values are."""
 
 order_of: Callable[[Any], int] = methodcaller("_sequence_nr")
 """Sequence number of a node: the later it was made on its thread, the larger."""
@@ -110,3 +136,13 @@ def is_packing() -> bool:
 def is_transformed() -> bool:
     """Whether transforms of torch.func, or forward-mode AD, are active."""
     return bool(_torch_c._are_functorch_transforms_active()) or torch.autograd.forward_ad._current_level >= 0
+
+
+def as_it_is(function: _Function) -> _Function:
+    """Decorate what ``torch.compile`` is to call as it is, with all beneath it."""
+    return cast("_Function", _torch._disable_dynamo(function))
+
+
+def store_of_ranks() -> Any:
+    """What all ranks can write to and read."""
+    return cast("Any", distributed.distributed_c10d)._get_default_store()

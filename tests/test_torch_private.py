@@ -1,4 +1,4 @@
-"""Private entry points of torch: what is missing is named on import."""
+"""Private entry points of torch: they stand in one file, and what is missing is named on import."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from outcore.device.autograd import missing_names
+from outcore.torch_private import missing_names
 
 
 def test_this_torch_has_them_all():
