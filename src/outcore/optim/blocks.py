@@ -1,13 +1,13 @@
 """The blocked update: the fused kernels applied in blocks that stay in cache, so that memory sees each byte once.
 
 [Note: blocks] Inside the fused kernels a vector body handles full vectors and a scalar tail the rest, and the two
-round differently. A block starts at a multiple of 64 elements from its parameter's start and ends at one or at the
-parameter's end, so every element meets the same of the two as in a step over the whole parameter, whatever the block
-size, the number of workers and the place in memory.
+round differently. So a block starts at a multiple of 64 elements from its parameter's start, and ends at one or at the
+parameter's end. Every element then meets the same of the two as in a step over the whole parameter. Neither the block
+size, nor the number of workers, nor the place in memory matters.
 
-[Note: interpreter lock] Every call of torch lets go of the interpreter lock and takes it again, and a worker that finds
-it taken sleeps until it is woken, which takes longer than the call. So the views of all blocks of a parameter are made
-by one call per tensor, and few calls are left per block.
+[Note: interpreter lock] Every call of torch lets go of the interpreter lock and takes it again. A worker that finds it
+taken sleeps until it is woken, which takes longer than the call. So the views of all blocks of a parameter are made by
+one call per tensor, and few calls are left per block.
 """
 
 from __future__ import annotations

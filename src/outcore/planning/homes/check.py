@@ -1,8 +1,8 @@
 """Whether a plan can be obeyed, and what it leaves of the device.
 
-[Note: plain plans] Where all units rest on the device, gradients are updated in the dtype in which autograd makes them
-and nothing is promised about the loop, nothing has to move or to change its form. Gradients are then autograd's own
-tensors, as many bytes as the plan reserves for them, and the update takes them from ``p.grad``.
+[Note: plain plans] A plan is plain if all units rest on the device, gradients are updated in the dtype in which
+autograd makes them, and nothing is promised about the loop. Then nothing has to move or to change its form. Gradients
+are autograd's own tensors, as many bytes as the plan reserves for them, and the update takes them from ``p.grad``.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """Where everything lives: as much as fits on the device, first units first, then host, then disk.
 
-All plans of the rule are told apart by two counts [Note: waterlines]: the device takes a prefix of (weights of all
-units, then gradients and states of all units); the host takes a prefix of what is left (weights, then gradients, then
-states); the rest goes to disk. Of those that fit, the plan chosen has the most slots on the device, then the most
-homes there, then the most slots on the host, then the most homes there: a larger budget never gives less in that order.
+[Note: waterlines] Two counts tell all plans of the rule apart. The device takes a prefix of the weights of all units,
+followed by gradients and states of all units. The host takes a prefix of what is left: weights, then gradients, then
+states. The rest goes to disk. Of the plans that fit, those with the most slots on the device are taken. Among these the
+most homes there decide, then the most slots on the host, then the most homes there. So a larger budget never gives less
+in that order.
 
-[Note: one tier] With more on the host its homes never take less, and those of the disk never more; the slots may take
-less, as there are none for a tier that nobody uses. So bounds are found by bisection of the homes, and counts beside
-them are tried while slots could still make up the difference.
+[Note: one tier] With more on the host, homes there never take less, and those on disk never more. Slots may take less:
+a tier that nobody uses has none. So bounds are found by bisection of the homes, and counts beside them are tried while
+slots could still make up the difference.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Forwards of units, compiled by ``torch.compile``.
 
 [Note: compiled blocks] torch.compile keeps its codes by function and not by module, and takes a module's parameters as
-inputs. So units of one class run one code, wherever their weights are, if everything that it asks about is the same for
-all of them and in each run: classes, shapes and strides of parameters, and torch's modes. A recompute must run the very
+inputs. Before it runs a code it asks about classes, shapes and strides of parameters, and about torch's modes. Where
+all of that is the same, all units of a class run one code, wherever their weights are. A recompute must run the very
 code of its forward, since another one rounds differently. So ``CastsOfCompiled`` leaves modes alone in both.
 """
 

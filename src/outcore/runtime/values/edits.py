@@ -1,9 +1,9 @@
 """Edits of weights that live on the device: changed in place, they are where the next update starts.
 
-[Note: edits] A plain loop keeps an edit. Here the update of a unit may start from master weights elsewhere, so before
-each step the masters of edited weights follow them: elements that still are the rounded master keep it, the others
-become what the weight says. Edits are seen by version counter, by a changed address, and by ``p.data`` having been
-asked for (which has a version counter of its own).
+[Note: edits] A plain loop keeps an edit. Here the update of a unit may start from master weights elsewhere. So before
+each step the masters of edited weights follow them: elements that still are the rounded master keep it, and the others
+become what the weight says. An edit shows in the version counter or in a changed address. ``p.data`` has a version
+counter of its own, so whoever asked for it may have edited.
 """
 
 from __future__ import annotations
