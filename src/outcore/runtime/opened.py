@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from outcore.core.errors import LaneError
 from outcore.device.device import Device
 from outcore.device.lanes import Handle
+from outcore.order.ledger import Ledger, Span
 from outcore.order.step import StepOrder
 from outcore.ranks.agreement import core_sharers
 from outcore.ranks.world import World
 from outcore.runtime.saves import Saves
-from outcore.runtime.unit.cut_weights import all_gathers
 from outcore.runtime.unit.port import LivePort, Traffic
 from outcore.runtime.unit.tiers import Tiers
 from outcore.runtime.updates.workers import UpdateWorkers
@@ -58,7 +59,7 @@ class Opened:
             port = LivePort(device, self.traffic, self.tiers.store)
             self.order: StepOrder[Handle] = StepOrder(model, plan, port)
             if world is not None:
-                self.order.weights.all_gather = all_gathers(world, self.order.ledgers)
+                self.order.weights.all_gather = _all_gathers(world, self.order.ledgers)
             self.saves = Saves(device, port, self.tiers)
             self._closing.callback(self.saves.abandon)
             self.tiers.hand_out(self.order)
@@ -95,3 +96,19 @@ class Opened:
             self.device.stop()
         except LaneError as error:  # said, since whatever made the program close matters more
             warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+
+
+def _all_gathers(world: World, ledgers: Sequence[Ledger[Handle]]) -> Callable[..., Callable[[], None]]:
+    """What puts weights that ranks have together into a slot. See [Note: cut fetches]. A collective."""
+    cuts = [ledger.cut for ledger in ledgers if ledger.cut.num_sharers > 1]
+    for num_sharers in sorted({cut.num_sharers for cut in cuts if cut.is_cut or cut.num_copies > 1}):
+        world.open_groups(num_sharers)
+
+    def all_gather(unit: Ledger[Handle], home: Span, slot: Span) -> Callable[[], None]:
+        whole, pieces = slot.memory.bytes, []
+        for (start, stop), run in zip(unit.cut.together(), unit.cut.runs(), strict=True):
+            first, origin = (run.home, home.memory.bytes) if home.of.tier == "device" else (run.layout, whole)
+            pieces.append((whole[start:stop], origin[first : first + run.nbytes]))
+        return partial(world.all_gather, world.facts, unit.name, pieces, unit.cut.num_sharers)
+
+    return all_gather

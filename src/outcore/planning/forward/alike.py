@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from outcore.planning.forward.caches import is_cache
 from outcore.torch_private import pytree
+
+
+def is_cache(value: Any) -> bool:
+    """Whether it is a key-value cache of Transformers."""
+    return _is_cache_class(type(value))  # type: ignore[arg-type]  # classes can be hashed
+
+
+@functools.lru_cache(maxsize=256)
+def _is_cache_class(kind: type) -> bool:
+    return any(c.__name__ == "Cache" and c.__module__.startswith("transformers") for c in kind.__mro__)
 
 
 class Shape:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import bisect
 import functools
+import gc
 import itertools
 import random
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from outcore.core.collecting import rarely_collecting
 from outcore.core.errors import PlanInfeasibleError
 from outcore.core.quantities import format_bytes
 from outcore.planning.bound.bound import Bound
@@ -61,6 +62,8 @@ _GAIN = 1e-4
 """Smaller ones are not worth another plan."""
 _BINDS = 0.03
 """Other orders of updates are tried where gradients and updates each bind a larger part of a step."""
+_YOUNG = 200_000
+"""New objects before Python looks for circles; its own number is some hundred."""
 _BALANCED_BYTES = (16.0, 14.0)  # fp32 master, moments and gradient there; master, moments and a bf16 weight back
 
 
@@ -87,7 +90,18 @@ class Found:
     num_simulated: int
 
 
-@rarely_collecting()
+@contextmanager
+def _rarely_collecting() -> Iterator[None]:
+    """Let Python look for circles of objects less often; a third of a search goes into that otherwise."""
+    before = gc.get_threshold()
+    try:
+        gc.set_threshold(max(before[0], _YOUNG) if before[0] else 0, *before[1:])
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+@_rarely_collecting()
 def search(job: Job) -> Found:
     """Find a plan.
 
@@ -106,7 +120,7 @@ def simulated(job: Job, plan: Plan) -> Simulation:
     return simulate(job.model, run, job.rates, visits, circumstances, warm_up=steps_until_settled(run))
 
 
-@rarely_collecting()
+@_rarely_collecting()
 def explain(job: Job, plan: Plan, candidate: Candidate | None = None) -> Found:
     """What is predicted of a plan that was chosen, beside the simple ones.
 
@@ -126,7 +140,7 @@ class Estimate(NamedTuple):
     candidate: Candidate
 
 
-@rarely_collecting()
+@_rarely_collecting()
 def estimate(job: Job, known: Iterable[Candidate], simulated: Simulated | None = None) -> Estimate | None:
     """About what ``search`` would find, sooner.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from outcore.core.errors import UnsupportedError
-from outcore.planning.forward.caches import is_cache
+from outcore.planning.forward.alike import is_cache
 
 Arguments = tuple[tuple[Any, ...], tuple[str, ...], tuple[Any, ...]]
 """Arguments by position, and names and values of the others: all in tuples, which nobody can change."""

@@ -20,7 +20,7 @@ from outcore.core.errors import OutcoreError, UnsupportedError
 from outcore.device.device import Device
 from outcore.device.lanes import Handle
 from outcore.order.activations import ActivationOrder
-from outcore.planning.forward.caches import is_cache
+from outcore.planning.forward.alike import is_cache
 from outcore.runtime.activations.policies import Policy, policy_of
 from outcore.runtime.activations.room import Between, Room
 from outcore.runtime.activations.saved import storage_of, version_of
