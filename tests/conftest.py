@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import nursery
 import one_arithmetic
 import pytest
 import torch
@@ -71,6 +72,12 @@ def pytest_xdist_auto_num_workers() -> int | None:
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """Each worker would import for ten seconds, and so would its nursery."""
+    nursery.fork_workers()
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler.loadgroup import LoadGroupScheduling
 
@@ -89,8 +96,6 @@ def _stays_together(path: Path) -> str | None:
     text, folder = path.read_text(), path.parent.name
     if folder in FIRST:
         return folder
-    if "import nursery\n" in text:
-        return "nursery"
     return path.name if 'scope="module"' in text else None
 
 

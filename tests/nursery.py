@@ -35,6 +35,8 @@ PR_SET_CHILD_SUBREAPER = 36
 class Popen(subprocess.Popen):
     """As ``subprocess.Popen([sys.executable, ...])``."""
 
+    is_worker = False
+
     def _execute_child(self, args: Any, *more: Any) -> None:
         _, _, _, _, folder, environment, _, _, _, *ends = more[:15]
         reads, _, _, writes, _, errors = ends
@@ -42,7 +44,7 @@ class Popen(subprocess.Popen):
         assert python == sys.executable
         simulated = arguments[:1] == [str(SIMULATED)]
         job = {"arguments": arguments[simulated:], "folder": str(folder or Path.cwd())}
-        job["environment"] = dict(environment or os.environ)
+        job |= {"environment": dict(environment or os.environ), "is_worker": self.is_worker}
         fds = [number if fd == -1 else fd for number, fd in enumerate((reads, writes, errors))]
         nursery = _nursery(simulated=simulated)
         socket.send_fds(nursery, [json.dumps(job).encode()], fds)
@@ -68,10 +70,35 @@ def run(
     return done
 
 
+class _Worker(Popen):
+    """Of pytest-xdist: has a nursery of its own from the start."""
+
+    is_worker = True
+
+
+def fork_workers() -> None:
+    """Let pytest-xdist take its workers from a nursery, too."""
+    from execnet import gateway_base, gateway_io
+
+    class Gateway(gateway_io.Popen2IOMaster):
+        def __init__(self, command: list[str], execmodel: Any) -> None:
+            python, *_, code = command
+            self.popen = _Worker([python, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            gateway_base.Popen2IO.__init__(self, self.popen.stdin, self.popen.stdout, execmodel=execmodel)
+
+    gateway_io.Popen2IOMaster = Gateway
+
+
+given: socket.socket | None = None
+"""The nursery that a worker has."""
+
+
 @functools.cache
 def _nursery(*, simulated: bool) -> socket.socket:
     """Kept until this process ends, and the nursery with it."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # or its orphans would go to the system's first process
+    if given is not None and not simulated:
+        return given
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, *[str(SIMULATED)] * simulated, __file__, str(theirs.fileno())]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -90,20 +117,36 @@ def main() -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
-    with socket.socket(fileno=int(sys.argv[1])) as channel:
+    job, fds = _born(socket.socket(fileno=int(sys.argv[1])))
+    if job is not None and job["is_worker"]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if os.fork() == 0:
+            ours.close()
+            for fd in fds:
+                os.close(fd)
+            job, fds = _born(theirs)
+        else:
+            theirs.close()
+            importlib.import_module("nursery").given = ours
+    if job is not None:
+        for number, fd in enumerate(fds):
+            os.dup2(fd, number)
+            os.close(fd)
+        _do(job)
+
+
+def _born(channel: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    """In each child its job, and what it reads and writes. In the nursery none, when nobody is left who asks."""
+    with channel:
         while True:
             message, fds, *_ = socket.recv_fds(channel, LARGEST_BYTES, 3)
             if not message:
-                return
+                return None, []
             if (pid := _fork_an_orphan()) == 0:
-                break
+                return json.loads(message), fds
             for fd in fds:
                 os.close(fd)
             channel.send(str(pid).encode())
-    for number, fd in enumerate(fds):
-        os.dup2(fd, number)
-        os.close(fd)
-    _do(json.loads(message))
 
 
 def _fork_an_orphan() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ CODE = sorted(path for folder in ("src", "tests", "benchmarks", "examples") for 
 
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, README_LINES, PUBLIC_NAMES = 450, 70, 300, 150, 17
 ATTRIBUTES = 15  # of an object: more are several ideas
+ROOM = 13  # files in a folder: about as many as a reader keeps in mind
 FORBIDDEN_MODULES = {"utils", "util", "common", "helpers", "helper", "misc", "manager"}
 # What the package is entered by; the command and the integrations are imported when they are asked for.
 ENTRIES = ("outcore", "outcore.__main__", "outcore.cli.main", "outcore.integrations.transformers")
@@ -87,6 +89,11 @@ def attributes(kind: ast.ClassDef) -> set[str]:
 def test_attributes():
     kinds = [node for _, path in modules() for node in nodes(path) if isinstance(node, ast.ClassDef)]
     assert not {kind.name: len(attributes(kind)) for kind in kinds if len(attributes(kind)) > ATTRIBUTES}
+
+
+def test_rooms():
+    files = Counter(path.parent for path in MODULES if path.name != "__init__.py")
+    assert not {relative(folder): count for folder, count in files.items() if count > ROOM}
 
 
 def test_names_of_modules_say_what_they_are():
