@@ -14,12 +14,13 @@ import torch
 from torch import distributed, nn
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from outcore.core.errors import UnsupportedError
 
-pytree = _pytree
+pytree, NormWithStatistics = _pytree, _NormBase
 _torch: Any = torch
 _PRIVATE = (
     "_C._current_graph_task_id",

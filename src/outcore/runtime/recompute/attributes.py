@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from outcore.core.errors import UnsupportedError
+from outcore.torch_private import NormWithStatistics
 
 _TORCHS_OWN = frozenset(nn.Module().__dict__) - {"training"}
 _MISSING = object()
@@ -215,7 +215,7 @@ def saved_buffers(modules: Sequence[nn.Module]) -> list[SavedTensor]:
     """Copies of all buffers."""
     # Batch norm kernels write running statistics without telling the version counter.
     return [
-        SavedTensor(name, buffer, may_change_silently=isinstance(module, _NormBase))
+        SavedTensor(name, buffer, may_change_silently=isinstance(module, NormWithStatistics))
         for module in modules
         for name, buffer in module._buffers.items()
         if buffer is not None
