@@ -128,6 +128,7 @@ def main() -> None:
         else:
             theirs.close()
             importlib.import_module("nursery").given = ours
+            atexit.register(ours.close)
     if job is not None:
         for number, fd in enumerate(fds):
             os.dup2(fd, number)

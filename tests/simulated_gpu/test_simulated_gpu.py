@@ -86,7 +86,6 @@ def test_on_the_simulated_gpu(run: str):
     assert missing is None, missing
     simulator.build()
     options = ["-q", "-p", "no:randomly", "-p", "no:cacheprovider", "-n0"]
-    options += ["-W", "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning"]
     command = [sys.executable, str(FOLDER / "run.py"), "-m", "pytest", *options, *map(str, RUNS[run])]
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = nursery.run(
