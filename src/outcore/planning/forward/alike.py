@@ -18,6 +18,12 @@ def is_cache(value: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
+def is_part_of_cache(kind: type) -> bool:
+    """Whether objects of this class are such caches, or layers in one."""
+    return any(c.__module__ == "transformers.cache_utils" for c in kind.__mro__)
+
+
+@functools.lru_cache(maxsize=256)
 def _is_cache_class(kind: type) -> bool:
     return any(c.__name__ == "Cache" and c.__module__.startswith("transformers") for c in kind.__mro__)
 

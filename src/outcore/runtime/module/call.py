@@ -25,7 +25,6 @@ from outcore.runtime.activations.policies import Policy, policy_of
 from outcore.runtime.activations.room import Between, Room
 from outcore.runtime.activations.saved import storage_of, version_of
 from outcore.runtime.activations.saving import Graph
-from outcore.runtime.module.caches import refuse_filled_caches, without_caches
 from outcore.runtime.module.compiling import Compiling
 from outcore.runtime.module.graphs import (
     Anchor,
@@ -42,6 +41,7 @@ from outcore.runtime.module.graphs import (
 )
 from outcore.runtime.module.side_outputs import active_recording, emptied, hand_over, recording_apart
 from outcore.runtime.recompute.autocast import AutocastCacheOff
+from outcore.runtime.recompute.caches import refuse_filled_caches
 from outcore.runtime.recompute.checks import Doubts, Repeats, summary_of
 from outcore.runtime.recompute.structure import Structure, sharing_memory, take_apart
 from outcore.runtime.unit.absent import called_inside
@@ -113,12 +113,12 @@ class UnitCall:
             return self._run_plain(args, kwargs, Phase.INFERENCE)
         arguments = args, tuple(kwargs), tuple(kwargs.values())
         has_caches = any(is_cache(value) for value in (*args, *arguments[2]))
-        tensors, structure = take_apart(without_caches(arguments) if has_caches else arguments, self._where)
+        tensors, structure = take_apart(arguments, self._where)
         needs_graph = self._trained.is_any or any(t.requires_grad for t in tensors)
         if has_caches and (needs_graph or self._weights.has_steps):
             refuse_filled_caches(arguments, self._where)
-            # From frozen units too: what they put in would reach those behind them.
-            args, _, values = without_caches(arguments)
+            # Of frozen units too: what they put in would reach those behind them.
+            args, _, values = structure.fill(tensors)
             kwargs = dict(zip(kwargs, values, strict=True))
         if not needs_graph:
             self._trained.flags()

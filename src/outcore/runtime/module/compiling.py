@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.planning.forward.alike import is_cache
 from outcore.planning.units.partition import Partition
 from outcore.runtime.recompute.autocast import CastsOfCompiled, CastsOfUnit
 
@@ -95,7 +96,14 @@ class Compiling:
         """What to run on a unit's weights. A table of vectors has nothing to fuse."""
         if not self.is_on or isinstance(module, nn.Embedding):
             return module.forward
-        return torch.compile(module.forward, **self._options)
+        compiled = torch.compile(module.forward, **self._options)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            """Without caches: code would be made anew for each layer of one."""
+            named = {name: None if is_cache(value) else value for name, value in kwargs.items()}
+            return compiled(*[None if is_cache(value) else value for value in args], **named)
+
+        return run
 
     def casts_of(self, params: Sequence[nn.Parameter], device: torch.device) -> CastsOfUnit:
         """The cache of autocast's casts that goes with it. Args: params: Of a unit."""

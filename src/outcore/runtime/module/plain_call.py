@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from outcore.runtime.module.caches import in_training
 from outcore.runtime.module.call import UnitCall
+from outcore.runtime.recompute.caches import in_training
 from outcore.runtime.recompute.structure import take_apart
 from outcore.spec.schedule import Phase
 from outcore.torch_private import as_it_is, is_packing

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from outcore.core.errors import UnsupportedError
+from outcore.planning.forward.alike import is_cache
 from outcore.runtime.activations.saved import storage_of
+from outcore.runtime.recompute.caches import is_filled, own_cache
 from outcore.torch_private import pytree
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
@@ -51,6 +53,15 @@ class _Fields(NamedTuple):
         for name, value in self.values.items():
             object.__setattr__(filled, name, _filled(value, tensors))
         return filled
+
+
+class _Cache(NamedTuple):
+    """Where an empty key-value cache stood. Who fills it fills one of its own."""
+
+    empty: Any
+
+    def fill(self, _: Sequence[torch.Tensor]) -> Any:
+        return own_cache(self.empty)
 
 
 class Structure(NamedTuple):
@@ -124,6 +135,8 @@ class _Taking:
         return self._object_apart(value)
 
     def _object_apart(self, value: Any) -> Any:
+        if is_cache(value):  # a filled one is refused as an argument, and as a result nothing that training has
+            return None if is_filled(value) else _Cache(own_cache(value))
         parts, spec = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
         if not (len(parts) == 1 and parts[0] is value):  # its class is registered
             self.is_fixed = False
@@ -161,7 +174,7 @@ def _filled(content: Any, tensors: Sequence[torch.Tensor]) -> Any:
     kind = type(content)
     if kind is _Place:
         return tensors[content.number]
-    if kind is _Container or kind is _Fields:
+    if kind is _Container or kind is _Fields or kind is _Cache:
         return content.fill(tensors)
     return content
 
@@ -182,6 +195,8 @@ def _same(a: Any, b: Any) -> bool:
         return is_alike and all(map(_same, a.parts, b.parts))
     if isinstance(a, _Fields) and isinstance(b, _Fields):
         return a.values.keys() == b.values.keys() and all(_same(a.values[k], b.values[k]) for k in a.values)
+    if isinstance(a, _Cache):
+        return b is None or isinstance(b, _Cache)  # a run may fill it
     return a is b
 
 

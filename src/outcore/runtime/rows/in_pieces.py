@@ -22,9 +22,9 @@ from outcore.planning.forward.alike import stand_in
 from outcore.planning.forward.rows import Whole, cut_rows, has_rows, rows_of, sizes_of
 from outcore.planning.units.blocks import has_forward
 from outcore.runtime.activations.saved import version_of
-from outcore.runtime.module.caches import in_training
 from outcore.runtime.module.call import Services
 from outcore.runtime.module.side_outputs import active_recording, hand_over, recording_apart
+from outcore.runtime.recompute.caches import in_training
 from outcore.runtime.recompute.structure import Structure, take_apart
 from outcore.runtime.rows.apart import Apart
 from outcore.runtime.rows.lend import Lender
