@@ -11,6 +11,10 @@ simulated GPU (docs/simulated-gpu.md), by its clock on a real one.
     python benchmarks/overlap.py
     python benchmarks/overlap.py --settings h2d --windows forward --picture
     python tests/simulated_gpu/run.py benchmarks/overlap.py --device cuda
+    torchrun --nproc-per-node 2 benchmarks/overlap.py
+
+Started as several ranks, each is a process on this machine, gradients and weights go between them over gloo, and lanes
+between ranks are throttled like the others. Rank 0 says how long its steps take.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import os
 import sys
 import tempfile
 import time
@@ -30,7 +35,7 @@ from unittest import mock
 
 import torch
 from measuring import context, spread
-from torch import nn
+from torch import distributed, nn
 from torch.nn.utils import clip_grad_norm_
 
 import outcore
@@ -47,11 +52,13 @@ from outcore.planning.timing.simulate import simulate
 from outcore.planning.units.partition import partition
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.spec.budget import Limits
-from outcore.spec.layout import states_bytes
+from outcore.spec.cut import weights_home
+from outcore.spec.layout import states_bytes, sums_on_device
 from outcore.spec.model import ModelSpec
-from outcore.spec.plan import Plan, Policy, Tier, UnitPlan
+from outcore.spec.plan import Gather, Partition, Plan, Policy, Tier, UnitPlan
 from outcore.spec.timeline import COMPUTE, Span, Timeline
 
+RANK, NUM_RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 STATES = ("exp_avg", "exp_avg_sq")
 FORWARD, BACKWARD = 1.0, 2.0
 """A block's forward, and its backward without recompute, in units of ``--milliseconds``."""
@@ -71,6 +78,11 @@ class Setting:
     activations: Tier = "device"
     policy: Policy = "recompute"
     """``select`` saves one product and computes all else again."""
+    reduce: float = 0.5
+    """Of gradients between ranks, and so on: where there are several."""
+    gather: float = 0.5
+    link: float = 0.5
+    cut: tuple[Partition, Gather] = ("replicate", "link")
 
 
 SETTINGS = {
@@ -86,6 +98,15 @@ SETTINGS = {
     "selected": Setting(saved=0.5, activations="host", policy="select"),
     "selected_disk": Setting(saved=2.0, activations="disk", policy="select"),
 }
+BETWEEN_RANKS = {
+    "compute": Setting(),
+    "reduce": Setting(reduce=4.0),
+    "gather": Setting(gather=4.0),
+    "link": Setting(link=4.0, cut=("world", "link")),
+    "link_reduce": Setting(link=2.0, reduce=2.0, cut=("world", "link")),
+    "one_copy": Setting(reduce=2.0, gather=0.0, cut=("node", "host")),
+}
+"""``one_copy``: new weights are only waited for."""
 WINDOWS = ("forward", "backward", "speculation")
 
 
@@ -159,7 +180,7 @@ class Case:
         saved = round(args.numel * setting.saved / setting.d2h)
         self._saved, self._selected = (0, saved) if setting.policy == "select" else (saved, 0)
         unit_s = args.milliseconds / 1e3
-        spec = partition(self._model(), units=[Block], state_names=STATES).spec
+        spec = partition(self._model(), units=[Block], state_names=STATES).spec.among(NUM_RANKS, RANK)
         leaves = setting.activations != "device"
         self.plan = plan_for(spec, setting, args, saved_bytes=4 * saved * leaves, is_early=window != "forward")
         self.throttle, rates = paces(spec, self.plan, setting, unit_s, device=args.device)
@@ -223,6 +244,7 @@ def plan_for(
     units = [UnitPlan(name="", weights="device", gradients="device", states="device", policy="keep")]
     homes: dict[str, Any] = {"weights": "host", "gradients": "host", "states": setting.states}
     homes |= {"policy": setting.policy, "activations": setting.activations, "saved_bytes": saved_bytes}
+    homes |= dict(zip(("partition", "gather"), setting.cut, strict=True))
     units += [UnitPlan(name=unit.name, **homes) for unit in model.units[1:]]
     comfort = Comfort(prefetch_depth=args.depth, num_buckets=args.buckets, max_slots_host=3)
     plan = Plan(
@@ -241,11 +263,14 @@ def paces(
 ) -> tuple[dict[str, float], Rates]:
     """What makes every lane as slow as the setting wants it: bytes per second of lanes, and the same as rates."""
     spec, unit = model.units[-1], plan.units[-1]
-    states = states_bytes(spec, unit, model)
+    states, weights = states_bytes(spec, unit, model), weights_home(spec, unit)
     written = {
-        "h2d": (spec.weight_bytes, setting.h2d),
-        "d2h": (spec.trainable_bytes, setting.d2h),
-        "update": (spec.trainable_bytes + states, setting.update),
+        "h2d": (weights.nbytes, setting.h2d),
+        "d2h": (spec.update_bytes if sums_on_device(spec, unit) else spec.bucket_bytes, setting.d2h),
+        "update": (weights.updated_bytes + states, setting.update),
+        "reduce": (spec.bucket_bytes, setting.reduce),
+        "gather": (weights.updated_bytes, setting.gather),
+        "link": (spec.weight_bytes, setting.link),
         "states_read": (states, setting.disk),
         **dict.fromkeys(("disk_write", "states_write"), (states, setting.disk)),
     }
@@ -253,14 +278,19 @@ def paces(
         written |= dict.fromkeys(("disk_write", "weights_read"), (unit.saved_bytes, setting.saved))
     throttle = {lane: nbytes / (units * unit_s) for lane, (nbytes, units) in written.items() if units}
     links: dict[str, float] = {LINK_OF[lane]: rate for lane, rate in throttle.items()}
-    numel = sum(p.numel for p in spec.trainable)
+    # Between ranks a lane writes what is a rank's own, too. What is added up is read from all of them.
+    others = {"reduce": spec.others_bytes, "gather": (weights.num_copies - 1) * spec.run_bytes}
+    others |= {"link": spec.weight_bytes - weights.nbytes}
+    links |= {lane: others[lane] / (written[lane][1] * unit_s) for lane in others if others[lane] and written[lane][1]}
+    links |= {"host gather": links["gather"]} if "gather" in links else {}
+    links |= {"update": spec.num_ranks * throttle["update"]}
     names = [u.name for u in model.units[1:]]
     rates = Rates(
         forward_s=dict.fromkeys(names, FORWARD * unit_s),
         backward_s=dict.fromkeys(names, BACKWARD * unit_s),
         selected_forward_s=dict.fromkeys(names, FORWARD * unit_s),
-        bytes_per_s={link: rate for link, rate in links.items() if link != "update"},
-        parameters_per_s={"update": numel / (setting.update * unit_s)},
+        bytes_per_s=links,
+        parameters_per_s={"update": spec.update_cost_numel / (setting.update * unit_s)},
         host_runs_ahead=device != "cpu",
     )
     return throttle, rates
@@ -313,8 +343,10 @@ def _row(spans: list[Span], start_s: float, scale: float, width: int) -> str:
 def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=SETTINGS)
-    parser.add_argument("--windows", nargs="*", default=["forward", "backward"], choices=WINDOWS)
+    settings = SETTINGS if NUM_RANKS == 1 else BETWEEN_RANKS
+    windows = ["forward", "backward"] if NUM_RANKS == 1 else ["forward"]  # ranks update behind backward
+    parser.add_argument("--settings", nargs="*", default=list(settings), choices=settings)
+    parser.add_argument("--windows", nargs="*", default=windows, choices=WINDOWS)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--blocks", type=int, default=20)
     parser.add_argument("--numel", type=int, default=2**16, help="parameters of a block")
@@ -336,13 +368,16 @@ def main() -> None:
     for window in args.windows:
         results[window] = found = {}
         for name in args.settings:
-            case = Case(SETTINGS[name], window, args)
+            case = Case((SETTINGS if NUM_RANKS == 1 else BETWEEN_RANKS)[name], window, args)
             found[name], timeline = measure(case, args)
-            if args.picture:
+            if args.picture and RANK == 0:
                 print(window, name, json.dumps(found[name]), file=sys.stderr)
                 print(picture(timeline, 1.1 * found[name]["measured_s"]["median"]), file=sys.stderr)
-    shape = {"blocks": args.blocks, "forward_s": args.milliseconds / 1e3, "slots": args.depth + 1}
-    print(json.dumps({"benchmark": "overlap", **shape, "results": results, **context()}))
+    shape = {"ranks": NUM_RANKS, "blocks": args.blocks, "forward_s": args.milliseconds / 1e3, "slots": args.depth + 1}
+    if RANK == 0:
+        print(json.dumps({"benchmark": "overlap", **shape, "results": results, **context()}))
+    if NUM_RANKS > 1:
+        distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -22,11 +22,13 @@ import types
 from pathlib import Path
 from typing import Any
 
-IMPORTED = (
+IMPORTED = os.environ.get(
+    "OUTCORE_TEST_IMPORTED",
     "pytest torch._dynamo torch.distributed.fsdp outcore.api outcore.cli.main outcore.cli.train.run datasets peft "
     "transformers.models.auto.modeling_auto transformers.models.llama.modeling_llama "
-    "transformers.models.gpt2.modeling_gpt2 trl.trainer.sft_trainer trl.trainer.dpo_trainer"
+    "transformers.models.gpt2.modeling_gpt2 trl.trainer.sft_trainer trl.trainer.dpo_trainer",
 ).split()
+"""Fewer make births and ends cheaper."""
 SIMULATED = Path(__file__).parent / "simulated_gpu" / "run.py"
 LARGEST_BYTES = 1 << 17
 PR_SET_CHILD_SUBREAPER = 36

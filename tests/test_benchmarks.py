@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 import nursery
 import pytest
 import torch
+from ranks.conftest import launch
 
 from outcore.core.errors import MemoryBudgetError
 from outcore.spec.timeline import Span, Timeline
@@ -64,6 +65,15 @@ def test_tiny_run_prints_json_and_leaves_nothing(name: str, tmp_path: Path):
     if name == "large.py":
         assert_every_case_has_its_numbers(json.loads(done.stdout))
         assert "host memory is pinned" in done.stderr
+
+
+def test_no_step_of_two_ranks_beats_its_bound(tmp_path: Path):
+    code = f"sys.path.insert(0, {str(FOLDER)!r}); import runpy; runpy.run_path({str(FOLDER / 'overlap.py')!r}, "
+    said = launch(f"{code} run_name='__main__')", 2, [*TINY["overlap.py"].split(), "--disk", str(tmp_path)])
+    found = json.loads(said[0])["results"]["forward"]
+    assert set(found) == {"compute", "reduce", "gather", "link", "link_reduce", "one_copy"}
+    assert all(line["over_bound"] > 0.97 and line["serial_over_bound"] > 1.0 for line in found.values())
+    assert not said[1]
 
 
 def assert_no_step_beats_its_bound(results: dict[str, dict[str, dict[str, float]]]):

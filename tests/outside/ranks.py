@@ -14,8 +14,8 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS))
 os.environ.setdefault("OUTCORE_HARDWARE", "none")
+os.environ.setdefault("OUTCORE_TEST_IMPORTED", "numpy torch._dynamo torch.distributed outcore.api")
 
-BATCH = 20
 RUN = "from ranks.cases import main; main(sys.argv[1:])"
 
 
@@ -27,6 +27,8 @@ def main() -> None:
     parser.add_argument("--fixed", action="store_true", help="the cases of the suite instead")
     parser.add_argument("--cut", action="store_true", help="weights are cut over ranks")
     parser.add_argument("--loop", default="6 3", help="micro-batches of all ranks in a step, and steps")
+    parser.add_argument("--batch", type=int, default=20, help="cases of one launch")
+    parser.add_argument("--per-node", type=int, help="ranks on a machine, which is all of them otherwise")
     options = parser.parse_args()
     os.environ["OUTCORE_TEST_LOOP"] = options.loop
     from ranks.cases import CASES, CUT, Case, plain, random_cases
@@ -36,13 +38,14 @@ def main() -> None:
     fixed = (CUT if options.cut else CASES)[: options.cases]
     cases = fixed if options.fixed else list(random_cases(options.seed, options.cases, cut=options.cut))
     wrong = 0
-    for start in range(0, len(cases), BATCH):
-        batch = cases[start : start + BATCH]
+    machine = {"LOCAL_WORLD_SIZE": str(options.per_node)} if options.per_node else {}
+    for start in range(0, len(cases), options.batch):
+        batch = cases[start : start + options.batch]
         wanted = [plain(case) for case in batch]
         told: dict[int, list[dict[str, object]]] = {}
         for num_ranks in options.ranks:
             with tempfile.TemporaryDirectory(dir=Path.home()) as folder:
-                said = launch(RUN, num_ranks, [json.dumps(batch), folder])
+                said = launch(RUN, num_ranks, [json.dumps(batch), folder], timeout_s=300, limit_s=1500, **machine)
             ranks = [[json.loads(line) for line in of_rank.splitlines()] for of_rank in said]
             assert all(one == ranks[0] for one in ranks), "ranks differ from one another"
             told[num_ranks] = ranks[0]

@@ -1,6 +1,8 @@
 """What ranks take together, measured: ``python tests/outside/ranks_memory.py``.
 
-Shared pages count once (PSS). Each way of having weights is held against what the homes of one rank take.
+Shared pages count once (PSS). Each way of having weights is held against what the homes of one rank take. Ranks are
+fresh interpreters, which share no pages that one of them writes later. The C library gives back what is freed
+(``MALLOC_MMAP_THRESHOLD_``): else it keeps the gradient of a block that autograd has made and dropped.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS))
@@ -28,14 +31,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--blocks", type=int, default=6)
+    parser.add_argument("--blocks", type=int, default=24)
     options = parser.parse_args()
     from ranks.conftest import launch
 
     def taken(num_ranks: int, partition: str, gather: str) -> tuple[float, float, float]:
         """MiB of all ranks: measured, homes and slots of the plan."""
+        how: dict[str, Any] = {"is_fresh": True, "limit_s": 600, "MALLOC_MMAP_THRESHOLD_": "1000000"}
         arguments = [json.dumps([options.width, options.blocks, num_ranks, partition, gather])]
-        said = [json.loads(text) for text in launch(CODE.format(folder=str(TESTS)), num_ranks, arguments)]
+        said = [json.loads(text) for text in launch(CODE.format(folder=str(TESTS)), num_ranks, arguments, **how)]
         return tuple(sum(one) / 2**20 for one in zip(*said, strict=True))  # type: ignore[return-value]
 
     alone = taken(1, "replicate", "link")

@@ -298,17 +298,18 @@ def _digest(tensors: Any) -> str:
 
 
 def random_cases(seed: int, count: int, *, cut: bool = False) -> Iterator[Case]:
-    """Args: cut: Weights are cut over ranks. By link all ranks visit the same units."""
+    """Args: cut: Weights are cut over ranks. By link all ranks visit the same units, and one copy is in host memory."""
     draw = random.Random(seed)
     for _ in range(count):
-        partition, gather = draw.choice([("world", "link"), ("node", "host")]) if cut else ("replicate", "link")
+        ways = [("world", "link"), ("node", "link"), ("node", "host")]
+        partition, gather = draw.choice(ways) if cut else ("replicate", "link")
         kinds = ["plain", "tied", "frozen", "absent", "backwards", "lora"]
-        kind = draw.choice(kinds if partition == "world" else [*kinds, "routes"])
+        kind = draw.choice(kinds if cut and gather == "link" else [*kinds, "routes"])
         dtype = draw.choice(["float32", "bfloat16", *(["float64"] if kind != "lora" else [])])
         yield Case(
             kind=kind,
             dtype=dtype,
-            homes=draw.choice(["device", "host", "disk", "mixed"]),
+            homes=draw.choice(["host"] if cut and kind == "routes" else ["device", "host", "disk", "mixed"]),
             clip=draw.choice([0.0, 0.3, 1e9]),
             share=draw.choice([0.0, 0.5, 1.0]),
             depth=draw.randrange(3),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,21 +15,42 @@ TESTS = Path(__file__).parents[1]
 
 
 def launch(
-    code: str, num_ranks: int, arguments: Sequence[str] = (), *, timeout_s: float = 60.0, **environment: str
+    code: str,
+    num_ranks: int,
+    arguments: Sequence[str] = (),
+    *,
+    timeout_s: float = 60.0,
+    limit_s: float = 250.0,
+    is_fresh: bool = False,
+    **environment: str,
 ) -> list[str]:
-    """Run code in so many processes; what each has printed. One that fails is shown."""
-    ended = launch_and_wait(code, num_ranks, arguments, timeout_s=timeout_s, **environment)
+    """Run code in so many processes; what each has printed. One that fails is shown.
+
+    Args:
+        limit_s: For all.
+        is_fresh: They share no memory with a parent.
+    """
+    ended = launch_and_wait(
+        code, num_ranks, arguments, timeout_s=timeout_s, limit_s=limit_s, is_fresh=is_fresh, **environment
+    )
     assert [status for status, _, _ in ended] == [0] * num_ranks, "\n".join(err[-3000:] for _, _, err in ended)
     return [out for _, out, _ in ended]
 
 
 def launch_and_wait(
-    code: str, num_ranks: int, arguments: Sequence[str] = (), *, timeout_s: float, **environment: str
+    code: str,
+    num_ranks: int,
+    arguments: Sequence[str] = (),
+    *,
+    timeout_s: float,
+    limit_s: float = 250.0,
+    is_fresh: bool = False,
+    **environment: str,
 ) -> list[tuple[int, str, str]]:
     """Of each: status, what it has printed, and what it has complained of."""
-    ranks = start(code, num_ranks, arguments, timeout_s=timeout_s, **environment)
+    ranks = start(code, num_ranks, arguments, timeout_s=timeout_s, is_fresh=is_fresh, **environment)
     try:
-        said = [rank.communicate(timeout=250) for rank in ranks]
+        said = [rank.communicate(timeout=limit_s) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -36,8 +58,8 @@ def launch_and_wait(
 
 
 def start(
-    code: str, num_ranks: int, arguments: Sequence[str], *, timeout_s: float, **environment: str
-) -> list[nursery.Popen]:
+    code: str, num_ranks: int, arguments: Sequence[str], *, timeout_s: float, is_fresh: bool = False, **environment: str
+) -> list[subprocess.Popen]:
     """Processes that a launcher would start."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -47,7 +69,7 @@ def start(
     common |= {"LOCAL_WORLD_SIZE": str(num_ranks), **environment}
     simulated = [str(nursery.SIMULATED)] if os.environ.get("OUTCORE_TEST_DEVICE") == "cuda" else []
     return [
-        nursery.Popen(
+        (subprocess if is_fresh else nursery).Popen(
             [sys.executable, *simulated, "-c", f"import sys; sys.path.insert(0, {str(TESTS)!r})\n{code}", *arguments],
             env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=-1,

@@ -33,6 +33,7 @@ TIMEOUT_S, STALL_S = 4.0, 12.0
 STEPS, MICRO_BATCHES = 3, 2
 RANK, NUM_RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 POINTS = {
+    "forward": "torch.nn.modules.normalization:LayerNorm.forward",  # inside of a block, also when it runs again
     "backward": "outcore.runtime.gradients.ranked:RankedGradients.deposit",
     "exchange": "outcore.ranks.world:World.exchange",
     "addition": "outcore.runtime.gradients.ranked:add_works",
@@ -40,6 +41,7 @@ POINTS = {
     "step": "outcore.runtime.engine:Engine.step",
     "update": "outcore.runtime.updates.of_unit:run_on",
     "gather": "outcore.ranks.world:World.gather",
+    "link": "outcore.ranks.world:World.all_gather",
     "save": "outcore.saving.shared:SharedCheckpoint.meet",
 }
 """Where a rank dies or stalls."""
@@ -127,10 +129,16 @@ def train(model: Any, optimizer: Any, folder: str, *, steps: int = STEPS, odd: C
         if not odd("step"):
             optimizer.step()
         optimizer.zero_grad()
-        if FAULT.kind != "is_interrupted":  # which waits for a save
+        if _saves():
             saving = outcore.save_checkpoint(model, optimizer, f"{folder}/checkpoints", step=step, keep=1)
             if FAULT.kind == "fills_the_drive":  # the next one
                 saving.wait()
+
+
+def _saves() -> bool:
+    """Behind each step, which takes as long as the step. An interrupt waits for a save."""
+    always = FAULT.point == "save" or FAULT.homes == "disk" or FAULT.kind in ("fills_the_drive", "fails_in_prepare")
+    return always and FAULT.kind != "is_interrupted"
 
 
 def wait_less(optimizer: Any) -> None:
@@ -169,13 +177,15 @@ def stalls(folder: str) -> None:
 
 def is_interrupted(folder: str) -> None:
     """One rank stalls; the others wait for it, and somebody presses Ctrl-C there."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     _at_a_point(folder, lambda: time.sleep(STALL_S))
 
 
 def _at_a_point(folder: str, happens: Callable[[], Any]) -> None:
     model, optimizer = prepared(folder)
     train(model, optimizer, folder, steps=1)
-    wait_less(optimizer)
+    if FAULT.kind != "is_interrupted":
+        wait_less(optimizer)
     with At(POINTS[FAULT.point], FAULT.count, happens):
         ends(model, lambda: train(model, optimizer, folder))
 

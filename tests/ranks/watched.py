@@ -83,7 +83,7 @@ def draw(kind: str, seed: int, num_ranks: int) -> Fault:
     elif kind == "fills_the_drive":
         count %= NUM_SAVED_WRITES
     homes = numbers.choice(["host", "disk", "device"])
-    partition = "world" if kind == "fails_in_prepare" and seed % 2 else "replicate"
+    partition = "world" if point == "link" or (kind == "fails_in_prepare" and seed % 2) else "replicate"
     return Fault(kind, point, count, rank, homes, partition)
 
 

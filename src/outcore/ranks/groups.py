@@ -108,9 +108,23 @@ class Links:
     def gather(self, whole: torch.Tensor, mine: torch.Tensor) -> None:
         """The runs of all ranks."""
         target, source = self._reachable(whole, mine)
-        gather_single(target, source, group=self._of(source))
+        if target.is_cpu:
+            self.gather_runs(target.chunk(distributed.get_world_size(self.host)), source)
+        else:
+            gather_single(target, source, group=self._device)
         if target is not whole:
             whole.copy_(target)
+
+    def gather_runs(self, runs: Sequence[torch.Tensor], mine: torch.Tensor) -> None:
+        """The same in host memory, to where each run belongs. Gloo's all-gather makes a tensor of all runs first."""
+        here, works = distributed.get_rank(), []
+        for rank, run in zip(distributed.get_process_group_ranks(self.host), runs, strict=True):
+            if rank != here:
+                works += [distributed.irecv(run, rank, self.host), distributed.isend(mine, rank, self.host)]
+            elif run.data_ptr() != mine.data_ptr():
+                run.copy_(mine)
+        for work in works:
+            work.wait()
 
     def _reachable(self, target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self._device is not None or (target.is_cpu and source.is_cpu):

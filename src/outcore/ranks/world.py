@@ -224,7 +224,7 @@ class World:
             f"gather weights of unit '{unit}' on lane {Lane.GATHER.value}", self._cuts[1, False].host, facts
         ):
             if len(runs) > 1:
-                distributed.all_gather(runs, runs[self.rank // num_sharers], group=self._cuts[num_sharers, False].host)
+                self._cuts[num_sharers, False].gather_runs(runs, runs[self.rank // num_sharers])
         if len(runs) > 1:
             self.meet(facts, f"have all weights of unit '{unit}'")
 
