@@ -30,8 +30,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     num_wrong = 0
-    print("| fault | reached | not reached | wrong | others heard of it: median, longest | had ended |")
-    print("|---|---|---|---|---|---|")
+    print("| fault | reached | not reached | wrong | late | others heard of it: median, longest | had ended |")
+    print("|---|---|---|---|---|---|---|")
     for kind in options.kinds:
         faults = [draw(kind, options.seed + number, options.ranks) for number in range(3 * options.runs)]
         verdicts, waits, points = [], collections.Counter(), collections.Counter()
@@ -47,12 +47,13 @@ def main() -> None:
             if sum(verdict.is_reached for verdict in verdicts) >= options.runs:
                 break
         reached = [verdict for verdict in verdicts if verdict.is_reached]
-        wrong = sum(bool(verdict.wrong) for verdict in verdicts)
-        num_wrong += wrong
+        late = sum(any(text.startswith("took") for text in verdict.wrong) for verdict in verdicts)
+        wrong = sum(any(not text.startswith("took") for text in verdict.wrong) for verdict in verdicts)
+        num_wrong += wrong + late
         heard = [verdict.seconds for verdict in reached]
         ended = max((verdict.ended_s for verdict in reached), default=0.0)
         print(
-            f"| {kind} | {len(reached)} | {len(verdicts) - len(reached)} | {wrong} | "
+            f"| {kind} | {len(reached)} | {len(verdicts) - len(reached)} | {wrong} | {late} | "
             f"{statistics.median(heard):.1f} s, {max(heard):.1f} s | {ended:.1f} s |",
             flush=True,
         )

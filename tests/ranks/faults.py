@@ -136,9 +136,10 @@ def train(model: Any, optimizer: Any, folder: str, *, steps: int = STEPS, odd: C
 
 
 def _saves() -> bool:
-    """Behind each step, which takes as long as the step. An interrupt waits for a save."""
-    always = FAULT.point == "save" or FAULT.homes == "disk" or FAULT.kind in ("fills_the_drive", "fails_in_prepare")
-    return always and FAULT.kind != "is_interrupted"
+    """Behind each step; it takes as long as the step. An interrupt waits for a save."""
+    if FAULT.kind in ("dies", "stalls"):
+        return FAULT.point == "save" or FAULT.homes == "disk"
+    return FAULT.kind != "is_interrupted"
 
 
 def wait_less(optimizer: Any) -> None:
