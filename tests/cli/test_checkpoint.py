@@ -9,9 +9,10 @@ import pytest
 from saving import small
 
 import outcore
+from outcore.cli import checkpoint
 from outcore.cli import main as cli
-from outcore.memory.files.checkpoint_folder import UnfinishedCheckpoint, write_new
-from outcore.saving.found import find
+from outcore.memory.files.checkpoint_folder import UnfinishedCheckpoint, remove, write_new
+from outcore.saving.found import prune
 from outcore.spec.checkpoint import Manifest
 
 
@@ -51,7 +52,7 @@ def test_commands(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     status, out, _ = run(monkeypatch, capsys, "prune", str(folder), "--keep", "1")
     assert (status, out.splitlines()) == (0, [f"removed {folder / 'step-00000000'}"])
     with pytest.warns(UserWarning, match="The one before is taken"):
-        found, _ = find(folder)
+        found, _ = small.find(folder)
     assert found.name == "step-00000001"
 
 
@@ -68,6 +69,27 @@ def test_of_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
         "checkpoint-8",
         "checkpoint-4",
     ]
+
+
+def test_verify_beside_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """What is being read stays, and what the run has removed is no damage."""
+    look, seen = checkpoint.read_manifest, []
+
+    def meanwhile(path: Path, *, check: bool) -> Manifest:
+        seen.append(path.name)
+        if len(seen) == 1:
+            prune(tmp_path, 1, newest=1)
+            remove(tmp_path / "step-00000002")
+        return look(path, check=check)
+
+    for step in range(3):
+        unfinished = UnfinishedCheckpoint(tmp_path / f"step-{step:08d}")
+        unfinished.commit(lambda files, step=step: Manifest(step=step, files=files))
+    monkeypatch.setattr(checkpoint, "read_manifest", meanwhile)
+    status, out, _ = run(monkeypatch, capsys, "verify", str(tmp_path))
+    assert seen == ["step-00000002", "step-00000001", "step-00000000"]
+    assert [line.split()[0] for line in out.splitlines()[1:]] == ["step-00000002", "step-00000001"]
+    assert status == 0
 
 
 def test_nothing_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

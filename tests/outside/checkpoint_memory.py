@@ -10,7 +10,6 @@ python tests/outside/checkpoint_memory.py --state-gib 8 --limit-mib 1024 --disk 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import subprocess
@@ -18,6 +17,7 @@ import sys
 import tempfile
 import time
 import warnings
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ WIDTH = 1280
 BLOCK_BYTES = 14 * 2 * WIDTH * (WIDTH + 1)
 """Of a block: weights in bf16, their masters and two moments."""
 ALLOWED_MIB = 64
-_OF = ("of the files", "afterwards")
+_OF = ("before", "of the files", "afterwards")
 STEPS = 5
 """Before: the largest resident size differs from step to step."""
 
@@ -84,7 +84,7 @@ def in_a_group(disk: Path, state_gib: float, limit_mib: int) -> dict[str, dict[s
                 pipe = {"stdout": subprocess.PIPE, "text": True, "check": True}
                 done = subprocess.run(command, preexec_fn=join, env=environment, **pipe)
             found[work] = json.loads(done.stdout)
-    digests = [found["save"].pop("digest before"), *(each.pop(f"digest {of}") for each in found.values() for of in _OF)]
+    digests = [digest for each in found.values() for of in _OF if (digest := each.pop(f"digest {of}")) is not None]
     if len(set(digests)) > 1:
         raise RuntimeError(f"expected the weights, masters and moments that were saved, but got others: {digests}")
     for each in found.values():
@@ -134,8 +134,8 @@ def measured(folder: Path, num_blocks: int, what: str) -> dict[str, Any]:
             "a step, with its update and the reading of all weights, s": steps_s / STEPS,
             "took, s": took_s,
             "digest before": before,
-            "digest of the files": _of_files(folder / "c" / "step-00000001"),
-            "digest afterwards": before if what == "save" else _state(optimizer),
+            "digest of the files": None if what == "load" else _of_files(folder / "c" / "step-00000001"),
+            "digest afterwards": None if what == "save" else _state(optimizer),
         }
 
 
@@ -149,19 +149,15 @@ def _peak(work: Any) -> tuple[float, float]:
     return int(next(line for line in status if line.startswith("VmHWM")).split()[1]) / 2**10, took_s
 
 
-def _weights(model: Any) -> str:
-    """A digest of them; waits for updates."""
-    import torch
-
+def _weights(model: Any) -> None:
+    """Read them all; waits for updates."""
     import outcore
 
-    found = hashlib.blake2b()
-    for _, tensor in outcore.named_tensors(model):
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+    for _ in outcore.named_tensors(model):
+        pass
 
 
-def _state(optimizer: Any) -> str:
+def _state(optimizer: Any) -> int:
     """A digest of weights, masters and moments, one at a time."""
     from outcore.runtime.values.access import own_states
 
@@ -171,10 +167,10 @@ def _state(optimizer: Any) -> str:
             found[f"model.{spec.name}"] = _digest([access.read_weight(unit, i)])
             for state in own_states(unit, i):
                 found[f"optimizer.{spec.name}.{state.name}"] = _digest([access.read_state(unit, state.name, i)])
-    return repr(_digest([str(sorted(found.items())).encode()]))
+    return _digest([str(sorted(found.items())).encode()])
 
 
-def _of_files(folder: Path) -> str:
+def _of_files(folder: Path) -> int:
     """The same, of what a checkpoint's files hold."""
     from outcore.memory.files.checkpoint_folder import read_manifest
     from outcore.memory.files.weights_file import WeightsDirectory
@@ -183,16 +179,17 @@ def _of_files(folder: Path) -> str:
     for name, record in read_manifest(folder, check=False).tensors.items():
         files = [WeightsDirectory.open(folder, part.file.removesuffix(".safetensors")) for part in record.parts]
         found[name] = _digest(piece for file in files for piece in file.pieces(name, 2**22))
-    return repr(_digest([str(sorted(found.items())).encode()]))
+    return _digest([str(sorted(found.items())).encode()])
 
 
-def _digest(pieces: Any) -> str:
+def _digest(pieces: Any) -> int:
     import torch
 
-    found = hashlib.blake2b(digest_size=16)
+    found = 0
     for piece in pieces:
-        found.update(piece if isinstance(piece, bytes) else piece.reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        data = piece if isinstance(piece, bytes) else piece.reshape(-1).view(torch.uint8).numpy().data
+        found = zlib.crc32(data, found)
+    return found
 
 
 if __name__ == "__main__":

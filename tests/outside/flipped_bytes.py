@@ -105,7 +105,7 @@ def flip_disk(folder: Path, num_flips: int, seed: int) -> dict[str, int]:
             pair.optimizer.engine.device.synchronize()
             fd = _disk_tier()
             try:
-                place, byte = _flip_one(fd, rng)
+                place, byte = _flip_one(fd, rng, bytes_in_use(pair.optimizer.engine.units))
                 small.train(*pair, range(1, 2))
                 list(outcore.named_tensors(pair.model))
                 pair.optimizer.state_dict()
@@ -119,11 +119,24 @@ def flip_disk(folder: Path, num_flips: int, seed: int) -> dict[str, int]:
     raise AssertionError("never comes here")
 
 
-def _flip_one(fd: int, rng: random.Random) -> tuple[int, bytes]:
-    """A bit of a byte that is in use. Returns: which byte, and what it is now."""
-    data = os.pread(fd, os.fstat(fd).st_size, 0)
-    place = next(place for place in iter(lambda: rng.randrange(len(data)), -1) if data[place])
-    byte = bytes([data[place] ^ 1 << rng.randrange(8)])
+def bytes_in_use(units: Any) -> list[range]:
+    """Of weights and states on disk. What lies between and behind them is padding, which nobody has to read."""
+    found = []
+    for unit in units:
+        ledger, states = unit.ledger, unit.ledger.state_specs.values()
+        parts = [(ledger.weights, part.offset, part.nbytes) for part in unit.spec.weight_parts]
+        parts += [(ledger.states, s.start + part.offset, part.nbytes) for s in states for part in s.parts]
+        for home, start, nbytes in parts:
+            if home.tier == "disk":
+                found.append(range(home.memory.offset + start, home.memory.offset + start + nbytes))
+    return [each for each in found if each]
+
+
+def _flip_one(fd: int, rng: random.Random, in_use: list[range]) -> tuple[int, bytes]:
+    """Any bit of those bytes. Returns: which byte, and what it is now."""
+    number = rng.randrange(sum(map(len, in_use)))
+    place = next(itertools.islice(itertools.chain(*in_use), number, None))
+    byte = bytes([os.pread(fd, 1, place)[0] ^ 1 << rng.randrange(8)])
     os.pwrite(fd, byte, place)
     return place, byte
 

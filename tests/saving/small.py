@@ -14,6 +14,8 @@ from plans import forced
 from torch import nn
 
 import outcore
+from outcore.saving.found import found
+from outcore.spec.checkpoint import Manifest
 from outcore.spec.plan import Plan
 
 VOCAB = 131
@@ -147,6 +149,12 @@ def prepared(model: Any, folder: Path, tier: str = "host", **options: Any) -> It
     budget = outcore.Budget(disk=str(folder))
     with outcore.prepare(model, optimizer, plan=plan, budget=budget, device=DEVICE, **options) as (model, streamed):
         yield model, streamed
+
+
+def find(directory: Path, **options: Any) -> tuple[Path, Manifest]:
+    """``found``, and nobody holds it."""
+    with found(directory, **options) as pair:
+        return pair
 
 
 def train(model: Any, optimizer: torch.optim.Optimizer, steps: range = range(1)) -> list[torch.Tensor]:

@@ -27,7 +27,7 @@ import outcore
 from outcore.core.errors import ConfigError, DiskError, OutcoreError
 from outcore.memory.files import checkpoint_folder
 from outcore.memory.files.checkpoint_folder import find_damage, read_manifest
-from outcore.saving.found import find, found, found_in, prune
+from outcore.saving.found import found, found_in, prune
 from outcore.spec.checkpoint import Manifest
 
 from . import small
@@ -159,11 +159,11 @@ def test_the_one_before_is_taken(saved: Any):
     text = file.read_bytes()
     file.write_bytes(text[:-1] + bytes([text[-1] ^ 1]))
     with pytest.warns(UserWarning, match="step-00000002.*not those that were saved.*The one before is taken"):
-        assert find(source)[1].step == 1
+        assert small.find(source)[1].step == 1
     with pytest.raises(ConfigError, match="not those that were saved"):
-        find(source, step=2)
+        small.find(source, step=2)
     file.write_bytes(text)
-    assert find(source)[1].step == 2
+    assert small.find(source)[1].step == 2
 
 
 @pytest.mark.parametrize("of", ["loop", "train"])
@@ -275,7 +275,7 @@ def test_links_are_removed_and_not_what_they_lead_to(run: Any, tmp_path: Path):
     first = outcore.save_checkpoint(*run, tmp_path / "c", step=1, wait=True).path
     elsewhere = first.rename(tmp_path / "elsewhere")
     first.symlink_to(elsewhere)
-    assert find(tmp_path / "c")[1].step == 1
+    assert small.find(tmp_path / "c")[1].step == 1
     outcore.save_checkpoint(*run, tmp_path / "c", step=1, wait=True)  # the link is replaced
     assert not first.is_symlink()
     (tmp_path / "c" / "step-00000000").symlink_to(elsewhere)

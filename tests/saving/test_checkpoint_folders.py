@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import shutil
+import stat
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -12,12 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import outcore
 from outcore.core.errors import ConfigError
 from outcore.memory.files import checkpoint_file, checkpoint_folder, locked_folder
 from outcore.memory.files.checkpoint_folder import read_manifest
 from outcore.memory.files.locked_folder import held, taken_alone
+from outcore.saving import export_checkpoint as export_checkpoint_module
+from outcore.saving.export_checkpoint import export_checkpoint
 from outcore.spec.checkpoint import Manifest
 
 from . import small
@@ -115,7 +121,12 @@ def _cannot(*_: Any) -> None:
     raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
 
-@pytest.mark.parametrize("lacks", ["room ahead", "direct I/O", "locks", "exchanges"])
+def _synced(fd: int) -> None:
+    if stat.S_ISDIR(os.fstat(fd).st_mode):
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+
+@pytest.mark.parametrize("lacks", ["room ahead", "direct I/O", "locks", "exchanges", "syncs of folders"])
 def test_filesystems_that_can_less(lacks: str, run: Any, tmp_path: Path, monkeypatch: Any):
     """Files grow, go through the page cache, and are not held; what is saved is the same."""
     open_file = os.open
@@ -129,6 +140,8 @@ def test_filesystems_that_can_less(lacks: str, run: Any, tmp_path: Path, monkeyp
         monkeypatch.setattr(checkpoint_file, "reserve", lambda *_: None)
     elif lacks == "direct I/O":
         monkeypatch.setattr(os, "open", opened)
+    elif lacks == "syncs of folders":
+        monkeypatch.setattr(os, "fsync", _synced)
     elif lacks == "locks":
         monkeypatch.setattr(locked_folder.fcntl, "flock", _cannot)
     else:
@@ -143,6 +156,72 @@ def test_filesystems_that_can_less(lacks: str, run: Any, tmp_path: Path, monkeyp
     assert [path.name for path in (tmp_path / "c").iterdir()] == ["step-00000002"]
     outcore.load_checkpoint(model, optimizer, tmp_path / "c")
     small.same(want, state_of(model, optimizer))
+
+
+def test_the_working_directory_changes_meanwhile(run: Any, tmp_path: Path, monkeypatch: Any):
+    """Where a save was begun it is made, and older ones are removed there."""
+    model, optimizer = run
+    (tmp_path / "elsewhere").mkdir()
+    go_on, write = threading.Event(), checkpoint_file.CheckpointFile.write
+
+    def held_back(*args: Any) -> None:
+        go_on.wait(60)
+        write(*args)
+
+    monkeypatch.chdir(tmp_path)
+    outcore.save_checkpoint(model, optimizer, "c", step=1, wait=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_file.CheckpointFile, "write", held_back)
+        save = outcore.save_checkpoint(model, optimizer, "c", step=2, keep=1)
+        patch.chdir(tmp_path / "elsewhere")
+        go_on.set()
+        assert save.wait() == tmp_path / "c" / "step-00000002"
+    assert [path.name for path in (tmp_path / "c").iterdir()] == ["step-00000002"]
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.parametrize("of", ["elements", "dtype", "file"])
+def test_tensors_that_the_manifest_describes_otherwise(of: str, run: Any, tmp_path: Path):
+    """All checksums are right: whoever wrote it has changed both. Nothing of the model is."""
+    model, optimizer = run
+    path = outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1).wait()
+    unit, name = path / "unit-00001.safetensors", "model.blocks.0.down.weight"
+    tensors = load_file(unit)
+    if of == "elements":
+        tensors[name] = tensors[name][:-1].contiguous()
+    elif of == "dtype":
+        tensors[name] = tensors[name].view(torch.int32)
+    save_file(tensors, unit)
+    manifest = Manifest.from_json((path / "manifest.json").read_bytes())
+    record = manifest.tensors[name]
+    if of == "file":
+        record = dataclasses.replace(record, parts=(record.parts[0]._replace(file="buffers.safetensors"),))
+    files = {**manifest.files, unit.name: tuple(checkpoint_folder._summed(unit))}
+    changed = dataclasses.replace(manifest, files=files, tensors={**manifest.tensors, name: record})
+    (path / "manifest.json").write_bytes(changed.to_json())
+    read_manifest(path, check=True)
+    before = state_of(model, optimizer)
+    for use in (
+        lambda: outcore.load_checkpoint(model, optimizer, path),
+        lambda: export_checkpoint(path, tmp_path / "out", "hf"),
+    ):
+        with pytest.raises(ConfigError, match=r"blocks\.0\.down\.weight"):
+            use()
+    small.same(before, state_of(model, optimizer))
+
+
+def test_who_exports_keeps_what_is_read(run: Any, tmp_path: Path, monkeypatch: Any):
+    """A run that goes on would remove it."""
+    outcore.save_checkpoint(*run, tmp_path / "c", step=1, wait=True)
+    write = export_checkpoint_module.write_safetensors
+
+    def removed(*args: Any, **options: Any) -> Any:
+        outcore.save_checkpoint(*run, tmp_path / "c", step=2, keep=1, wait=True)
+        return write(*args, **options)
+
+    monkeypatch.setattr(export_checkpoint_module, "write_safetensors", removed)
+    export_checkpoint(tmp_path / "c", tmp_path / "out", "hf")
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["step-00000001", "step-00000002"]
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no tmpfs here")

@@ -18,7 +18,8 @@ from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
 from outcore.memory.files.weights_file import WeightsDirectory
 from outcore.runtime.updates import early
-from outcore.saving.found import find
+
+from . import small
 
 STEPS = 3
 OFF, CLIPPED = Setting(clipping="off", steps=STEPS), Setting(clipping="on", micro_batches=2, steps=STEPS)
@@ -123,7 +124,7 @@ def _saving(
 
 
 def _same_as_saved(record: Record, folder: Path, step: int) -> None:
-    path, manifest = find(folder, step=step)
+    path, manifest = small.find(folder, step=step)
     files: dict[str, WeightsDirectory] = {}
     for name, tensor in record.tensors.items():
         if f"model.{name}" in manifest.tensors:  # not frozen

@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import outcore
 from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.memory.files import checkpoint_file
+from outcore.runtime.saves import Saves
+from outcore.saving import library_files
 from outcore.saving.export_checkpoint import export_checkpoint
 from outcore.saving.training_state import load_states, save_states
 from outcore.spec.layout import CODES
@@ -108,6 +112,29 @@ def test_files_that_are_written_beside_training(tier: str, tmp_path: Path) -> No
         small.train(model, optimizer, range(5, 7))
         save.wait()
         small.same(dict(sorted(tensors(tmp_path / "want").items())), dict(sorted(tensors(tmp_path / "c").items())))
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_masters_are_made_a_few_rows_at_a_time(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of no parameter are in memory as a whole."""
+    read, sizes = Saves._fresh, list[int]()
+
+    def noted(saves: Saves, memory: Any, start: int, stop: int) -> torch.Tensor:
+        sizes.append(stop - start)
+        return read(saves, memory, start, stop)
+
+    monkeypatch.setattr(Saves, "_fresh", noted)
+    monkeypatch.setattr(library_files, "_MASTERS_AT_A_TIME", 1024)
+    monkeypatch.setattr(library_files, "_MASTERS_OF_ONE_THREAD", 256)
+    monkeypatch.setattr(checkpoint_file, "BLOCK_BYTES", 3 * 4096)
+    with prepared(tmp_path, "compact", tier) as (model, optimizer):
+        small.train(model, optimizer)
+        have_ties(model, optimizer)
+        save_states(optimizer, tmp_path / "want")
+        saved_beside(model, optimizer, tmp_path).wait()
+        want, got = (load_file(tmp_path / name / "optimizer.safetensors") for name in ("want", "c"))
+        small.same(dict(sorted(want.items())), dict(sorted(got.items())))
+    assert 0 < max(sizes) <= 2 * 1024
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # that is what no_dist asks for

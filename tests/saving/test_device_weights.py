@@ -18,6 +18,7 @@ import outcore
 from outcore.core.errors import UnsupportedError
 from outcore.device.aside import sum_of_words
 from outcore.memory.files.checkpoint_file import CheckpointFile
+from outcore.runtime import saves
 from outcore.runtime.module_guard import engine_of
 from outcore.runtime.saved_weights import SavedWeights
 
@@ -231,6 +232,35 @@ def test_a_unit_that_edits_itself(kind: str, tmp_path: Path, monkeypatch: pytest
         small.train(model, optimizer, range(2))
         outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=4)
         small.train(model, optimizer, range(2, 3))
+
+
+class Halved(small.Block):
+    """Changes its own weights when it is told to, and nobody sees it."""
+
+    is_due = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_due:
+            self.down.weight.data.mul_(0.5)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_an_edit_behind_an_update_that_was_on_its_way(is_late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The first one of a unit: what is saved would have half of it, whichever comes first, the copy or the call."""
+    torch.manual_seed(0)
+    model: Any = small.Plain()
+    model.blocks[1] = block = Halved(19)
+    with prepared("resident", model.to(small.DEVICE).train(), tmp_path) as (model, optimizer):
+        small.train(model, optimizer, range(2))
+        monkeypatch.setattr(saves, "_is_on_its_way", lambda _: is_late)
+        gate = Gate(monkeypatch)
+        save = outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=2)
+        block.is_due = True
+        loss_of(model, 2)
+        gate.opened.set()
+        with pytest.raises(UnsupportedError, match=r"weights of unit 'blocks\.1' that stay as they are"):
+            save.wait()
 
 
 @pytest.mark.parametrize("kind", PLANS)

@@ -8,6 +8,7 @@ from pathlib import Path
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import format_bytes
 from outcore.memory.files.checkpoint_folder import read_manifest
+from outcore.memory.files.locked_folder import held
 from outcore.saving.found import found_in, prune
 
 
@@ -24,8 +25,11 @@ def listed(directory: Path, *, check: bool) -> tuple[str, bool]:
     rows, are_whole = [], True
     for step, path in _some(directory):
         try:
-            manifest = read_manifest(path, check=check)
+            with held(path):
+                manifest = read_manifest(path, check=check)
         except ConfigError as damaged:
+            if not path.exists():  # a run that goes on has removed it, behind a newer one
+                continue
             rows.append((path.name, str(step), "", f"damaged: {damaged}"))
             are_whole = False
             continue

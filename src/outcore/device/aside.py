@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import final
 
 import numpy as np
 import torch
 
 _COLUMNS = 4093
 """Of words that are summed; prime, so that rows of a matrix that change places do not stay in their columns."""
+
+
+@final
+class Sum:
+    """``sum_of_words`` of memory on a device, as it is when the first one asks."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        """Not taken yet."""
+        self._memory, self._taking = memory, threading.Lock()
+        self._value: torch.Tensor | None = None
+        self._taken: torch.cuda.Event | None = None
+
+    def take(self) -> torch.Tensor:
+        """The sum. What the caller's stream does next comes behind it, whoever has taken it."""
+        with self._taking:
+            if self._value is None:
+                self._value = sum_of_words(self._memory)
+                if self._memory.is_cuda:
+                    self._taken = torch.cuda.Event()
+                    self._taken.record(torch.cuda.current_stream(self._memory.device))
+            elif self._taken is not None:
+                self._taken.wait(torch.cuda.current_stream(self._memory.device))
+            return self._value
 
 
 class Aside:
@@ -26,15 +52,16 @@ class Aside:
         with self._here():
             target.copy_(source)
 
-    def sum(self, memory: torch.Tensor) -> torch.Tensor:
-        """``sum_of_words``."""
+    def take(self, sums: Iterable[Sum]) -> None:
+        """Those that nobody has taken yet."""
         with self._here():
-            return sum_of_words(memory)
+            for each in sums:
+                each.take()
 
-    def is_sum_of(self, before: torch.Tensor, memory: torch.Tensor) -> bool:
+    def is_sum_of(self, before: Sum, memory: torch.Tensor) -> bool:
         """Whether ``sum_of_words`` is what it was."""
         with self._here():
-            return torch.equal(sum_of_words(memory), before)
+            return torch.equal(sum_of_words(memory), before.take())
 
     def _here(self) -> AbstractContextManager[None]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -89,17 +89,18 @@ class TrainerSaves:
         world = engine.access.world
         self.random = random_states(engine.device) if world is None else {"ranks": all_random_states(engine)}
         target = folder / f"{PREFIX_CHECKPOINT_DIR}-{step}"
-        kept = {target}
+        at = folder.absolute()  # whoever changes the working directory meanwhile does not move it
+        kept = {at / target.name}
 
         def tidy_up() -> None:
-            rotate(folder, trainer.args.save_total_limit, kept)
+            rotate(at, trainer.args.save_total_limit, kept)
 
         def describe(files: Mapping[str, tuple[Block, ...]]) -> Manifest:
             self.before_commit()
             return Manifest(step=step, files=files, **library.described)
 
         try:
-            with begun(engine, target, describe, tidy_up) as (unfinished, save):
+            with begun(engine, at / target.name, describe, tidy_up) as (unfinished, save):
                 self.aside = unfinished.path
                 self._files = library = LibraryFiles(engine, unfinished, save)
                 self._inner = inner = unfinished.path / target.name
@@ -109,7 +110,7 @@ class TrainerSaves:
                 is_found = best == target or best.is_dir()  # the Trainer looked for it in the hidden folder
                 if is_found:
                     state.best_model_checkpoint = str(best)
-                kept |= {Path(best) for best in [state.best_model_checkpoint] if best}
+                kept |= {Path(best).absolute() for best in [state.best_model_checkpoint] if best}
                 if world is None or world.rank == 0:
                     if is_found:
                         state.save_to_json(inner / TRAINER_STATE_NAME)
@@ -187,7 +188,7 @@ class TrainerSaves:
 
     def _forget(self, failed: _UnderWay) -> None:
         self._under_way, state = None, self._trainer.state
-        if state.best_model_checkpoint == str(failed.save.path):
+        if Path(state.best_model_checkpoint or "").name == failed.save.path.name:
             state.best_model_checkpoint = failed.best_before
 
     def _hear_of_on_save(self) -> None:

@@ -5,17 +5,22 @@ copies them beside training would take half of that. So their parameters are wit
 lent, and whoever else asks for their values waits for the copy, as for an update that is under way. That does not help
 where a unit changes its own weights in forward, or where somebody kept what ``p.data`` gave him. Units that were seen
 to do so are waited for before the save returns. Others are found out by sums of their weights, before and behind the
-copy: the save fails.
+copy: the save fails. So is whoever edits a unit that an exception has left lent, until the engine is asked again.
+A sum is taken when the save is asked for, or where an update is still on its way, before the first call uses the unit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
+from outcore.device.aside import Sum
 from outcore.device.device import Device
 from outcore.runtime.unit.unit import Unit
 from outcore.spec.lanes import Lane
+
+Late = MutableMapping[str, list[Sum]]
+"""By label of a unit."""
 
 
 class SavedWeights:
@@ -24,12 +29,16 @@ class SavedWeights:
     def __init__(self, units: Sequence[Unit], saving: list[Unit], device: Device) -> None:
         """Args: units: All. saving: Those that a save still copies; kept up to date here."""
         self._units, self._saving, self._device = units, saving, device
+        self._late: Late = {}
 
-    def are_read(self, edited: Container[str]) -> None:
+    def are_read(self, edited: Container[str], late: Late) -> None:
         """All of a save was submitted. Waits for units whose weights may be edited unseen.
 
-        Args: edited: Those of which that is known otherwise, by label.
+        Args:
+            edited: Those of which that is known otherwise, by label.
+            late: Sums that are to be taken before compute uses a unit; kept up to date here.
         """
+        self._late = late
         for unit in tuple(self._saving):  # of the one before, which is over
             self._forget(unit)
         for unit in self._units:
@@ -51,6 +60,12 @@ class SavedWeights:
             self._forget(unit)
         elif presence.saved is not None and not presence.num_calls:
             presence.withdraw()
+
+    def lend(self, unit: Unit) -> None:
+        """Compute is given its weights, behind whatever writes them."""
+        for late in self._late.pop(unit.label, ()):
+            late.take()
+        unit.presence.lend()
 
     def wait(self, unit: Unit) -> None:
         """Somebody may edit the weights of a unit now."""

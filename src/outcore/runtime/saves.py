@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property, partial
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from outcore.core.errors import OutcoreError, UnsupportedError
-from outcore.device.aside import Aside, sum_of_words
+from outcore.device.aside import Aside, Sum
 from outcore.device.device import Device
 from outcore.device.lanes import Handle
 from outcore.memory.arena import Buffer
@@ -38,6 +39,10 @@ class Writer(Protocol):
 
 Spans = Sequence[tuple[int, int]]
 """The bytes [start, stop) of a home, in the order in which they stand in a file; they grow."""
+
+
+Read = Callable[[int, int], torch.Tensor]
+"""The bytes [start, stop) of a source: 1D uint8 in host memory, fresh."""
 
 
 Meet = Callable[["Save"], None]
@@ -176,6 +181,8 @@ class Saves:
         self._device, self._port, self._tiers = device, port, tiers
         self.edited: set[str] = set()
         """Units whose weights were others behind a copy: the next save waits for them."""
+        self.late = defaultdict[str, list[Sum]](list)
+        """Of units whose weights an update still sends: whoever uses them first, a call or the copy, takes the sums."""
         self._running: list[Save] = []
         """At most one."""
         self._pid = os.getpid()
@@ -195,6 +202,7 @@ class Saves:
                     save.wait()
                 failed = save if save.error is not None else None
         self._running.clear()
+        self.late.clear()
         return failed
 
     def begin(self, save: Save) -> None:
@@ -242,16 +250,15 @@ class Saves:
 
         save_homes(self._port, [(unit, home)], [source], self._deed(save, write))
 
-    def made(self, sources: Sequence[Source], save: Save, make: Callable[[Sequence[torch.Tensor]], None]) -> None:
-        """Let something be made of bytes of homes: 1D uint8 each, in host memory, fresh."""
+    def made(self, sources: Sequence[Source], save: Save, make: Callable[[Sequence[Read]], None]) -> None:
+        """Let something be made of bytes of homes."""
         homes = [(unit, home) for unit, home, _, _ in sources]
         spans = [home.span(start, stop) for _, home, start, stop in sources]
         copied = self._unedited(homes, spans)
 
         def work() -> None:
             with copied():
-                values = [self._fresh(span.memory, span.nbytes) for span in spans]
-            make(values)
+                make([partial(self._fresh, span.memory) for span in spans])
 
         save_homes(self._port, homes, spans, self._deed(save, work))
 
@@ -260,21 +267,19 @@ class Saves:
     ) -> Callable[[], AbstractContextManager[None]]:
         """Sum weights on the device. Returns: what stands around their copy, and raises if they have changed.
 
-        See [Note: weights that are saved]. Weights that an update still sends there are summed when they are copied:
-        nobody has them before that.
+        See [Note: weights that are saved]. Weights that an update still sends there are summed when they are there.
         """
-        pairs = zip(homes, spans, strict=True)
-        watched = [
-            (unit.name, span.memory.bytes, self._sum_now(home, span))
-            for (unit, home), span in pairs
-            if home.kind == "weights" and home.tier == "device" and span.nbytes
-        ]
+        watched = list[tuple[str, torch.Tensor, Sum]]()
+        for (unit, home), span in zip(homes, spans, strict=True):
+            if home.kind == "weights" and home.tier == "device" and span.nbytes:
+                watched.append((unit.name, span.memory.bytes, Sum(span.memory.bytes)))
+                self._sum(unit, home, span, watched[-1][-1])
 
         @contextmanager
         def copied() -> Iterator[None]:
-            sums = [self._aside.sum(memory) if before is None else before for _, memory, before in watched]
+            self._aside.take(before for _, _, before in watched)
             yield
-            for (name, memory, _), before in zip(watched, sums, strict=True):
+            for name, memory, before in watched:
                 if not self._aside.is_sum_of(before, memory):
                     self.edited.add(name)
                     raise EditedError(
@@ -285,12 +290,13 @@ class Saves:
 
         return copied
 
-    def _sum_now(self, home: Home[Handle], span: Span) -> torch.Tensor | None:
-        """None: it would have to be waited for."""
-        if home.ready is not None and home.ready.lane != COMPUTE and not home.ready.is_over():
-            return None
+    def _sum(self, unit: Ledger[Handle], home: Home[Handle], span: Span, of: Sum) -> None:
+        """Take the sum, unless that would have to be waited for."""
+        if _is_on_its_way(home):
+            self.late[unit.name].append(of)
+            return
         self._device.compute("sum weights", reads=[span.memory.region], after=home.before_read())
-        return sum_of_words(span.memory.bytes)
+        of.take()
 
     def _deed(self, save: Save, work: Callable[[], None]) -> Callable[[], None]:
         """What fails fails the save, and not the training."""
@@ -369,11 +375,15 @@ class Saves:
             return
         self._aside.copy(memory.bytes[start : start + to.numel()], to)
 
-    def _fresh(self, memory: Buffer | Extent | None, nbytes: int) -> torch.Tensor:
-        result = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        if memory is not None and nbytes:
-            self._read(memory, 0, result)
+    def _fresh(self, memory: Buffer | Extent | None, start: int, stop: int) -> torch.Tensor:
+        result = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
+        if memory is not None and stop > start:
+            self._read(memory, start, result)
         return result
+
+
+def _is_on_its_way(home: Home[Handle]) -> bool:
+    return home.ready is not None and home.ready.lane != COMPUTE and not home.ready.is_over()
 
 
 def append_bytes(file: Writer, data: bytes | memoryview) -> None:

@@ -116,8 +116,8 @@ class Weights:
         self._order.use(unit.ledger, phase)
         if unit.presence.now is not Beneath.AT_HOME:  # else where they were, with a user's edits
             unit.show()
-        if unit.presence.is_withdrawn:
-            unit.presence.lend()
+        if unit.presence.saved is not None:
+            self.saved.lend(unit)
 
     @cached_property
     def saved(self) -> SavedWeights:

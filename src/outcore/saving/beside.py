@@ -49,7 +49,7 @@ def begun(
         with shared.agreed(save) if shared is not None else nullcontext():
             saves.begin(save)
             yield unfinished, save
-            engine.weights.saved.are_read(saves.edited)
+            engine.weights.saved.are_read(saves.edited, saves.late)
         name = f"commit {target.name}"
         if isinstance(unfinished, UnfinishedCheckpoint) and shared is None:
             saves.last(save, name, partial(unfinished.commit, describe), tidy_up)

@@ -89,7 +89,8 @@ def save_checkpoint(
     Order: each unit is copied behind its update, and its next update waits for its own copy only. Whoever looks at
     weights that live on the device, calls apart, waits for the copy of their unit.
     """
-    save = _begin_save(engine_of(model, "save_checkpoint"), optimizer, Path(directory), step, extra or {}, keep)
+    folder = Path(directory).absolute()  # whoever changes the working directory meanwhile does not move it
+    save = _begin_save(engine_of(model, "save_checkpoint"), optimizer, folder, step, extra or {}, keep)
     if wait:
         save.wait()
     return save
@@ -122,7 +123,7 @@ def _begin_save(
             )
     described = _description(engine, groups, step)
     if world is not None:
-        said = {"step": step, "directory": os.path.abspath(directory), "keep": keep}
+        said = {"step": step, "directory": str(directory), "keep": keep}
         agree(world, {f"{name}={value!r}": "" for name, value in said.items()}, call="save_checkpoint")
         small["ranks"] = all_random_states(engine)
         small["buffers"] = odd_buffers(world, _buffers(engine))

@@ -26,7 +26,7 @@ from outcore.optim.compact import masters_of
 from outcore.planning.units.quantized import full_checksum
 from outcore.runtime.values.access import sample_of
 from outcore.saving.checkpoint import LIBRARY
-from outcore.saving.found import find
+from outcore.saving.found import found
 from outcore.saving.weights.conversions import Group, saving_groups
 from outcore.saving.weights.export import adapter_names, saved_state
 from outcore.saving.weights.state_names import places
@@ -56,7 +56,11 @@ def export_checkpoint(source: Path, directory: Path, form: Format, *, merge: boo
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"export: expected a folder that is empty or not there yet, but got '{directory}'")
-    saved = _Saved(*find(source))
+    with found(source) as (path, manifest):
+        _export(_Saved(path, manifest), directory, form, merge=merge)
+
+
+def _export(saved: _Saved, directory: Path, form: Format, *, merge: bool) -> None:
     is_adapter = (saved.library / "adapter_config.json").is_file()
     if merge and (form != "hf" or not is_adapter):
         raise ConfigError("--merge: expected a model with adapters, and the format hf; leave it out")

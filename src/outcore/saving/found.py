@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from typing import TypeVar
 from outcore.core.errors import ConfigError
 from outcore.memory.files.checkpoint_folder import clear_away, read_manifest, remove, small_file
 from outcore.memory.files.locked_folder import held
+from outcore.memory.files.weights_file import WeightsDirectory
 from outcore.spec.checkpoint import MANIFEST_NAME, Manifest
 
 _STEP = re.compile(r"(?:step|checkpoint)-(\d+)")
@@ -30,8 +32,9 @@ def found_in(directory: Path) -> list[tuple[int, Path]]:
     return sorted((pair for pair in steps if (pair[1] / MANIFEST_NAME).is_file()), reverse=True)
 
 
-def find(directory: Path, *, step: int | None = None, check: bool = True) -> tuple[Path, Manifest]:
-    """The newest checkpoint that is as it was saved, or that of a step.
+@contextmanager
+def found(directory: Path, *, step: int | None = None, check: bool = True) -> Iterator[tuple[Path, Manifest]]:
+    """The newest checkpoint that is as it was saved, or that of a step. Nobody removes it inside the block.
 
     Args:
         directory: One checkpoint, or a folder of them.
@@ -41,13 +44,6 @@ def find(directory: Path, *, step: int | None = None, check: bool = True) -> tup
     Raises:
         ConfigError: There is none, or it is damaged.
     """
-    with found(directory, step=step, check=check) as pair:
-        return pair
-
-
-@contextmanager
-def found(directory: Path, *, step: int | None = None, check: bool = True) -> Iterator[tuple[Path, Manifest]]:
-    """``find``, and nobody removes it inside the block."""
     with ExitStack() as holding:
         if (directory / MANIFEST_NAME).is_file() and step is None:
             holding.enter_context(held(directory))
@@ -64,7 +60,28 @@ def _of_a_run(path: Path, manifest: Manifest) -> tuple[Path, Manifest]:
             f"checkpoint '{path}': expected what outcore.save_checkpoint() wrote, but it is a Trainer's; give it to "
             "--resume or resume_from_checkpoint. from_pretrained reads the model in it as it is"
         )
+    refuse_other_tensors(path, manifest)
     return path, manifest
+
+
+def refuse_other_tensors(path: Path, manifest: Manifest) -> None:
+    """Compare the manifest of a checkpoint with the headers of its files.
+
+    Raises:
+        ConfigError: They hold other tensors: whoever wrote both did not mean it.
+    """
+    files = dict[str, WeightsDirectory]()
+    for name, record in manifest.tensors.items():
+        for part in record.parts:
+            if part.file not in files:
+                files[part.file] = WeightsDirectory.open(path, part.file.removesuffix(".safetensors"))
+            numel, dtype = math.prod(files[part.file].shape(name)), str(files[part.file].dtype(name))
+            if (numel, dtype) != (part.stop - part.start, f"torch.{record.dtype}"):
+                raise ConfigError(
+                    f"checkpoint '{path}': expected {part.stop - part.start:,} {record.dtype} of '{name}' in "
+                    f"'{part.file}', but it has {numel:,} {dtype.removeprefix('torch.')}; take another one "
+                    "(outcore checkpoint ls)"
+                )
 
 
 def _newest(directory: Path, step: int | None, holding: ExitStack, *, check: bool) -> tuple[Path, Manifest]:

@@ -19,13 +19,14 @@ from typing import Any, NamedTuple
 import torch
 
 from outcore.core.errors import UnsupportedError
+from outcore.core.quantities import align_up
 from outcore.memory.files.checkpoint_file import CheckpointFile, PartOfCheckpoint
 from outcore.memory.files.checkpoint_folder import write_new
-from outcore.memory.files.weights_layout import LaidOut, TensorSpec, tensor_files
-from outcore.optim.compact import masters_of
+from outcore.memory.files.weights_layout import LaidOut, TensorSpec, nbytes_of, tensor_files
+from outcore.optim.compact import masters_of, open_masters
 from outcore.runtime.engine import Engine
 from outcore.runtime.optimizer import StreamedOptimizer
-from outcore.runtime.saves import Save, Source, append_bytes
+from outcore.runtime.saves import Read, Save, Source, append_bytes
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.unit.views import flat, shaped, torch_dtype
 from outcore.runtime.values.access import shown_states
@@ -43,10 +44,13 @@ from outcore.saving.weights.export import (
     saves_adapters,
     without_bytes,
 )
-from outcore.spec.layout import CODES
+from outcore.spec.layout import CODES, ROW_NUMEL
 from outcore.spec.model import ParamSpec, Part
 
 _NONE: Mapping[str, str] = {}
+_MASTERS_AT_A_TIME = 2**18
+_MASTERS_OF_ONE_THREAD = 2**14
+"""So few that torch begins no threads of its own for them."""
 
 
 class _Param(NamedTuple):
@@ -71,6 +75,8 @@ class _Item(NamedTuple):
     """Makes them. None: there is one, and its bytes stand in the file as they lie in its home."""
     read: Callable[[], Iterable[torch.Tensor]] | None = None
     """Makes them at once, of buffers."""
+    fill: Callable[[Sequence[Read], int, int, torch.Tensor], None] | None = None
+    """Makes the bytes [start, stop) of the one that there is."""
 
 
 class _Layout(NamedTuple):
@@ -170,7 +176,8 @@ class LibraryFiles:
             param = _param(unit, unit.ledger.states, spec, state.parts[index], state.start)
             specs = [(f"{unit.spec.params[index].name}.{state.name}", torch_dtype(dtype), spec.shape)]
             if state.name == "master" and unit.views.is_compact[index]:
-                yield _Item(specs, _compact(unit, index, param), partial(_master, spec))
+                fill = partial(_fill_masters, spec.numel) if spec.strides is None else None
+                yield _Item(specs, _compact(unit, index, param), partial(_master, spec), fill=fill)
             else:
                 yield _Item(specs, [param], None if spec.strides is None else list)
 
@@ -212,8 +219,13 @@ class LibraryFiles:
                 saves.home(source.unit, source.home, spans, self._save, files[item.specs[0][0]])
         else:
 
-            def make(data: Sequence[torch.Tensor]) -> None:
-                _append(item, convert([p.of(part) for p, part in zip(params, data, strict=True)]), files)
+            def make(reads: Sequence[Read]) -> None:
+                if item.fill is not None:
+                    spec = item.specs[0]
+                    files[spec[0]].write(nbytes_of(spec), partial(item.fill, reads))
+                    return
+                values = [p.of(read(0, p.source.stop - p.source.start)) for p, read in zip(params, reads, strict=True)]
+                _append(item, convert(values), files)
 
             saves.made([param.source for param in params], self._save, make)
 
@@ -236,6 +248,22 @@ def _compact(unit: Unit, index: int, lower: _Param) -> list[_Param]:
 
 def _master(spec: ParamSpec, stored: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [shaped(spec, masters_of(*(flat(spec, each) if each.dtype != torch.uint8 else each for each in stored)))]
+
+
+def _fill_masters(numel: int, reads: Sequence[Read], start: int, stop: int, to: torch.Tensor) -> None:
+    """The bytes [start, stop) of so many masters, of whole rows at a time."""
+    size, row = 4 * _MASTERS_AT_A_TIME, 4 * ROW_NUMEL
+    for begin in range(start // size * size, stop, size):
+        a, b = max(begin, start), min(begin + size, stop)
+        first, last = a // row * ROW_NUMEL, min(align_up(b, row) // 4, numel)
+        weights, lower = (read(2 * first, 2 * last) for read in reads[:2])
+        codes = reads[2](first // ROW_NUMEL, -(-last // ROW_NUMEL))
+        room = torch.empty(last - first, dtype=torch.float32, device="cpu")
+        for i in range(0, last - first, _MASTERS_OF_ONE_THREAD):
+            part = slice(i, i + _MASTERS_OF_ONE_THREAD)
+            rows = codes[i // ROW_NUMEL : (i + _MASTERS_OF_ONE_THREAD) // ROW_NUMEL]
+            open_masters(weights.view(torch.bfloat16)[part], lower.view(torch.int16)[part], rows, room[part])
+        to[a - start : b - start] = room.view(torch.uint8)[a - 4 * first : b - 4 * first]
 
 
 def _way(item: _Item, files: Mapping[str, CheckpointFile]) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ from outcore.runtime.unit.unit import Unit
 from outcore.runtime.unit.views import torch_dtype
 from outcore.runtime.values.access import shown_states
 from outcore.runtime.values.edits import take_edits
+from outcore.saving.found import refuse_other_tensors
 from outcore.saving.unit_files import is_state, load_states_of
 from outcore.saving.weights.conversions import is_adapter_model
 from outcore.saving.weights.load_plan import plan_loading
@@ -120,6 +121,7 @@ def load_states(optimizer: StreamedOptimizer, directory: str | Path) -> None:
         path, steps, groups = saved.path, *_described(saved)
         there = {name: (saved.dtype(name), saved.shape(name)) for name in saved.names()}
     else:
+        refuse_other_tensors(path, manifest)
         steps, groups = manifest.steps, manifest.groups
         states = ((name.partition(".")[2], record) for name, record in manifest.tensors.items() if is_state(name))
         there = {name: (torch_dtype(record.dtype), record.shape) for name, record in states}

@@ -54,10 +54,13 @@ def copy_files(source: Path, directory: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make a file, or the names in a folder, durable. Raises: OSError."""
+    """Make a file, or the names in a folder, durable. Some network drives cannot sync folders. Raises: OSError."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():
+            raise
     finally:
         os.close(fd)
 

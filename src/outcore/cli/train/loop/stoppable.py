@@ -62,7 +62,7 @@ class StoppableRuns(RecordedRuns):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Lines of steps that are not trained again become durable first."""
-        self._outcore_saves.before_commit = partial(_sync_metrics, Path(self.args.output_dir, METRICS))
+        self._outcore_saves.before_commit = partial(_sync_metrics, Path(self.args.output_dir, METRICS).absolute())
         if self.preemption is not None:
             self._outcore_saves.settle()
             self.preemption.saves.begin_save(self.state.global_step)
