@@ -289,11 +289,12 @@ def cut(folder: Path, num_cuts: int, seed: int, num_steps: int = 4, of: str = "l
 
 def _newest(folder: Path, of: str) -> tuple[Any, Any]:
     """The one that a run would go on from, and its manifest."""
+    from saving.small import find
+
     from outcore.cli.train.output.folder import OutputFolder
     from outcore.core.errors import ConfigError
     from outcore.integrations.checkpoints import refuse_damaged
     from outcore.memory.files.checkpoint_folder import read_manifest
-    from outcore.saving.found import find
 
     try:
         if of == "loop":
