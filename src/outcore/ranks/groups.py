@@ -117,7 +117,7 @@ class Links:
 
     def gather_runs(self, runs: Sequence[torch.Tensor], mine: torch.Tensor) -> None:
         """The same in host memory, to where each run belongs. Gloo's all-gather makes a tensor of all runs first."""
-        here, works = distributed.get_rank(), []
+        here, works = distributed.get_rank(), list[Any]()
         for rank, run in zip(distributed.get_process_group_ranks(self.host), runs, strict=True):
             if rank != here:
                 works += [distributed.irecv(run, rank, self.host), distributed.isend(mine, rank, self.host)]
