@@ -48,8 +48,9 @@ class Base(nn.Module):
 
 
 class TakesEverything(Base):
-    def forward(self, parts, pair, mapping, *, frozen, nothing=None, flag=True):
+    def forward(self, parts, pair, mapping, *, frozen, size, nothing=None, flag=True):
         assert nothing is None
+        assert isinstance(size, torch.Size)
         assert flag
         assert parts.name == "hello"
         x = self.core(parts.x) * frozen.factor + pair.x * mapping["weights"][0]
@@ -58,6 +59,7 @@ class TakesEverything(Base):
             parts=Parts(x, extra=[x * 2, None, 3]),
             pair=Pair(x, same_twice),
             untouched=parts.x,
+            size=parts.x.shape,
             view=parts.x[:, 1:],
             detached=x.detach(),
             number=4,
@@ -71,10 +73,10 @@ def everything(model):
     def run(ids):
         x = model.embed(ids)
         for block in model.blocks:
-            out = block(
-                Parts(x, name="hello"), Pair(x, x), {"weights": (torch.ones(()), "no tensor")}, frozen=Frozen(x, 0.9)
-            )
+            mapping = {"weights": (torch.ones(()), "no tensor")}
+            out = block(Parts(x, name="hello"), Pair(x, x), mapping, frozen=Frozen(x, 0.9), size=x.shape)
             assert out["untouched"] is x
+            assert isinstance(out["size"], torch.Size)
             assert out["pair"].x is out["parts"].x
             assert out["pair"].y is x
             assert (out["number"], out["parts"].extra[1:], out["parts"].name) == (4, [None, 3], "parts")

@@ -15,7 +15,7 @@ from outcore.runtime.activations.saved import storage_of
 from outcore.runtime.recompute.caches import is_filled, own_cache
 from outcore.torch_private import pytree
 
-_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 """Most arguments that are no tensors; nothing is hidden in them."""
 
 
