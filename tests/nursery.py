@@ -15,9 +15,11 @@ import importlib
 import json
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import types
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ IMPORTED = os.environ.get(
 SIMULATED = Path(__file__).parent / "simulated_gpu" / "run.py"
 LARGEST_BYTES = 1 << 17
 PR_SET_CHILD_SUBREAPER = 36
+_ONE_AT_A_TIME = threading.Lock()
 
 
 class Popen(subprocess.Popen):
@@ -48,9 +51,10 @@ class Popen(subprocess.Popen):
         job = {"arguments": arguments[simulated:], "folder": str(folder or Path.cwd())}
         job |= {"environment": dict(environment or os.environ), "is_worker": self.is_worker}
         fds = [number if fd == -1 else fd for number, fd in enumerate((reads, writes, errors))]
-        nursery = _nursery(simulated=simulated)
-        socket.send_fds(nursery, [json.dumps(job).encode()], fds)
-        self.pid = int(nursery.recv(32))
+        with _ONE_AT_A_TIME:
+            nursery = _nursery(simulated=simulated)
+            socket.send_fds(nursery, [json.dumps(job).encode()], fds)
+            self.pid = int(nursery.recv(32))
         self._child_created = True
         self._close_pipe_fds(*ends)
 
@@ -174,6 +178,7 @@ def _do(job: dict[str, Any]) -> None:
     os.chdir(job["folder"])
     os.environ.clear()
     os.environ.update(job["environment"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background ignores it
     kind, *rest = job["arguments"]
     if kind == "-c":
         sys.argv, sys.path[0] = ["-c", *rest[1:]], ""

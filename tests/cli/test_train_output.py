@@ -20,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import nursery
 import pytest
 import torch
 from accelerate import Accelerator
@@ -577,7 +578,7 @@ class TestOneRunPerFolder:
             "with OutputFolder(Path(sys.argv[1]), resume=False).opened():\n"
             "    print('locked', flush=True); time.sleep(100)"
         )
-        with subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True) as process:
+        with nursery.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True) as process:
             try:
                 assert process.stdout.readline() == "locked\n"
                 with pytest.raises(ConfigError, match="no other run writes to"):

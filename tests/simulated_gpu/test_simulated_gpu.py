@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
 
 import nursery
 import pytest
@@ -21,6 +25,7 @@ LOOP = [
     for name in ("presence", "recompute", "gradients", "select", "activations", "in_pieces", "lent")
 ]
 BLOCKS = TESTS / "probe" / "test_blocks.py"
+SIDE_BY_SIDE = 3
 # Of cases that differ in what is no device's matter (host lanes, micro-batches, dtypes) one or two. The rehearsal of
 # ``benchmarks/gpu.sh`` runs the others.
 ENGINE = (
@@ -50,17 +55,17 @@ CALLS = (
     "test_is_accumulation and mixed or test_late_and_permuted_lanes or test_every_unit_has_times and t5 or "
     "test_what_blocks_share or test_the_lender_may_be_walked_first"
 )
-# Each is a process of its own, one beside another; files that take seconds share one.
+# Each is a process of its own, and those that wait longest come first; files that take seconds share one.
 RUNS = {
-    "engine": ["-m", "gpu", GPU / "test_engine_cuda.py", "-k", ENGINE],
-    "parity": ["-k", PARITY, TESTS / "parity"],  # the promise as on CPU lanes, but a device computes and streams wait
-    "programs": ["-k", PROGRAMS, TESTS / "cli" / "test_train.py", TESTS / "integrations", TESTS / "saving"],
-    "loop": ["-k", CALLS, *LOOP, BLOCKS],
-    "memory": ["-m", "gpu", FOLDER / "memory_tests.py", FOLDER / "footprint_tests.py"],
     "faults": [
         *("-m", "gpu", FOLDER / "fault_tests.py", FOLDER / "stall_tests.py"),
         *(GPU / "test_streams_cuda.py", GPU / "test_interrupts_cuda.py"),
     ],
+    "programs": ["-k", PROGRAMS, TESTS / "cli" / "test_train.py", TESTS / "integrations", TESTS / "saving"],
+    "parity": ["-k", PARITY, TESTS / "parity"],  # the promise as on CPU lanes, but a device computes and streams wait
+    "engine": ["-m", "gpu", GPU / "test_engine_cuda.py", "-k", ENGINE],
+    "loop": ["-k", CALLS, *LOOP, BLOCKS],
+    "memory": ["-m", "gpu", FOLDER / "memory_tests.py", FOLDER / "footprint_tests.py"],
     "machine": [
         *("-m", "gpu", FOLDER / "devices_tests.py", FOLDER / "machine_tests.py"),
         *(GPU / "test_device_cuda.py", GPU / "test_recorder_cuda.py", GPU / "test_update_memory.py"),
@@ -78,24 +83,39 @@ def test_every_file_is_run():
     assert run >= {*GPU.glob("test_*.py"), *FOLDER.glob("*_tests.py")}
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_on_the_simulated_gpu(run: str):
+@pytest.fixture(scope="session")
+def done(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[CompletedProcess[str]]]]:
+    """What became of each run. They wait for copies and sleeps most of the time, so some go side by side."""
     missing = simulator.why_not()
     if missing is not None and "CI" not in os.environ:
         pytest.skip(missing)
     assert missing is None, missing
     simulator.build()
+    wanted = {item.name for item in request.session.items}
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+        yield {
+            name: pool.submit(tests_of, RUNS[name]) for name in RUNS if f"test_on_the_simulated_gpu[{name}]" in wanted
+        }
+
+
+def tests_of(run: list[Any]) -> CompletedProcess[str]:
     options = ["-q", "-p", "no:randomly", "-p", "no:cacheprovider", "-n0"]
-    command = [sys.executable, str(FOLDER / "run.py"), "-m", "pytest", *options, *map(str, RUNS[run])]
+    command = [sys.executable, str(FOLDER / "run.py"), "-m", "pytest", *options, *map(str, run)]
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    done = nursery.run(
+    return nursery.run(
         command,
         cwd=FOLDER.parent.parent,
         env=env | {"OMP_NUM_THREADS": "1", "OUTCORE_TEST_DEVICE": "cuda"},
         capture_output=True,
         text=True,
         check=False,
+        timeout=590,
     )
-    assert done.returncode == 0, done.stdout[-20000:] + done.stderr[-5000:]
-    assert " passed" in done.stdout
-    assert "skipped" not in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_on_the_simulated_gpu(run: str, done: dict[str, Future[CompletedProcess[str]]]):
+    ended = done[run].result()
+    assert ended.returncode == 0, ended.stdout[-20000:] + ended.stderr[-5000:]
+    assert " passed" in ended.stdout
+    assert "skipped" not in ended.stdout.splitlines()[-1]

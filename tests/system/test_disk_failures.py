@@ -138,9 +138,8 @@ def test_a_folder_that_is_a_file_is_refused_before_anything_moves(tmp_path):
 
 
 CHILD = """
-    import signal, sys, time
+    import sys
     from pathlib import Path
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background ignores it
     sys.path[:0] = {folders!r}
     from test_disk_failures import prepared, train
     module, optimizer = prepared(Path(sys.argv[1]))

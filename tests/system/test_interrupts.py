@@ -18,7 +18,6 @@ from outcore.device import threads
 
 SCRIPT = """
 import signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background ignores it
 if sys.argv[3] == "exits":
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 import torch
