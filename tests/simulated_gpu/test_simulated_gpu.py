@@ -25,7 +25,7 @@ LOOP = [
     for name in ("presence", "recompute", "gradients", "select", "activations", "in_pieces", "lent")
 ]
 BLOCKS = TESTS / "probe" / "test_blocks.py"
-SIDE_BY_SIDE = 3
+SIDE_BY_SIDE = 2
 # Of cases that differ in what is no device's matter (host lanes, micro-batches, dtypes) one or two. The rehearsal of
 # ``benchmarks/gpu.sh`` runs the others.
 ENGINE = (
