@@ -128,6 +128,16 @@ def test_no_function_is_for_tests_alone():
     assert {f.name for f in ours} - said <= FOR_OTHERS
 
 
+def test_no_constant_is_for_tests_alone():
+    trees = [node for path in MODULES for node in nodes(path)]
+    read = {node.id for node in trees if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    read |= {node.attr for node in trees if isinstance(node, ast.Attribute)}
+    bodies = [node for path in MODULES for node in nodes(path)[0].body if isinstance(node, ast.Assign | ast.AnnAssign)]
+    targets = [t for node in bodies for t in (node.targets if isinstance(node, ast.Assign) else [node.target])]
+    named = {t.id for t in targets if isinstance(t, ast.Name) and not t.id.startswith("__")}
+    assert not named - read
+
+
 def last(base: ast.expr) -> str:
     """The name of a class, without its module and what it is generic over."""
     return ast.unparse(base).split("[")[0].rpartition(".")[2]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -61,6 +63,12 @@ def good_losses(folder: Path, steps: int) -> list[float]:
     return losses
 
 
+@functools.cache
+def undisturbed_losses(steps: int) -> list[float]:
+    with tempfile.TemporaryDirectory() as folder:
+        return good_losses(Path(folder), steps)
+
+
 class Failing:
     """An operation of the disk that goes wrong from its n-th call on."""
 
@@ -78,7 +86,7 @@ class Failing:
 @pytest.mark.parametrize("first", [0, 3, 11, 40])
 @pytest.mark.parametrize(("verb", "number"), [("pread", errno.EIO), ("pwrite", errno.EIO), ("pwrite", errno.ENOSPC)])
 def test_an_error_surfaces_typed_and_nothing_hangs(verb, number, first, tmp_path, monkeypatch):
-    want = good_losses(tmp_path, 6)
+    want = undisturbed_losses(6)
     losses: list[float] = []
     with prepared(tmp_path) as (module, optimizer):
         failing = Failing(getattr(OsDiskIO(), verb), first, number)
@@ -95,7 +103,7 @@ def test_an_error_surfaces_typed_and_nothing_hangs(verb, number, first, tmp_path
 
 
 def test_short_reads_and_writes_change_nothing(tmp_path, monkeypatch):
-    want = good_losses(tmp_path, 4)
+    want = undisturbed_losses(4)
     real_read, real_write = OsDiskIO.pread, OsDiskIO.pwrite
     monkeypatch.setattr(
         OsDiskIO,
@@ -115,7 +123,7 @@ def test_short_reads_and_writes_change_nothing(tmp_path, monkeypatch):
 
 
 def test_two_runs_in_one_folder_do_not_collide(tmp_path):
-    want = good_losses(tmp_path, 3)
+    want = undisturbed_losses(3)
     first, second = [], []
     with prepared(tmp_path) as (a, optimizer_a), prepared(tmp_path) as (b, optimizer_b):
         assert len(list(tmp_path.iterdir())) == 2

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, Union
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, Union
 
 from outcore.spec.cut import weights_home
 from outcore.spec.layout import CODES, has_master, states_bytes, states_of
 from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import Tier, UnitPlan
-
-HomeKind = Literal["weights", "gradients", "states", "activations", "next_weights", "next_states"]
 
 
 class OnLane(Protocol):

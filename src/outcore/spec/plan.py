@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self
 
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import PAGE_BYTES
@@ -34,7 +34,6 @@ PoolKind = Literal[
     "activations",
     "temporary",
 ]
-POOL_KINDS: tuple[PoolKind, ...] = get_args(PoolKind)
 
 _KINDS_BY_TIER: dict[Tier, tuple[PoolKind, ...]] = {
     "device": ("weights", "bucket", "received", "sums", "scratch", "staging", "activations", "temporary"),
