@@ -33,7 +33,8 @@ from outcore.optim.blocks import Piece
 from outcore.optim.compact import close_masters
 from outcore.optim.formats import Codes, codes_of
 from outcore.optim.rules import AdamHyper, rule_for
-from outcore.runtime.updates.workers import SCRATCH_BYTES, UpdateWorkers
+from outcore.runtime.updates.block_sizes import TRIALS
+from outcore.runtime.updates.workers import UpdateWorkers
 from outcore.spec.layout import CODES, ROW_NUMEL
 
 COUNTED_BYTES, ALLOCATED_BYTES = 28, 30
@@ -164,9 +165,11 @@ def by_name(b: Buffers, workers: UpdateWorkers, name: str) -> Callable[[], None]
 def measure(
     contestants: dict[str, Callable[[], None]], repeats: int, clock: Callable[[], float]
 ) -> dict[str, list[float]]:
-    """Seconds per run; everyone once untimed, then in turns."""
-    for run in contestants.values():
-        run()
+    """Seconds per run, in turns; before, untimed, until sizes of blocks are settled."""
+    for name, run in contestants.items():
+        is_settled = name in (*WHOLE, "stream", "unblocked", "deepspeed", "bitsandbytes")
+        for _ in range(1 if is_settled else (5 * TRIALS)):
+            run()
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(repeats):
         for name, run in contestants.items():
@@ -214,7 +217,7 @@ def main() -> None:
         "num_workers": workers.num_workers,
         "is_processor_time": args.processor_time,
         "aten_threads_of_others": torch.get_num_threads(),
-        "scratch_bytes_per_worker": SCRATCH_BYTES,
+        "scratch_bytes_per_worker": {str(kind): workers.sizes.take(kind) for kind in workers.sizes.kinds},
         "seconds": {name: spread(s) for name, s in seconds.items()},
         "gparam_per_s": {name: spread([n / t / 1e9 for t in s]) for name, s in seconds.items() if name != "stream"},
         "gb_per_s_at_28_bytes": {

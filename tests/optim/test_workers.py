@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import threading
 import time
@@ -14,7 +15,16 @@ import torch
 from outcore.core.errors import UnsupportedError
 from outcore.memory.topology import Node, Topology, read_topology
 from outcore.optim.blocks import StoppedError
-from outcore.runtime.updates.workers import LEAST_SHARE_NUMEL, SCRATCH_BYTES, UpdateWorkers, worker_cpus
+from outcore.runtime.updates.block_sizes import (
+    LEAST_BYTES,
+    MOST_BYTES,
+    TOLD_NUMEL,
+    TRIALS,
+    USUAL_BYTES,
+    BlockSizes,
+    kind_of,
+)
+from outcore.runtime.updates.workers import LEAST_SHARE_NUMEL, UpdateWorkers, worker_cpus
 
 from .update_cases import OPTIMIZERS, Blocked, PlainLoop, assert_same_bits, random
 
@@ -176,7 +186,7 @@ def test_stop_ends_an_update_at_the_next_block(monkeypatch):
 
     monkeypatch.setattr("outcore.optim.blocks._update", slow)
     num_blocks = 60
-    pieces = Blocked(OPTIMIZERS["adamw"], (num_blocks * SCRATCH_BYTES // 4,)).pieces(1, [None])
+    pieces = Blocked(OPTIMIZERS["adamw"], (num_blocks * USUAL_BYTES // 4,)).pieces(1, [None])
     with UpdateWorkers(1) as workers:
         stopper = threading.Thread(target=lambda: (begun.wait(30), workers.stop()))
         stopper.start()
@@ -228,3 +238,46 @@ def test_a_fork_refuses_to_run_and_closes_quietly():
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         workers.run([])
+
+
+def test_the_fastest_size_of_blocks_is_found():
+    """Whichever it is; without trying what lies beyond a size that is slower."""
+    for num_workers, fastest, tried in (
+        (2, MOST_BYTES, {1, 2, 4, 8}),
+        (2, LEAST_BYTES, {4, 2, 1, 0.5}),
+        (2, 2**21, {1, 2, 4}),
+    ):
+        sizes, seen = BlockSizes(num_workers), []
+        for _ in range(30):
+            seen.append(sizes.take("kind"))
+            sizes.took(
+                "kind", seen[-1], num_workers * TOLD_NUMEL, 1 + abs(seen[-1].bit_length() - fastest.bit_length())
+            )
+        assert seen[-1] == fastest
+        assert set(seen) == {size * 2**20 for size in tried}
+        assert all(seen.count(size) == TRIALS for size in set(seen) - {fastest})
+        assert sizes.take("another kind") == USUAL_BYTES
+    many = BlockSizes(64)
+    many.took("kind", USUAL_BYTES, 64 * TOLD_NUMEL - 1, 1.0)  # too few to tell anything
+    assert not many.kinds
+    for _ in range(30):
+        size = many.take("kind")
+        assert size <= USUAL_BYTES, "all workers together take no more than there may be"
+        many.took("kind", size, 64 * TOLD_NUMEL, 1 / size)
+
+
+def test_updates_look_for_it(monkeypatch):
+    """In turn, and the bits are those of any size."""
+    numels = (TOLD_NUMEL + 64, 199)
+    plain, blocked = PlainLoop(OPTIMIZERS["adamw"], numels), Blocked(OPTIMIZERS["adamw"], numels)
+    ticks, taken = itertools.count(), []
+    monkeypatch.setattr("outcore.runtime.updates.workers.time.perf_counter", lambda: next(ticks))  # all sizes alike
+    with UpdateWorkers(1) as workers:
+        for step in range(1, 4 * TRIALS):
+            grads = [random(n, step, torch.float32) for n in numels]
+            plain.step(grads, ())
+            pieces = blocked.pieces(step, grads)
+            taken.append(workers.sizes.take(kind_of(pieces)))
+            workers.run(pieces)
+    assert set(taken) == {USUAL_BYTES // 2, USUAL_BYTES, 2 * USUAL_BYTES}
+    assert_same_bits(blocked.tensors(), plain.tensors(blocked.names))

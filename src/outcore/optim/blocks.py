@@ -23,7 +23,7 @@ from torch import Tensor
 
 from outcore.core.quantities import align_up
 from outcore.optim.compact import close_masters, open_masters
-from outcore.optim.formats import NOISE_NUMEL, Codes, decode, encode
+from outcore.optim.formats import Codes, decode, encode
 from outcore.optim.kernels import FusedStep, apply
 from outcore.optim.rules import Hyper, RuleHyper, SgdHyper
 from outcore.spec.layout import CODES
@@ -147,8 +147,6 @@ def update_blocks(pieces: Iterable[Piece], scratch: Tensor, is_stopped: Callable
                 times = hyper.rule.temporaries if isinstance(hyper, RuleHyper) else 2.0
                 cuts = min(cuts, max(int(cuts / max(times / lanes, 1.0)), 1))
             numel = cuts * cut
-            if scratch.is_cpu and "bf16" in dict(formats).values():
-                numel = min(numel, NOISE_NUMEL // cut * cut)
             room = scratch[: lanes * numel * dtype.itemsize].view(dtype).view(lanes, numel)
             for blocks in ([piece] for piece in group) if group[0].is_whole else _filled(group, numel):
                 if is_stopped():
@@ -201,7 +199,6 @@ def _update(blocks: list[Piece], lanes: Tensor) -> None:
         blocks: Alike.
         lanes: Scratch of the dtype of the update: a row for gradients, and one for each state that is coded.
     """
-    grads = _gradients(blocks, lanes[0])
     hyper = blocks[0].hyper
     for block in blocks:  # out of place: the new bytes of a block are in cache when the kernel comes to them
         if block.old_target is not None:
@@ -209,7 +206,8 @@ def _update(blocks: list[Piece], lanes: Tensor) -> None:
         for name, old in block.old_states.items():
             block.states[name].copy_(old)
     coded = [] if blocks[0].codes is None else list(_rooms(blocks, lanes))
-    held = [_decoded(*each) for each in coded] or [(block.target, block.states) for block in blocks]
+    held = [_decoded(*each, lanes[0]) for each in coded] or [(block.target, block.states) for block in blocks]
+    grads = _gradients(blocks, lanes[0])  # last: what decodes uses their scratch
     if isinstance(hyper, RuleHyper):
         for block, grad, (target, states) in zip(blocks, grads, held, strict=True):
             _follow(hyper, block, target, grad, states)
@@ -252,12 +250,15 @@ def _rooms(blocks: Sequence[Piece], lanes: Tensor) -> Iterator[tuple[Piece, Code
         start = stop
 
 
-def _decoded(block: Piece, codes: Codes, rooms: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """What the rule updates: target and states."""
+def _decoded(
+    block: Piece, codes: Codes, rooms: Mapping[str, Tensor], spare: Tensor
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """What the rule updates: target and states. Args: spare: Of a block that may be cut; overwritten."""
     opened, states = dict[str, Tensor](), block.states
     for name, room in rooms.items():
         if name == "master":
-            opened[name] = open_masters(block.target, states[name], states[CODES], room)
+            other = torch.empty_like(room) if block.is_whole else spare
+            opened[name] = open_masters(block.target, states[name], states[CODES], room, other)
         else:
             opened[name] = decode(name, states, codes, room)
     target = opened.get("master", block.target)

@@ -39,11 +39,9 @@ LEAST_8BIT_NUMEL = 4096
 """Smaller parameters keep states in fp32, as with bitsandbytes."""
 CODING_BYTES = 24 * 2**20
 """The most that coding makes besides on a device: noise, and indices of a block."""
-CODING_COST: Mapping[StateFormat | MasterFormat, float] = {"fp32": 0.0, "bf16": 1.25, "8bit": 5.0, "compact": 1.75}
+CODING_COST: Mapping[StateFormat | MasterFormat, float] = {"fp32": 0.0, "bf16": 0.6, "8bit": 3.25, "compact": 1.5}
 """Time of decoding and encoding a state on the CPU, in times of AdamW's update (``benchmarks/cpu_update.py``)."""
 _PERIOD = 65521  # of noise; prime, so that no row of a matrix gets what the row above gets
-NOISE_NUMEL = _PERIOD
-"""Blocks of so many elements draw from noise that is made once."""
 _CACHED_NUMEL = _PERIOD // 8
 """For fewer elements noise is made each time."""
 
@@ -180,7 +178,8 @@ def encode(name: str, states: Mapping[str, Tensor], codes: Codes, room: Tensor, 
         room[: stored.numel()].nan_to_num_(math.nan, math.inf, -math.inf)  # one NaN, which noise leaves one
         bits = room[: stored.numel()].view(torch.int32)
         place = (start + codes.seed + sum(name.encode())) % _PERIOD  # states of one element draw apart
-        bits.add_(_noise(codes.seed, step, stored, place)).bitwise_and_(-65536)
+        _add_noise(bits, codes.seed, step, place)
+        bits.bitwise_and_(-65536)
         stored.copy_(room[: stored.numel()])
         return
     numel = align_up(stored.numel(), SCALED_NUMEL)
@@ -195,13 +194,16 @@ def encode(name: str, states: Mapping[str, Tensor], codes: Codes, room: Tensor, 
     torch.add(torch.index_select(lower, 0, index), values > torch.index_select(boundary, 0, index), out=stored)
 
 
-def _noise(seed: int, step: int, like: Tensor, place: int) -> Tensor:
-    """Numbers from 0 to 65535 from a place on, with a period."""
-    stop = place + like.numel()
-    if like.numel() < _CACHED_NUMEL:
-        return _hashed(seed, step, range(place, stop), like.device)
-    made = _period_on_host(seed, step) if like.is_cpu else _period(seed, step, like.device)
-    return (made if stop <= made.numel() else made[:_PERIOD].repeat(-(-stop // _PERIOD)))[place:stop]
+def _add_noise(bits: Tensor, seed: int, step: int, place: int) -> None:
+    """Add numbers from 0 to 65535, from a place on, with a period."""
+    numel = bits.numel()
+    if numel < _CACHED_NUMEL:
+        bits.add_(_hashed(seed, step, range(place, place + numel), bits.device))
+        return
+    made = _period_on_host(seed, step) if bits.is_cpu else _period(seed, step, bits.device)
+    count, period = numel // _PERIOD, made[place : place + _PERIOD]
+    bits[: count * _PERIOD].view(count, _PERIOD).add_(period)
+    bits[count * _PERIOD :].add_(period[: numel % _PERIOD])
 
 
 # Blocks of a parameter share it. On a device it would have to be ordered behind its making.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,20 +26,21 @@ from outcore.memory.topology import Topology, read_topology
 from outcore.optim.blocks import Piece, split, update_blocks
 from outcore.optim.formats import forget_noise
 from outcore.optim.sums import Work
+from outcore.runtime.updates.block_sizes import USUAL_BYTES, BlockSizes, kind_of
 
-SCRATCH_BYTES = 2 * 2**20  # 512 Ki fp32 elements: a block stays in a core's share of the last-level cache
 LEAST_SHARE_NUMEL = 2**15  # updated in the time that it takes to wake a thread
 CLOSE_TIMEOUT_S = 2.0
 
-_Share = tuple[Work, "SimpleQueue[BaseException | None]"]  # what to do, and where to say how it ended
+_Share = tuple[Work, int, "SimpleQueue[BaseException | None]"]  # what to do in how much scratch; where to say the end
 
 
 @final
 class UpdateWorkers(Closing):
     """Threads that together update pieces of parameters in host memory.
 
-    Kernels release the GIL, so plain threads suffice. Owns its threads and ``SCRATCH_BYTES`` of memory per worker until
-    ``close``. A forked child has no threads: there ``run`` raises and ``close`` does nothing.
+    Kernels release the GIL, so plain threads suffice. Owns its threads and, of memory per worker, ``USUAL_BYTES`` or as
+    much as [Note: block sizes] finds until ``close``. A forked child has no threads: there ``run`` raises and ``close``
+    does nothing.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class UpdateWorkers(Closing):
         shares = {"spare_cores": spare_cores, "num_sharers": num_sharers}
         cpus = [None] * num_workers if num_workers else worker_cpus(read_topology(), **shares)
         self.num_workers = len(cpus)
+        self.sizes = BlockSizes(self.num_workers)
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._queues: list[SimpleQueue[_Share | None]] = [SimpleQueue() for _ in cpus]
@@ -84,8 +87,10 @@ class UpdateWorkers(Closing):
         parts = [piece for piece in pieces if not piece.is_whole]
         numel = sum(piece.target.numel() for piece in parts)
         shares = split(parts, max(1, min(self.num_workers, numel // LEAST_SHARE_NUMEL))) if parts else []
-        stopped = self._is_stopped.is_set
-        self._deal([partial(_update, share, stopped) for share in shares], self._queues)
+        stopped, kind = self._is_stopped.is_set, kind_of(parts)
+        nbytes, start_s = self.sizes.take(kind), time.perf_counter()
+        self._deal([partial(_update, share, stopped) for share in shares], self._queues, nbytes)
+        self.sizes.took(kind, nbytes, numel, time.perf_counter() - start_s)
         if whole:
             self._deal([partial(_update, whole, stopped)], [self._whole])
 
@@ -97,7 +102,9 @@ class UpdateWorkers(Closing):
         """
         self._deal(works, self._queues)
 
-    def _deal(self, works: Sequence[Work], queues: Sequence[SimpleQueue[_Share | None]]) -> None:
+    def _deal(
+        self, works: Sequence[Work], queues: Sequence[SimpleQueue[_Share | None]], nbytes: int = USUAL_BYTES
+    ) -> None:
         if os.getpid() != self._pid:
             raise UnsupportedError("update: expected a call in the process that made the workers, but this is its fork")
         with self._lock:
@@ -105,7 +112,7 @@ class UpdateWorkers(Closing):
                 raise UnsupportedError("update: expected open workers, but they were closed; update before close()")
             ends: SimpleQueue[BaseException | None] = SimpleQueue()
             for queue, work in zip(itertools.cycle(queues), works, strict=False):
-                queue.put((work, ends))
+                queue.put((work, nbytes, ends))
             errors = [error for error in [ends.get() for _ in works] if error is not None]
         if errors:
             raise errors[0]
@@ -167,13 +174,13 @@ def _serve(queue: SimpleQueue[_Share | None], cpus: frozenset[int] | None) -> No
     if cpus is not None:
         with suppress(OSError):  # a container may forbid it, or take a core away: then anywhere
             os.sched_setaffinity(0, cpus)  # of this thread alone
-    scratch = torch.empty(
-        SCRATCH_BYTES, dtype=torch.uint8, device="cpu"
-    )  # first touched here, so on this core's memory
+    scratch = torch.empty(USUAL_BYTES, dtype=torch.uint8, device="cpu")  # first touched here, so on this core's memory
     while (item := queue.get()) is not None:
-        work, ends = item
+        work, nbytes, ends = item
         try:
-            work(scratch)
+            if scratch.numel() < nbytes:
+                scratch = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            work(scratch[:nbytes])
         except BaseException as error:  # the worker survives whatever a kernel raises; `run` re-raises it
             ends.put(error)
         else:
