@@ -6,6 +6,7 @@ import dataclasses
 import json
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -153,6 +154,24 @@ def test_a_run_with_these_budgets_would_follow_the_same_plan(
     assert found.found.plan == plan
     assert found.policies.keys() == ways
     assert found.peak_bytes()["device"] <= parse_bytes(device, what="budget")
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", None), ("fp16", torch.float16)])
+def test_a_model_is_followed_as_a_run_computes(
+    command: Run, config_json: Path, monkeypatch: pytest.MonkeyPatch, precision: str, dtype: torch.dtype | None
+):
+    """Which in fp16 is under autocast."""
+    seen, follow = set[torch.dtype | None](), planning.footprint_of
+
+    def watched(*args: Any, **options: Any) -> Any:
+        device = args[2].type
+        seen.add(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None)
+        return follow(*args, **options)
+
+    monkeypatch.setattr(planning, "footprint_of", watched)
+    done = command("plan", "--model", config_json, "--hardware", "rtx-4090", "--precision", precision)
+    assert done.status == 0, done.err
+    assert seen == {dtype}
 
 
 def test_a_model_that_cannot_be_followed_is_told_by_its_parameters(

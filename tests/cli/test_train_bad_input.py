@@ -122,7 +122,7 @@ MODELS: list[Case] = [
     option("model", "{weights:gone}", "expected weights .* but there are none in"),
     option("model", "{weights:cut}", "--model .*model.safetensors"),
     option("model", "{weights:nan}", "lm_head.weight': expected finite values, but 8,320 of 8,320 are nan or infinite"),
-    option("model", "{weights:int8}", "full precision, but 'lm_head.weight' is .* quantized .torch.int8.*; name the"),
+    option("model", "{weights:int8}", "of the model, but 'lm_head.weight' is .* quantized .torch.int8.*; name the"),
     option("model", "{weights:complex}", "lm_head.weight': expected a dtype .*'C64'; complex weights"),
     option("model", "{config:num_hidden_layers=1000000000}", "at most 10,000 layers or experts"),
     ("no chat template", {"--model": "{untemplated}", "--data": "{chat}"}, "--set chat_template_path=FILE.jinja"),

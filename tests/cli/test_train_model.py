@@ -350,7 +350,10 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
         config(text_config={"num_local_experts": 10**8}),
         "at most 10,000 .* has num_local_experts 100,000,000",
     ),
-    "quantized": (config(quantization_config={"quant_method": "gptq"}), "full precision, but it is quantized"),
+    "quantized": (
+        config(quantization_config={"quant_method": "gptq"}),
+        "but it is quantized in another way",
+    ),
     "encoder and decoder": (config(config={"model_type": "t5"}), "t5 has an encoder and a decoder"),
     "no language model": (config(config={"model_type": "vit"}), "causal language model, but vit is none"),
     "another head": (

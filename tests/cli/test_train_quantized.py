@@ -65,6 +65,33 @@ def test_in_8_bits(command: Run, weights: Path, text: Path, tmp_path: Path):
     assert "quantised to 8 bits" in done.out
 
 
+def test_a_base_that_is_quantised_already(command: Run, weights: Path, text: Path, tmp_path: Path):
+    """Is the one that ``--load-in-4bit`` makes of the same weights."""
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    base = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.bfloat16, quantization_config=config)
+    base.save_pretrained(tmp_path / "packed")
+    shared = ("train", "--data", text, *SHORT)
+    assert command(*shared, "--model", weights, "--out", tmp_path / "one", "--lora", 2, *NESTED).status == 0
+    packed = (*shared, "--model", tmp_path / "packed", "--out", tmp_path / "two")
+    done = command(*packed, "--lora", 2, "--device-memory", "180KiB", "--host-memory", "150KiB", "--disk", tmp_path)
+    assert done.status == 0, done.err
+    assert seen(tmp_path / "one") == seen(tmp_path / "two")
+    refusals = {
+        (): "expected --lora RANK beside it, since its weights are quantised to 4 bits, nf4, its statistics too",
+        ("--lora", 2, "--load-in-8bit"): "they are quantised already, to 4 bits",
+    }
+    for more, message in refusals.items():
+        refused = command(*packed[:-1], tmp_path / "three", *more)
+        assert (refused.status, message in refused.err) == (2, True), refused.err
+    planned = command("plan", "--model", tmp_path / "packed", "--hardware", "rtx-4090", "--lora", 2, "--json")
+    assert planned.status == 0, planned.err
+
+
 REFUSED = {
     "no adapters": (("--load-in-4bit",), "--load-in-4bit: expected --lora RANK beside it, .* but got none; add it"),
     "both": (("--lora", 2, "--load-in-4bit", "--load-in-8bit"), "--load-in-4bit: expected it without --load-in-8bit"),

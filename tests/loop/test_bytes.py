@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 from functools import partial
 from pathlib import Path
@@ -15,16 +16,19 @@ from torch import nn
 
 import outcore
 from outcore.optim import Lion
+from outcore.runtime.module_guard import engine_of
+
+from .rig import DEVICE
 
 README = Path(__file__).resolve().parents[2] / "README.md"
-WIDTH = 512
+WIDTH, WIDE = 512, 2048
 FEW, MANY = 2, 5
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, inner: nn.Module | None = None) -> None:
         super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.inner = inner or nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.inner(x)
@@ -70,11 +74,13 @@ def on_disk(folder: Path) -> int:
     return found
 
 
-def measured(folder: Path, tier: str, precision: str, make: Any, **group: Any) -> float:
+def measured(
+    folder: Path, tier: str, precision: str | None, make: Any, inner: Any = None, width: int = WIDTH, **group: Any
+) -> float:
     """Bytes per parameter of a block more, of all that a run has taken there."""
     taken = []
     for count in (FEW, MANY):
-        model = nn.Sequential(*(Block() for _ in range(count)))
+        model = nn.Sequential(*(Block(inner and inner()) for _ in range(count)))
         optimizer = make([{"params": model.parameters(), **group}])
         _, plan = forced(model, optimizer, tier, precision=precision, units=[Block])
         run = folder / f"{count}"
@@ -82,12 +88,12 @@ def measured(folder: Path, tier: str, precision: str, make: Any, **group: Any) -
         budget = outcore.Budget(disk=str(run))
         with outcore.prepare(
             model, optimizer, plan=plan, precision=precision, units=[Block], budget=budget, device="cpu"
-        ) as (_, streamed):
-            tiers = streamed.engine.opened.tiers
+        ) as (prepared, _):
+            tiers = engine_of(prepared, "measured").opened.tiers
             nbytes = {name: arena.nbytes for name, arena in tiers._arenas.items()}
             nbytes["disk"] = on_disk(run)
             taken.append(nbytes.get(tier, 0))
-    return (taken[1] - taken[0]) / ((MANY - FEW) * WIDTH**2)
+    return (taken[1] - taken[0]) / ((MANY - FEW) * width**2)
 
 
 ADAMW = torch.optim.AdamW
@@ -106,6 +112,7 @@ CASES: list[Any] = [
     ("bf16", torch.optim.Muon, {}, 4),
     ("bf16 compact", torch.optim.Muon, {}, 4),
     ("bf16", torch.optim.Adafactor, {}, 0),
+    ("bf16", torch.optim.Adam, {}, None),
 ]
 
 
@@ -118,4 +125,27 @@ def test_a_parameter_takes_what_the_readme_says(
     if precision.endswith(" compact"):
         group = {**group, "master_format": "compact"}
     found = measured(tmp_path, tier, precision.removesuffix(" compact"), make, **group)
+    assert found == pytest.approx(wanted, rel=0.01)
+
+
+FROZEN: list[Any] = [
+    ("in 8 bits", "Linear8bitLt", {"has_fp16_weights": False}, 0),
+    ("in 4 bits", "Linear4bit", {"quant_type": "nf4", "compress_statistics": False}, 0),
+    ("in 4 bits", "Linear4bit", {"quant_type": "nf4", "compress_statistics": True}, 1),
+]
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the simulated GPU has no kernels of bitsandbytes")
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+@pytest.mark.parametrize(("row", "layer", "options", "which"), FROZEN)
+def test_a_quantised_parameter_takes_what_the_readme_says(
+    row: str, layer: str, options: dict[str, Any], which: int, tier: str, tmp_path: Path
+) -> None:
+    kind = getattr(pytest.importorskip("bitsandbytes").nn, layer)
+    [line] = [line for line in README.read_text().splitlines() if row in line and line.startswith("|")]
+    wanted = [float(n) for n in re.findall(r"[\d.]+", line.strip("|").split("|")[-1])][which]
+
+    made = kind(WIDE, WIDE, bias=False, **options).to("cpu")  # which quantises it
+    made.requires_grad_(requires_grad=False)
+    found = measured(tmp_path, tier, None, lambda groups: None, lambda: copy.deepcopy(made), WIDE)
     assert found == pytest.approx(wanted, rel=0.01)

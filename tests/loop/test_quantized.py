@@ -8,7 +8,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 import outcore
 from outcore.api import plan_for
@@ -117,14 +118,17 @@ def test_trained_as_in_the_plain_loop(kind, where, folder, tmp_path):
         assert_same(state, dict(model.state_dict()), "prepared again")
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize(("kind", "where"), [("nf4 nested", "disk"), ("fp4", "host"), ("int8", "host")])
-def test_quantised_as_it_is_read(kind, where, folder, tmp_path, monkeypatch):
-    """A model on the meta device: its weights come piece by piece, and are what ``from_pretrained`` makes of them."""
+def test_quantised_as_it_is_read(kind, where, is_packed, folder, tmp_path, monkeypatch):
+    """A model on the meta device: its weights come piece by piece, and are what ``from_pretrained`` makes of them.
+
+    Also where the checkpoint has them quantised already.
+    """
     monkeypatch.setattr(quantized_module, "_PIECE", 4096)
+    folder = packed(folder, kind, tmp_path) if is_packed else folder
     want, state = plain(folder, kind)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(sizable().config, dtype=torch.bfloat16)
-    model = adapted(outcore.quantized(model, copy.deepcopy(KINDS[kind])))
+    model = adapted(on_meta(folder, kind))
     with prepared(model, trained(model), where, tmp_path, weights=folder) as (model, optimizer):
         before = loaded(folder, kind)
         assert_same({k: v for k, v in before.state_dict().items() if "lora_" not in k}, base_of(model))
@@ -132,6 +136,41 @@ def test_quantised_as_it_is_read(kind, where, folder, tmp_path, monkeypatch):
         torch.manual_seed(5)
         assert_same(want, drive(model, optimizer))
         assert_same(state, dict(model.state_dict()))
+
+
+def packed(folder, kind, tmp_path):
+    """The same checkpoint, quantised."""
+    unadapted(folder, kind).save_pretrained(tmp_path / "packed")
+    return tmp_path / "packed"
+
+
+def on_meta(folder, kind):
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return outcore.quantized(model, getattr(config, "quantization_config", copy.deepcopy(KINDS[kind])))
+
+
+def test_a_checkpoint_that_is_quantised_otherwise(folder, tmp_path):
+    """Than the model: nothing was changed."""
+    checkpoint = packed(folder, "nf4 nested", tmp_path)
+    said = r"_proj.weight' is {} in the model and quantized \(nf4 of .* scales in blocks of 256, stored as torch.bfl"
+    for kind, found in (
+        ("fp4", "fp4 of shape .* in blocks of 64, stored as torch.uint8"),
+        ("int8", "8 bits by row of shape .*"),
+    ):
+        model = adapted(on_meta(folder, kind))
+        with pytest.raises(outcore.ConfigError, match=said.format(found)):
+            outcore.prepare(model, trained(model), weights=checkpoint)
+    model = sizable().to(torch.bfloat16)
+    with pytest.raises(outcore.ConfigError, match=said.format("torch.bfloat16") + ".* outcore.quantized"):
+        outcore.prepare(model, trained(model), weights=checkpoint)
+    tensors = load_file(checkpoint / "model.safetensors")
+    [name, *_] = [name for name in tensors if "quant_state" in name]
+    save_file({**tensors, name: tensors[name][:-3]}, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    model = adapted(on_meta(checkpoint, "nf4 nested"))
+    with pytest.raises(outcore.ConfigError, match=f"expected in '{name}' what bitsandbytes writes"):
+        outcore.prepare(model, trained(model), weights=checkpoint)
 
 
 def base_of(model):
@@ -175,10 +214,9 @@ def test_another_base_is_not_merged_into(kind, folder, tmp_path):
     """One layer of it was changed since."""
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     base.save_pretrained(tmp_path / "base")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(sizable().config, dtype=torch.bfloat16)
+    model = on_meta(folder, kind)
     model.config.name_or_path = model.name_or_path = str(tmp_path / "base")
-    model = adapted(outcore.quantized(model, copy.deepcopy(KINDS[kind])))
+    model = adapted(model)
     with prepared(model, trained(model), "host", tmp_path, weights=tmp_path / "base") as (model, optimizer):
         save_checkpoint(model, optimizer, tmp_path / "saved", step=2, wait=True)
     export_checkpoint(tmp_path / "saved", tmp_path / "merged", "hf", merge=True)

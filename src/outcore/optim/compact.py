@@ -29,7 +29,7 @@ _DEVICE_ROWS = 2**11
 """Mended at a time on a device, where nobody waits to learn which rows need it."""
 
 
-def open_masters(weights: Tensor, lower: Tensor, codes: Tensor, room: Tensor, spare: Tensor) -> Tensor:
+def open_masters(weights: Tensor, lower: Tensor, codes: Tensor, room: Tensor, spare: Tensor | None = None) -> Tensor:
     """Masters as fp32, at the beginning of ``room``. See [Note: compact masters].
 
     Args:
@@ -37,10 +37,10 @@ def open_masters(weights: Tensor, lower: Tensor, codes: Tensor, room: Tensor, sp
         lower: int16, as many.
         codes: uint8, one for each row.
         room: fp32, at least as many.
-        spare: fp32, at least as many; overwritten.
+        spare: fp32, at least as many; overwritten. None: memory is taken for it.
     """
     values = room[: weights.numel()].copy_(weights)
-    signed = spare[: weights.numel()].view(torch.int32).copy_(lower)  # one pass each; a sum of two dtypes takes more
+    signed = lower if spare is None else spare[: weights.numel()].view(torch.int32).copy_(lower)
     for bits, low_rows, code_rows in _rows(values.view(torch.int32).add_(signed), lower, codes):
         for rows in _chosen(code_rows != PLAIN):
             low = low_rows.index_select(0, rows).int()
@@ -54,8 +54,7 @@ def open_masters(weights: Tensor, lower: Tensor, codes: Tensor, room: Tensor, sp
 
 def masters_of(weights: Tensor, lower: Tensor, codes: Tensor) -> Tensor:
     """The same on the CPU, in a tensor of their own."""
-    room, spare = torch.empty(2, weights.numel(), dtype=torch.float32, device="cpu")
-    return open_masters(weights, lower, codes, room, spare)
+    return open_masters(weights, lower, codes, torch.empty(weights.numel(), dtype=torch.float32, device="cpu"))
 
 
 def close_masters(room: Tensor, weights: Tensor, lower: Tensor, codes: Tensor) -> None:

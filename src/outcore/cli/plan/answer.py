@@ -230,7 +230,8 @@ def answer_for(question: Question, source: ModelSource, hardware: Hardware) -> A
     """The same for a model that was found. Raises: as ``answer``."""
     precision = _precision(question.precision)
     limits = _limits(question, hardware)
-    model = build_model(dataclasses.replace(source, quantization=question.quantization), precision)
+    source = source.quantised(question.quantization, has_adapters=question.lora is not None)
+    model = build_model(source, precision)
     if question.lora is not None:
         model = with_adapters(model, {"r": question.lora, "target_modules": "all-linear", "task_type": "CAUSAL_LM"})
     optimizer = optimizer_named(question.optim, model, question.master_format)
@@ -331,13 +332,15 @@ class _Asking:
     def _profile(self, batch_size: int) -> Profile:
         """Followed on shapes; a model that cannot be is told by its parameters alone."""
         cut, sample, device = self._cut, self._sample(batch_size), self._machine.torch_device
+        autocast = torch.autocast(device.type, torch.float16, enabled=cut.spec.precision == "fp16")  # as a run has it
         try:
-            more, times = batch_size / self._question.batch_size, self._times
-            work = counted_work(cut, sample, device)
-            for name, each in times.items():
-                if more == 1 or not (self._hardware.device.runs_ahead and each.is_launching):
-                    work[name] = dataclasses.replace(work[name], measured=each.times(more))
-            return Profile(work, footprint_of(cut, sample, device, makes_logits=self._loop.makes_logits))
+            with autocast:
+                more, times = batch_size / self._question.batch_size, self._times
+                work = counted_work(cut, sample, device)
+                for name, each in times.items():
+                    if more == 1 or not (self._hardware.device.runs_ahead and each.is_launching):
+                        work[name] = dataclasses.replace(work[name], measured=each.times(more))
+                return Profile(work, footprint_of(cut, sample, device, makes_logits=self._loop.makes_logits))
         except ConfigError as error:
             self._guess = str(error)
         model, seq_len = cut.modules[0], self._question.seq_len

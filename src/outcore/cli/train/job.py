@@ -342,7 +342,8 @@ def _plan_reference(settings: Settings, args: Any, source: ModelSource, budget: 
 
 
 def _found(settings: Settings) -> tuple[ModelSource, PreTrainedTokenizerBase]:
-    source = find_model(settings.model, attention=settings.attention, quantization=settings.quantization)
+    source = find_model(settings.model, attention=settings.attention)
+    source = source.quantised(settings.quantization, has_adapters=settings.lora is not None)
     _refuse_random_base(source)
     tokenizer = load_tokenizer(source, eos_token=settings.eos_token, chat_template=settings.chat_template_path)
     return source, tokenizer

@@ -127,6 +127,16 @@ class Quantized:
             return _to_8_bits(value, getattr(self.module, FULL_DTYPE, torch.float16), device)
         return _to_4_bits(value, self.param, device)
 
+    def unpack(self, packed: torch.Tensor, known: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """The packed weight and its parts, as a checkpoint has them. Args: known: By the library's own names."""
+        if kind_of(self.param) == "Int8Params":
+            return [packed, known["SCB"]]
+        from bitsandbytes.functional import QuantState
+
+        state = QuantState.from_dict(dict(known), torch.device("cpu"))
+        self.param.quant_state.dtype = state.dtype  # of the weight before it was quantised
+        return [packed, *(place.tensor for place in _places_of_state(state))]
+
 
 def full_checksum(value: torch.Tensor) -> int:
     """Of a sample of a weight in full precision, the same in whatever dtype it is read that holds it in bf16."""

@@ -40,7 +40,7 @@ class FirstValues:
             model: Any part of it may be on the meta device.
             weights: A Hugging Face checkpoint directory; overrides values that the model has.
             later: Tensors that get their values afterwards; on the meta device they begin as zeros.
-            quantized: Weights of the model that are quantised as they are read.
+            quantized: Weights of the model that are quantised, at the latest as they are read.
 
         Raises:
             ConfigError: The checkpoint does not fit, or nothing gives a tensor on the meta device its value.
@@ -103,8 +103,11 @@ class FirstValues:
                 weight = self._quantized.get(id(param))
                 if weight is None:
                     return read
-                setattr(param, FULL_CHECKSUM, full_checksum(read))
-                read, *parts = weight.quantize(read, self._device)
+                if known := self._loading.read_parts(param):
+                    read, *parts = weight.unpack(read, known)
+                else:
+                    setattr(param, FULL_CHECKSUM, full_checksum(read))
+                    read, *parts = weight.quantize(read, self._device)
                 made.update(zip(map(id, weight.parts), parts, strict=True))
                 return read
             if id(param) in self._later:

@@ -25,6 +25,7 @@ from outcore.saving.weights.conversions import (
     remember_used,
     tied_targets,
 )
+from outcore.saving.weights.packed import PackedWeights, said_of
 from outcore.saving.weights.state_names import Place, places
 
 _SHOWN = 5
@@ -35,8 +36,8 @@ _ADAPTER_COPY = re.compile(r"\.(original_module|modules_to_save\.[^.]+)\.")
 class LoadPlan:
     """Where every tensor of a model comes from. Made by ``plan_loading``."""
 
-    def __init__(self, model: nn.Module, directory: WeightsDirectory, rules: Rules) -> None:
-        self._model, self._directory, self._rules = model, directory, rules
+    def __init__(self, model: nn.Module, directory: WeightsDirectory, rules: Rules, packed: PackedWeights) -> None:
+        self._model, self._directory, self._rules, self._packed = model, directory, rules, packed
         self._sources: dict[int, tuple[Group, str]] = {}
         self._made: tuple[Group, dict[str, torch.Tensor]] | None = None
 
@@ -62,21 +63,38 @@ class LoadPlan:
             self._made = group, group.convert(self._directory.read)
         return self._made[1][name]
 
+    def read_parts(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Read what says what the bytes of a weight mean that the checkpoint holds quantised; of others nothing.
+
+        Raises:
+            ConfigError: Some of it is nan or infinite.
+        """
+        group, name = self._sources[id(tensor)]
+        parts = self._packed.read(group)
+        for end, value in parts.items():
+            self._refuse_infinite(f"{name}.{end}", value)
+        return parts
+
     def read_finite(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Read a weight; see ``read``.
+        """Read a weight; see ``read``. Packed bytes are no values, whatever dtype they are stored as.
 
         Raises:
             ConfigError: It is nan or infinite somewhere: no step could mend that.
         """
+        group, name = self._sources[id(tensor)]
         value = self.read(tensor)
+        if not self._packed.holds(group):
+            self._refuse_infinite(name, value)
+        return value
+
+    def _refuse_infinite(self, name: str, value: torch.Tensor) -> None:
         if value.numel() and not all(bound.isfinite() for bound in torch.aminmax(value)):  # as fast as memory
             count = value.numel() - int(value.isfinite().sum())
             raise ConfigError(
-                f"weights '{self._directory.path}', tensor '{self._sources[id(tensor)][1]}': expected finite values, "
-                f"but {count:,} of {value.numel():,} are nan or infinite; fetch the files again, or name a checkpoint "
-                "from before its training diverged"
+                f"weights '{self._directory.path}', tensor '{name}': expected finite values, but {count:,} of "
+                f"{value.numel():,} are nan or infinite; fetch the files again, or name a checkpoint from before its "
+                "training diverged"
             )
-        return value
 
     def forget(self) -> None:
         """Let go of the group that was read last."""
@@ -98,14 +116,15 @@ def plan_loading(model: nn.Module, path: str | Path) -> LoadPlan:
         path: With ``model.safetensors``, or shards and their index.
 
     Raises:
-        ConfigError: Tensors are missing, unexpected, of another shape, quantized, or cannot be converted.
+        ConfigError: Tensors are missing, unexpected, of another shape, quantized otherwise, or cannot be converted.
 
     Memory: host, headers; the two tensors of a tie that stands in the checkpoint twice, while they are compared.
     """
     directory = WeightsDirectory.open(path)
     base, state = _state(model)
-    groups, rules = loading_groups(base, directory.names(), state)
-    plan = LoadPlan(base, directory, rules)
+    packed = PackedWeights(directory)
+    groups, rules = loading_groups(base, [name for name in directory.names() if name not in packed.parts], state)
+    plan = LoadPlan(base, directory, rules, packed)
     loaded: dict[str, Group] = {}
     unexpected: list[str] = []
     mismatched: list[str] = []
@@ -114,6 +133,9 @@ def plan_loading(model: nn.Module, path: str | Path) -> LoadPlan:
         for name, made in _shapes(group, directory).items():
             if name in state:
                 loaded[name] = group
+                if packed.holds(group):
+                    quantized += _packed_otherwise(name, packed.said(group), state[name][0])
+                    continue
                 mismatched += _mismatch(name, made, state[name][0])
                 quantized += _quantized(name, made, state[name][0])
             elif not is_ignored(base, name, when="unexpected"):
@@ -189,6 +211,11 @@ def _quantized(name: str, made: torch.Tensor, place: Place) -> list[str]:
     return []
 
 
+def _packed_otherwise(name: str, said: str, place: Place) -> list[str]:
+    expected = said_of(place.tensor)
+    return [] if said == expected else [f"'{name}' is {expected} in the model and quantized ({said}) in the checkpoint"]
+
+
 def _assign(
     plan: LoadPlan,
     state: Mapping[str, Sequence[Place]],
@@ -217,8 +244,9 @@ def _read(group: Group, name: str, directory: WeightsDirectory) -> torch.Tensor:
 def _refuse_quantized(path: str | Path, quantized: Sequence[str]) -> None:
     if quantized:
         raise ConfigError(
-            f"weights '{path}': expected weights in full precision, but {_few(quantized)}; name the model that it was "
-            "quantized from, or load it where it can be dequantized and save that"
+            f"weights '{path}': expected weights in full precision, or quantized as those of the model, but "
+            f"{_few(quantized)}; name the model that it was quantized from, or, where bitsandbytes did that, pass the "
+            "model through outcore.quantized(model, model.config.quantization_config)"
         )
 
 

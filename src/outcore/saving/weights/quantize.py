@@ -17,11 +17,13 @@ from outcore.planning.units.quantized import FULL_DTYPE, is_quantized, kind_of
 def quantized(model: nn.Module, config: Any) -> nn.Module:
     """Make the linear layers of a model on the meta device quantised ones, as ``from_pretrained`` does.
 
-    With ``prepare(weights=...)`` their weights are then read one by one, and quantised as they are read.
+    With ``prepare(weights=...)`` their weights are then read one by one, and quantised as they are read, unless they
+    are quantised there already.
 
     Args:
         model: Of Transformers, on the meta device, without adapters; add these afterwards.
-        config: ``BitsAndBytesConfig``.
+        config: ``BitsAndBytesConfig``; of a checkpoint that is quantised already, its
+            ``model.config.quantization_config``.
 
     Returns:
         The model.
@@ -36,6 +38,8 @@ def quantized(model: nn.Module, config: Any) -> nn.Module:
     from transformers import BitsAndBytesConfig, PreTrainedModel
     from transformers.quantizers import AutoHfQuantizer
 
+    if isinstance(config, Mapping) and config.get("quant_method") == "bitsandbytes":
+        config = BitsAndBytesConfig.from_dict(dict(config))
     if not isinstance(config, BitsAndBytesConfig) or not (config.load_in_4bit or config.load_in_8bit):
         raise ConfigError(
             f"quantized: expected a BitsAndBytesConfig with load_in_4bit or load_in_8bit, but got {config!r:.200}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, Literal, Self, final
 
 from outcore.core.errors import ConfigError
 from outcore.core.extra import refuse_missing
@@ -20,9 +21,19 @@ class Quantization:
     bits: Literal[4, 8]
     kind: Kind4bit = "nf4"
     nested: bool = False
+    stored: Mapping[str, Any] | None = None
+    """What the configuration of a checkpoint says that is quantised already."""
+
+    @classmethod
+    def stored_as(cls, said: Mapping[str, Any]) -> Self:
+        """That of a checkpoint. Args: said: In its configuration."""
+        kind, nested = said.get("bnb_4bit_quant_type", "fp4"), said.get("bnb_4bit_use_double_quant", False)
+        return cls(bits=4 if said.get("load_in_4bit") else 8, kind=kind, nested=bool(nested), stored=said)
 
     def config(self, precision: Precision) -> Any:
-        """For Transformers. Args: precision: Of what is not quantised; layers compute in its dtype."""
+        """For ``outcore.quantized``. Args: precision: Of what is not quantised; layers compute in its dtype."""
+        if self.stored is not None:
+            return self.stored
         import torch
         from transformers import BitsAndBytesConfig
 

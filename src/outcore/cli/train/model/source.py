@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import difflib
 import json
 import os
@@ -76,30 +77,54 @@ class ModelSource:
     quantization: Quantization | None = None
     """Of linear layers; None: weights stay in full precision."""
 
+    def quantised(self, asked: Quantization | None, *, has_adapters: bool) -> ModelSource:
+        """The same model with its linear layers quantised, if they are not already.
 
-def find_model(name: str, *, attention: str | None = None, quantization: Quantization | None = None) -> ModelSource:
+        Args:
+            asked: How; None: as they are.
+            has_adapters: Whether adapters are trained on it.
+
+        Raises:
+            ConfigError: It is quantised already and asked to be, or has nothing to train.
+        """
+        if self.quantization is None:
+            return self if asked is None else dataclasses.replace(self, quantization=asked)
+        where = f"--model '{self.name}'"
+        if asked is not None:
+            raise ConfigError(
+                f"{where}: expected weights in full precision to quantise to {asked}, but they are quantised already, "
+                f"to {self.quantization}; leave --load-in-4bit and --load-in-8bit out"
+            )
+        if not has_adapters:
+            raise ConfigError(
+                f"{where}: expected --lora RANK beside it, since its weights are quantised to {self.quantization} and "
+                "stay as they are, but got none; add it, or name the model that it was made from"
+            )
+        return self
+
+
+def find_model(name: str, *, attention: str | None = None) -> ModelSource:
     """Find a model and check what can be checked without building it.
 
     Args:
         name: A directory with ``config.json`` and weights, the ID of such a model on the hub, or a ``config.json``
             alone, for random initialisation.
         attention: See ``ModelSource``.
-        quantization: The same.
 
     Raises:
         ConfigError: There is no such model, or not one that can be trained.
 
     Memory: host, headers. From the hub, the model's files come into the hub's cache on disk.
     """
-    return _found(name, _FETCHED, attention, quantization)
+    return _found(name, _FETCHED, attention)
 
 
 def find_shapes(name: str) -> ModelSource:
     """The same without weights, for planning: from the hub, only the configuration is fetched."""
-    return _found(name, (_CONFIG,), None, None)
+    return _found(name, (_CONFIG,), None)
 
 
-def _found(name: str, fetched: Sequence[str], attention: str | None, quantization: Quantization | None) -> ModelSource:
+def _found(name: str, fetched: Sequence[str], attention: str | None) -> ModelSource:
     path = Path(name).expanduser()
     if name.strip() and os.path.lexists(path):
         is_bare = not path.is_dir()
@@ -116,7 +141,8 @@ def _found(name: str, fetched: Sequence[str], attention: str | None, quantizatio
             f"--model '{name}': expected readable files, but got: {error.strerror or error} "
             f"({error.filename or config})"
         ) from error
-    return ModelSource(name, loaded, weights, config.parent, attention, quantization)
+    said = getattr(loaded, "quantization_config", None)
+    return ModelSource(name, loaded, weights, config.parent, attention, said and Quantization.stored_as(said))
 
 
 def build_model(source: ModelSource, precision: Precision) -> PreTrainedModel:
@@ -329,9 +355,11 @@ def _check_config(where: str, raw: dict[str, Any]) -> None:
                 f"{where}: expected a model that can be built, of at most {_MOST:,} layers or experts, but "
                 f"{_CONFIG} has {key} {number:,}; correct it"
             )
-    if raw.get("quantization_config") is not None:
+    said = raw.get("quantization_config")
+    if said is not None and not (isinstance(said, dict) and said.get("quant_method") == "bitsandbytes"):
         raise ConfigError(
-            f"{where}: expected weights in full precision, but it is quantized; name the model that it was made from"
+            f"{where}: expected weights in full precision, or quantised by bitsandbytes, but it is quantized in "
+            "another way; name the model that it was made from"
         )
 
 
