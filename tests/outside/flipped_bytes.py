@@ -31,6 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+PAGE_BYTES = 4096
 KINDS = ("full", "lora", "train")
 NOT_TAKEN = "refused, though an older one was there"
 WRONG = (NOT_TAKEN, "loaded")
@@ -105,11 +106,11 @@ def flip_disk(folder: Path, num_flips: int, seed: int) -> dict[str, int]:
             pair.optimizer.engine.device.synchronize()
             fd = _disk_tier()
             try:
-                place, byte = _flip_one(fd, rng, bytes_in_use(pair.optimizer.engine.units))
+                place, page = _flip_one(fd, rng)
                 small.train(*pair, range(1, 2))
                 list(outcore.named_tensors(pair.model))
                 pair.optimizer.state_dict()
-                is_there = os.pread(fd, 1, place) == byte
+                is_there = os.pread(fd, PAGE_BYTES, place // PAGE_BYTES * PAGE_BYTES) == page
                 found["not noticed" if is_there else "written over"] += 1
             except DiskError as error:
                 units = [unit.label for unit in pair.optimizer.engine.units]
@@ -119,26 +120,15 @@ def flip_disk(folder: Path, num_flips: int, seed: int) -> dict[str, int]:
     raise AssertionError("never comes here")
 
 
-def bytes_in_use(units: Any) -> list[range]:
-    """Of weights and states on disk. What lies between and behind them is padding, which nobody has to read."""
-    found = []
-    for unit in units:
-        ledger, states = unit.ledger, unit.ledger.state_specs.values()
-        parts = [(ledger.weights, part.offset, part.nbytes) for part in unit.spec.weight_parts]
-        parts += [(ledger.states, s.start + part.offset, part.nbytes) for s in states for part in s.parts]
-        for home, start, nbytes in parts:
-            if home.tier == "disk":
-                found.append(range(home.memory.offset + start, home.memory.offset + start + nbytes))
-    return [each for each in found if each]
+def _flip_one(fd: int, rng: random.Random) -> tuple[int, bytes]:
+    """A bit of a byte that is in use. Returns: which byte, and what its page is now.
 
-
-def _flip_one(fd: int, rng: random.Random, in_use: list[range]) -> tuple[int, bytes]:
-    """Any bit of those bytes. Returns: which byte, and what it is now."""
-    number = rng.randrange(sum(map(len, in_use)))
-    place = next(itertools.islice(itertools.chain(*in_use), number, None))
-    byte = bytes([os.pread(fd, 1, place)[0] ^ 1 << rng.randrange(8)])
-    os.pwrite(fd, byte, place)
-    return place, byte
+    A byte that is written over may become the flipped one by chance; all of its page does not.
+    """
+    data = os.pread(fd, os.fstat(fd).st_size, 0)
+    place = next(place for place in iter(lambda: rng.randrange(len(data)), -1) if data[place])
+    os.pwrite(fd, bytes([data[place] ^ 1 << rng.randrange(8)]), place)
+    return place, os.pread(fd, PAGE_BYTES, place // PAGE_BYTES * PAGE_BYTES)
 
 
 def _is_named(text: str, folder: str, units: list[str], place: int) -> bool:
