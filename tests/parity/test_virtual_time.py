@@ -9,11 +9,11 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import pytest
 import torch
@@ -32,8 +32,9 @@ from outcore.planning.homes.pools import Comfort, pools_for
 from outcore.planning.homes.reservations import can_be_early
 from outcore.planning.paper.schedule import Circumstances, consecutive
 from outcore.planning.paper.weight_cache import nothing_held
+from outcore.planning.timing.player import Played, play
 from outcore.planning.timing.rates import LINKS, Pace, Rates, Shared
-from outcore.planning.timing.simulate import play, tasks_of
+from outcore.planning.timing.simulate import PlayedClock, tasks_of
 from outcore.planning.units.partition import partition
 from outcore.runtime.rows.apart import Apart
 from outcore.runtime.unit.port import Traffic
@@ -53,6 +54,7 @@ WIDTH, ROWS = 6, 8
 LEGAL = [(w, g, s) for w in TIERS for g in TIERS for s in TIERS if s != "device" or w == g == "device"]
 USE = "use weights of"
 KINDS = sorted([USE, *get_args(Kind)], key=len, reverse=True)  # "update early" begins with another one
+NONE_SKIPPED = ((),) * STEPS
 ON_COMPUTE = (USE, "use activations of", "gradients of", "accumulate", "update")
 """Operations of compute that a schedule has."""
 
@@ -206,7 +208,6 @@ class Program:
     spec: ModelSpec
     plan: Plan
     micro_batches: int
-    overtaken: frozenset[str]
 
     @property
     def num_ranks(self) -> int:
@@ -262,14 +263,20 @@ def make(seed: int, num_ranks: int = 1) -> Program:
         accumulation_steps=micro_batches,
         micro_batches_in_unit=pieces,
     )
-    overtaken = frozenset(u.name for u in plans if u.early and chance.random() < 0.3)
-    return Program(model, optimizer, spec, plan, micro_batches, overtaken)
+    return Program(model, optimizer, spec, plan, micro_batches)
 
 
 def submitted(
-    program: Program, visits: Sequence[Visit] | None, folder: Path
+    program: Program, visits: Sequence[Visit] | None, folder: Path, skipped: Sequence[Collection[str]] = NONE_SKIPPED
 ) -> tuple[list[Operation], tuple[Visit, ...]]:
-    """What the engine submits. Args: visits: Expected of the first step; None: as usual."""
+    """What the engine submits.
+
+    Args:
+        program: What runs.
+        visits: Expected of the first step; None: as usual.
+        folder: Of the disk tier.
+        skipped: By step: units whose update inside backward was started when there was no time for it.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if program.num_ranks > 1:
             patch.setattr("outcore.together.join_world", lambda device: True)
@@ -296,6 +303,11 @@ def submitted(
         if any(visit.unit == ROOT for visit in visits):
             engine.units[ROOT].presence.hide()  # as after a step that updates it elsewhere than at once
     watch, settle = Watch(engine.device, engine.opened.traffic), EarlyUpdates.settle
+    done: list[None] = []  # one for each step
+    steps: dict[_Attempt, int] = {}
+
+    def is_due(attempt: _Attempt) -> bool:
+        return attempt.gradients.unit.name not in skipped[steps.setdefault(attempt, len(done))]
 
     def settled(early: EarlyUpdates) -> None:
         if early._attempts:
@@ -307,12 +319,13 @@ def submitted(
         patch.setattr(Apart, "known", property(lambda _: _Everything(), lambda *_: None), raising=False)
         patch.setattr(dear, "DEAR_FLOP_PER_BYTE", 0.0)
         patch.setattr(_Attempt, "settle", lambda attempt: attempt.is_due())
-        patch.setattr(_Attempt, "is_due", lambda attempt: attempt.gradients.unit.name not in program.overtaken)
+        patch.setattr(_Attempt, "is_due", is_due)
         with prepared:
             for _ in range(STEPS):
                 program.step()
                 optimizer.step()
                 optimizer.zero_grad()
+                done.append(None)
             return watch.row, engine.weights.visits
 
 
@@ -323,15 +336,32 @@ class _Everything:
         return True
 
 
-def planned(program: Program, visits: Sequence[Visit]) -> list[Operation]:
-    """What the schedule lists."""
-    circumstances = Circumstances(clips=False, overtaken=program.overtaken)
-    steps = consecutive(program.spec, program.plan, visits, nothing_held(program.plan), circumstances)
+class Planned(NamedTuple):
+    """What the schedule lists, while it is played."""
+
+    row: list[Operation]
+    """Of all steps, with indices counted from the first operation of all."""
+    skipped: list[set[str]]
+    played: Played
+
+
+def planned(program: Program, visits: Sequence[Visit], rates: Rates) -> Planned:
+    """Steps in time: it decides which updates inside backward are made."""
+    clock = PlayedClock(Pace(program.spec, program.plan, rates), rates)
+    given = (program.spec, program.plan, visits, nothing_held(program.plan), Circumstances(clips=False))
+    lengths = []
+    for step in itertools.islice(consecutive(*given, clock), STEPS):
+        clock.end_step(step.operations)
+        lengths.append(len(step.operations))
+    operations, laid, played = clock.played()
     row: list[Operation] = []
-    for step in itertools.islice(steps, STEPS):
+    skipped = []
+    for length in lengths:
         begin = len(row)
-        row += [replace(op, after=tuple(begin + i for i in op.after)) for op in step.operations]
-    return row
+        mine = operations[begin : begin + length]
+        row += [replace(op, after=tuple(begin + i for i in op.after)) for op in mine]
+        skipped.append({op.unit for op in mine if op.kind == "update early" and not op.nbytes})
+    return Planned(row, skipped, played)
 
 
 def with_phases(row: Sequence[Operation], visits: Sequence[Visit]) -> list[Operation]:
@@ -378,15 +408,17 @@ def test_the_same_of_one_among_ranks(seed: int, tmp_path: Path) -> None:
 def compare(seed: int, folder: Path, num_ranks: int = 1) -> None:
     _, visits = submitted(make(seed, num_ranks), None, folder)
     program = make(seed, num_ranks)
-    found, again = submitted(program, visits, folder)
+    rates = random_rates(program.spec, random.Random(seed))
+    expected, skipped, in_time = planned(program, visits, rates)
+    found, again = submitted(program, visits, folder, skipped)
     assert again == visits
-    expected, found = planned(program, visits), with_phases(found, visits)
+    found = with_phases(found, visits)
     for i, (want, got) in enumerate(zip(expected, found, strict=False)):
         assert facts(want) == facts(got), f"operation {i}"
     # The last step's updates are followed by what is fetched ahead of a next one.
     assert all(op.name.startswith(("fetch", "read weights of", "all-gather")) for op in found[len(expected) :])
     assert len(found) >= len(expected)
-    rates = random_rates(program.spec, random.Random(seed))
     pace = Pace(program.spec, program.plan, rates)
-    played = [play(tasks_of([row], pace, rates)[0], rates) for row in (expected, found[: len(expected)])]
-    assert played[0] == played[1]
+    played = play(tasks_of([found[: len(expected)]], pace, rates)[0], rates)
+    assert (played.start, played.end) == (in_time.start, in_time.end)
+    assert [t.seconds for t in played.tasks] == [t.seconds for t in in_time.tasks]

@@ -24,7 +24,8 @@ from outcore.planning.paper import schedule
 from outcore.planning.paper.schedule import Circumstances, consecutive, usual_visits
 from outcore.planning.paper.weight_cache import nothing_held
 from outcore.planning.timing.rates import LINKS, Pace, Rates, Shared, Way
-from outcore.planning.timing.simulate import Task, play, tasks_of
+from outcore.planning.timing.player import Task, play
+from outcore.planning.timing.simulate import tasks_of
 from outcore.spec.cut import shared
 from outcore.spec.model import ModelSpec, Sharing, UnitSpec
 from outcore.spec.plan import TIERS, Plan, UnitPlan

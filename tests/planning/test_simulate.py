@@ -14,8 +14,9 @@ from outcore.planning.homes.placement import place
 from outcore.planning.homes.pools import Comfort, pools_for
 from outcore.planning.paper.schedule import usual_visits
 from outcore.planning.timing import simulate as simulation
+from outcore.planning.timing.player import Task, play
 from outcore.planning.timing.rates import LINK_OF, LINKS, Rates, Shared
-from outcore.planning.timing.simulate import Task, play, simulate, steps_until_settled
+from outcore.planning.timing.simulate import simulate, steps_until_settled
 from outcore.spec.budget import Limits
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, UnitPlan

@@ -207,9 +207,7 @@ class Answer:
         return {lane: s for lane, s in self._per_step(self.found.simulation.timeline.exposed_s()).items() if s}
 
     def _per_step(self, sums: Mapping[str, float]) -> dict[str, float]:
-        simulation = self.found.simulation
-        steps = simulation.timeline.wall_s / simulation.step_s if simulation.step_s else 1.0
-        return {lane: value / steps for lane, value in sums.items()}
+        return {lane: value / self.found.simulation.num_steps for lane, value in sums.items()}
 
 
 def answer(question: Question) -> Answer:

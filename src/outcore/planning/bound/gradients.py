@@ -137,7 +137,7 @@ class _Gradients:
         for each in passes:
             unit, slots = each.unit, ""
             self._work.total_s["disk_write"] += each.write_s
-            if not unit.is_early:
+            if not unit.is_read_again:
                 kind: PoolKind = "gradients" if len(unit.made) > 1 else "landing"
                 slots, number = self._slots(kind, unit)
                 kept_s[slots, number].append(each.write_s)
@@ -147,15 +147,16 @@ class _Gradients:
             self._work.slack_s["disk_write", slots] = most_of(found, number)
 
     def _read_for_update(self, passes: Sequence[_Pass]) -> None:
-        late = [each.unit for each in passes if not each.unit.is_early]
+        late = [each.unit for each in passes if not each.unit.is_read_again]
         freed_s = min(map(self._times.update_s, late), default=math.inf)
         for each in passes:
             unit, read_s = each.unit, self._read_s(each.unit)
             written, rest_s = each.at_hand.plus(each.write_s), self._rest_s(unit)
-            if unit.is_early:
+            if unit.is_read_again:
                 self._work.add("disk_read", read_s, written, unit.first, rest_s)
                 continue
-            ready = max(unit.after.plus(freed_s), written) if self._times.waits else written
+            waits = self._times.waits and not unit.is_early
+            ready = max(unit.after.plus(freed_s), written) if waits else written
             self._work.jobs.append(Job("disk_read", read_s, *ready, unit.first, rest_s, _KEPT))
         number = sum(p.num_slots for p in self._times.plan.pools if p.kind in ("landing", "gradients"))
         self._work.slack_s["disk_read", _KEPT] = kept_s = most_of(map(self._read_s, late), number)

@@ -39,6 +39,9 @@ class Trained(NamedTuple):
     first: int
     """Its first visit in the next step."""
     is_early: bool
+    """Or may be, where time decides that."""
+    is_read_again: bool
+    """Early for sure: gradients that rest on disk are read for it."""
     after: Moment
     """When the update's weights may leave, and a late one begin."""
     states_bytes: int
@@ -180,12 +183,14 @@ class Times:
             spec, plan = self.pairs[index]
             ends = self._ends[index]
             made = [Moment(i, compute_s[i] if index == ROOT else self._made_s(index, i)) for i in ends]
-            is_early = plan.early and spec.name not in self._circumstances.overtaken
+            overtaken = self._circumstances.overtaken
+            is_early = plan.early and spec.name not in (overtaken or ())
             after = Moment(last, compute_s[last]) if self.waits else made[-1]
             first = firsts.get(index, last + period)
             homes, cut = (plan.weights, plan.gradients, plan.states), (plan.partition, plan.gather)
             sizes = _sizes(spec, homes, cut, self._alone)
-            found[index] = Trained(spec, plan, made, first, is_early, after, *sizes)
+            is_sure = is_early and overtaken is not None
+            found[index] = Trained(spec, plan, made, first, is_early, is_sure, after, *sizes)
         return found
 
     def pool(self, tier: Tier, kind: PoolKind, nbytes: int) -> tuple[int, int]:
@@ -202,7 +207,7 @@ class Times:
         """Between gradients at home and an update: what an early one reads again, and one on the device must get."""
         if unit.plan.update == "device":
             return self.rates.move_s("h2d", self.staged_bytes(unit)) if unit.plan.gradients == "host" else 0.0
-        if unit.is_early and unit.plan.gradients == "disk":
+        if unit.is_read_again and unit.plan.gradients == "disk":
             nbytes = unit.spec.update_bytes if len(unit.made) > 1 else unit.spec.bucket_bytes
             return self.rates.move_s("disk_write", nbytes) + self.rates.move_s("disk_read", unit.spec.update_bytes)
         return 0.0

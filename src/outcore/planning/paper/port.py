@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from outcore.order.attempts import Attempt
 from outcore.order.ledger import After, Dependency, Home, Ledger, Slot, Span
 from outcore.order.port import COPY, NOTHING, Work
 from outcore.planning.paper.weight_cache import Move
@@ -31,6 +32,10 @@ class Paper:
         """Of the step, with indices counted from its first operation."""
         self.move: Move | None = None
         """That the next fetches and reads make."""
+        self.attempt: Attempt | None = None
+        """Which played time decides: the next operations that may not be due are its."""
+        self.attempts: dict[int, Attempt] = {}
+        """By operation, counted from the first of all steps."""
         self._begin = 0
         self._names = names
         self._computed = Entry(-1, COMPUTE)
@@ -51,7 +56,9 @@ class Paper:
         work: Work = COPY,
     ) -> Entry:
         """Write an operation of a lane down; one that is not due moves nothing and waits for nothing."""
-        if work.is_due is not None and not work.is_due():
+        if work.is_due is not None and self.attempt is not None:
+            self.attempts[self._begin + len(self.row)] = self.attempt
+        elif work.is_due is not None and not work.is_due():
             return self._append(lane.value, kind, unit.spec.name, (), (), NOTHING)
         moved = work.moved if lane in RANK_LANES else None
         return self._append(lane.value, kind, unit.spec.name, reads, writes, after, moved)

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from outcore.order.activations import SavedCall
+from outcore.order.attempts import Attempt, Attempts
 from outcore.order.ledger import Ledger, Span
 from outcore.order.slots import SlotPool
 from outcore.order.step import StepOrder
@@ -34,7 +35,7 @@ from outcore.planning.paper.weight_cache import (
 )
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
-from outcore.spec.schedule import ROOT, Phase, Schedule, Visit
+from outcore.spec.schedule import ROOT, Operation, Phase, Schedule, Visit
 
 _MAX_WARM_UP = 16
 
@@ -57,8 +58,18 @@ class Circumstances:
 
     clips: bool = True
     """Updates in ``step()`` need a clip factor, which all gradients make."""
-    overtaken: frozenset[str] = frozenset()
-    """Units whose early update is not made, since gradients of a later one came before its turn."""
+    overtaken: frozenset[str] | None = None
+    """Units whose early update is not made. None: played time decides (``Clock``), and without it all are made."""
+
+
+class Clock(Protocol):
+    """Plays steps while they are laid out: which early updates are made depends on it. See ``order.attempts``."""
+
+    def play(self, row: Sequence[Operation], attempts: Mapping[int, Attempt]) -> None:
+        """Until the last operation of a row is over. Args: row: Of a step, from its first one. attempts: See Paper."""
+
+    def is_over(self, index: int) -> bool:
+        """Whether an operation is. Args: index: Counted from the first of all steps."""
 
 
 def schedule(
@@ -90,7 +101,12 @@ def schedule(
 
 
 def consecutive(
-    model: ModelSpec, plan: Plan, visits: Sequence[Visit], held: Held, circumstances: Circumstances | None = None
+    model: ModelSpec,
+    plan: Plan,
+    visits: Sequence[Visit],
+    held: Held,
+    circumstances: Circumstances | None = None,
+    clock: Clock | None = None,
 ) -> Iterator[Schedule]:
     """Schedules of steps with the same visits, one behind the other, without end.
 
@@ -100,9 +116,11 @@ def consecutive(
         visits: Of each step.
         held: What slots for weights hold when the first one begins.
         circumstances: None: as they are by default.
+        clock: Decides which early updates are made. The caller plays what it does not.
     """
     moves = weight_moves(model, plan, visits, held)  # refuses a plan without slots for weights
-    steps, names = _Steps(model, plan, held, circumstances or Circumstances()), [unit.name for unit in model.units]
+    steps = _Steps(model, plan, held, circumstances or Circumstances(), clock)
+    names = [unit.name for unit in model.units]
     ahead = _ahead_of(visits)
     while True:
         steps.paper.begin_step()
@@ -128,6 +146,8 @@ class _Progress:
     """This pass is among them."""
     is_attempted: bool = False
     """It was updated inside backward."""
+    attempt: Attempt | None = None
+    """The same, where time decides whether it is made."""
     is_loose: bool = False
     """Other units have its bucket, while it waits for its turn among ranks."""
 
@@ -135,9 +155,12 @@ class _Progress:
 class _Steps:
     """Lays out operations; remembers homes, slots and the last use of everything across steps."""
 
-    def __init__(self, model: ModelSpec, plan: Plan, held: Held, circumstances: Circumstances) -> None:
+    def __init__(
+        self, model: ModelSpec, plan: Plan, held: Held, circumstances: Circumstances, clock: Clock | None
+    ) -> None:
         self.paper = paper = Paper([unit.name for unit in model.units])
         self._model, self._plan, self._circumstances = model, plan, circumstances
+        self._clock, self._attempts = clock, Attempts()
         self._num_pieces = model.micro_batches_in_unit
         order: StepOrder[Entry] = StepOrder(model, plan, paper)
         self._units, self._weights = order.ledgers, order.weights
@@ -240,13 +263,30 @@ class _Steps:
         if unit.plan.early and progress.num_passes == self._plan.accumulation_steps:
             if progress.is_attempted:  # gradients came once more
                 self._updates.forget_attempt(unit)
-            progress.is_attempted = True
-            self._updates.attempt(unit, _Nothing(self, unit))
+            self._attempt(unit, progress)
+
+    def _attempt(self, unit: Ledger[Entry], progress: _Progress) -> None:
+        clock, home = self._clock, unit.gradients.ready
+        progress.is_attempted = clock is None or self._attempts.wants_next()
+        if not progress.is_attempted:
+            return
+        if clock is not None:
+            progress.attempt = Attempt(
+                lambda: home is None or clock.is_over(home.index),
+                lambda: (made := unit.next_weights.ready) is None or clock.is_over(made.index),
+            )
+            self._attempts.add(progress.attempt)
+        self.paper.attempt = progress.attempt
+        self._updates.attempt(unit, _Nothing(self, unit))
+        self.paper.attempt = None
 
     def _step(self, visits: Sequence[Visit]) -> None:
         backward = self.paper.mark("is over", self._units[ROOT])
         if any(progress.is_attempted for progress in self._progress):
             self.paper.wait("backward is over", backward)
+            if self._clock is not None:
+                self._clock.play(self.paper.row, self.paper.attempts)
+        self._attempts.settle([p.attempt for p in self._progress if p.attempt is not None])
         self.factors = [backward] if self._circumstances.clips else []
         changed = changed_units(self._model, visits)
         seen = visits if self._turns is None else None
@@ -260,7 +300,10 @@ class _Steps:
 
     def is_made_early(self, unit: Ledger[Entry]) -> bool:
         """Whether a unit's early update takes place."""
-        return self._progress[unit.index].is_attempted and unit.spec.name not in self._circumstances.overtaken
+        progress = self._progress[unit.index]
+        if progress.attempt is not None:
+            return progress.attempt.settle()
+        return progress.is_attempted and unit.spec.name not in (self._circumstances.overtaken or ())
 
 
 class _Saved:
@@ -287,9 +330,13 @@ class _Nothing:
     """What operations do on paper."""
 
     def __init__(self, steps: _Steps, unit: Ledger[Entry]) -> None:
-        self._steps, self._unit = steps, unit
-        self.is_early, self.factors = steps.is_made_early(unit), steps.factors
+        self._steps, self._unit, self.factors = steps, unit, steps.factors
         self.nbytes = unit.spec.bucket_bytes
+
+    @property
+    def is_early(self) -> bool:
+        """Whether its update inside backward takes place."""
+        return self._steps.is_made_early(self._unit)
 
     def leave(self, target: Span) -> None:
         """Nothing."""
@@ -334,8 +381,8 @@ class _Nothing:
         """Nothing."""
 
     def is_due(self) -> bool:
-        """Whether it is not overtaken."""
-        return self._steps.is_made_early(self._unit)
+        """The same."""
+        return self.is_early
 
     def is_wanted(self) -> bool:
         """Always."""

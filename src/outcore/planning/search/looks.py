@@ -10,7 +10,7 @@ from outcore.planning.homes.sending import Away
 from outcore.planning.paper.schedule import Circumstances, usual_visits
 from outcore.planning.search.candidates import Candidate, Choice
 from outcore.planning.search.job import Job
-from outcore.planning.timing.simulate import MEASURED, Simulation, simulate, steps_until_settled
+from outcore.planning.timing.simulate import Simulation, simulate, steps_until_settled
 from outcore.spec.plan import Plan, Pool, Tier, UnitPlan
 from outcore.spec.timeline import WRITES_TO_DISK
 
@@ -96,7 +96,7 @@ class Looks:
         """What a search makes least: seconds of a step, simulated, and a little for what the drive writes."""
         found = self.simulation(plan, away)
         written_s = sum(span.duration_s for span in found.timeline.spans if span.lane in WRITES_TO_DISK)
-        return found.step_s + _WEAR * written_s / MEASURED
+        return found.step_s + _WEAR * written_s / found.num_steps
 
     def _seconds(self, candidate: Candidate) -> float:
         return self.cost_s(self.plan(candidate), candidate.saves)

@@ -2,31 +2,36 @@
 
 [Note: time] Every lane is a queue. An operation begins when the one before it in its lane is over, when all that it
 comes after is over, and when it has been submitted. The host submits in the order of the schedule. It blocks where the
-schedule says so and, on a machine without an accelerator, while it computes.
+schedule says so and, on a machine without an accelerator, while it computes. Which updates are made inside backward is
+known when backward is over in time. So such steps are laid out while they are played.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
+from outcore.order.attempts import Attempt
 from outcore.planning.paper.schedule import Circumstances, consecutive
 from outcore.planning.paper.weight_cache import nothing_held
-from outcore.planning.timing.fair import Fair
-from outcore.planning.timing.rates import LINK_OF, LINKS, Pace, Rates
+from outcore.planning.timing.player import Played, Player, Task, play
+from outcore.planning.timing.rates import Pace, Rates
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
-from outcore.spec.schedule import Operation, Phase, Visit
-from outcore.spec.timeline import COMPUTE, HOST, Span, Timeline
+from outcore.spec.schedule import Operation, Phase, Schedule, Visit
+from outcore.spec.timeline import COMPUTE, HOST, Timeline
 
 WARM_UP, MEASURED = 2, 2
 """Steps before those that count, and those: what slots keep may take turns between two kinds of steps."""
+_PERIODS, _MOST_MEASURED = (1, 2, 3, 4), 12
+"""Which updates are made inside backward takes turns between so many kinds of steps, or else so many count."""
+_EQUAL, _AGREE = 1e-6, 4
+"""So near two steps are equal; so many in a row say that steps repeat."""
 _VISITS = {phase.value for phase in Phase}
 _USE_ACTIVATIONS = "use activations of"
-_ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
@@ -39,18 +44,8 @@ class Simulation:
     """The steps that count."""
     binding: Mapping[str, float]
     """Link -> its part of the chain of operations that makes a step as long as it is. The parts add up to 1."""
-
-
-class Task(NamedTuple):
-    """An operation with its length."""
-
-    lane: str
-    name: str
-    seconds: float
-    """How long it takes alone."""
-    nbytes: int
-    after: tuple[int, ...]
-    """Indices of tasks that come first."""
+    num_steps: int = MEASURED
+    """That count."""
 
 
 def simulate(
@@ -75,9 +70,10 @@ def simulate(
     Cost: 100 units and one micro-batch 0.1 s for the schedule, 0.05 s for playing it.
     """
     steps = play_steps(model, plan, rates, visits, circumstances, warm_up=warm_up)
-    step_s = (steps.end_s - steps.start_s) / MEASURED
+    step_s = (steps.end_s - steps.start_s) / steps.num_steps
     timeline = steps.played.timeline().between(steps.start_s, steps.end_s)
-    return Simulation(step_s, timeline, steps.played.binding(steps.laid.ends[-1], steps.start_s))
+    binding = steps.played.binding(steps.laid.ends[-1], steps.start_s)
+    return Simulation(step_s, timeline, binding, steps.num_steps)
 
 
 def steps_until_settled(plan: Plan) -> int:
@@ -104,6 +100,8 @@ class PlayedSteps(NamedTuple):
     played: Played
     start_s: float
     end_s: float
+    num_steps: int
+    """That count."""
 
 
 def play_steps(
@@ -116,12 +114,20 @@ def play_steps(
     warm_up: int = WARM_UP,
 ) -> PlayedSteps:
     """Play steps, with every operation: see ``simulate``."""
-    steps = consecutive(model, plan, visits, nothing_held(plan), circumstances)
-    rows = list(itertools.islice(_repeated(step.operations for step in steps), warm_up + MEASURED))
-    laid = tasks_of(rows, Pace(model, plan, rates), rates)
-    played = play(laid.tasks, rates)
-    start_s, end_s = played.end[laid.ends[-1 - MEASURED]], played.end[laid.ends[-1]]
-    return PlayedSteps([op for row in rows for op in row], laid, played, start_s, end_s)
+    circumstances = circumstances or Circumstances()
+    given = (model, plan, visits, nothing_held(plan), circumstances)
+    pace, num_steps = Pace(model, plan, rates), MEASURED
+    if circumstances.overtaken is None and any(unit.early for unit in plan.units):
+        clock = PlayedClock(pace, rates)
+        num_steps = clock.settle(consecutive(*given, clock), warm_up)
+        operations, laid, played = clock.played()
+    else:
+        steps = _repeated(step.operations for step in consecutive(*given))
+        rows = list(itertools.islice(steps, warm_up + num_steps))
+        operations, laid = [op for row in rows for op in row], tasks_of(rows, pace, rates)
+        played = play(laid.tasks, rates)
+    start_s, end_s = played.end[laid.ends[-1 - num_steps]], played.end[laid.ends[-1]]
+    return PlayedSteps(operations, laid, played, start_s, end_s, num_steps)
 
 
 def _repeated(rows: Iterable[Sequence[Operation]]) -> Iterator[Sequence[Operation]]:
@@ -140,132 +146,119 @@ def _repeated(rows: Iterable[Sequence[Operation]]) -> Iterator[Sequence[Operatio
                 yield from itertools.cycle(seen[-period:])
 
 
-def tasks_of(steps: Iterable[Sequence[Operation]], pace: Pace, rates: Rates) -> Laid:
-    """Give operations of steps their lengths, and let each come after what the host waits for before it submits it."""
-    tasks: list[Task] = []
-    ends: list[int] = []
-    places: list[int] = []  # of operations
-    submitted: int | None = None  # with what is submitted next
-    for operations in steps:
-        begin, end = len(places), -1
+class _Laying:
+    """Operations as tasks, each with its length, and after what the host waits for before it submits it."""
+
+    def __init__(self, pace: Pace, rates: Rates) -> None:
+        self._pace, self._rates = pace, rates
+        self.laid = Laid([], [], [])
+        self.submitted: list[int | None] = []
+        """By task: the last thing that the host did before it submitted it."""
+        self._begin, self._end, self._did = 0, -1, None
+
+    def add(self, operations: Iterable[Operation]) -> None:
+        """More of a step."""
+        pace, rates, (tasks, _, places) = self._pace, self._rates, self.laid
+        begin, end, did = self._begin, self._end, self._did
         for op in operations:
             is_visit = rates.host_runs_ahead and op.kind in _VISITS
             if is_visit and pace.host_visit_s:
-                submitted = len(tasks)
+                self.submitted.append(did)
+                did = len(tasks)
                 tasks.append(Task(HOST, f"submit {op.name}", pace.host_visit_s, 0, ()))
             after = [places[begin + i] for i in op.after if begin + i >= 0]
-            after += [] if submitted is None else [submitted]
+            after += [] if did is None else [did]
             task = Task(op.lane, op.name, pace.seconds(op), op.nbytes, tuple(after))
             if op.kind == _USE_ACTIVATIONS:  # the backward that was begun goes on when they are there
                 begun = tasks[end]
                 tasks[end], task = begun._replace(seconds=0.0), task._replace(name=begun.name, seconds=begun.seconds)
             place = len(tasks)
+            self.submitted.append(did)
             tasks.append(task)
             places.append(place)
             if op.lane == COMPUTE:
                 end = place
             if op.lane == HOST or (op.lane == COMPUTE and not rates.host_runs_ahead):
-                submitted = place
+                did = place
             if is_visit and (launch_s := pace.launch_s(op.unit, op.kind)):  # while they run, the first of them already
-                before = () if submitted is None else (submitted,)
-                submitted = len(tasks)
+                before = () if did is None else (did,)
+                self.submitted.append(did)
+                did = len(tasks)
                 tasks.append(Task(HOST, f"launch {op.name}", launch_s, 0, before))
-        ends.append(end)
-    return Laid(tasks, ends, places)
+        self._end, self._did = end, did
+
+    def end_step(self) -> None:
+        """What comes next is of another one."""
+        self.laid.ends.append(self._end)
+        self._begin, self._end = len(self.laid.places), -1
 
 
-@dataclass(frozen=True)
-class Played:
-    """When each task began and ended, and which one it waited for last (-1: none)."""
-
-    tasks: Sequence[Task]
-    start: Sequence[float]
-    end: Sequence[float]
-    cause: Sequence[int]
-
-    def timeline(self) -> Timeline:
-        """Spans of lanes and compute, and what compute waited for."""
-        spans, waits, idle_from = [], [], 0.0
-        for i, task in enumerate(self.tasks):
-            if task.lane == HOST:
-                continue
-            if task.lane != COMPUTE or self.end[i] > self.start[i]:
-                spans.append(Span(task.lane, task.name, self.start[i], self.end[i], task.nbytes))
-            if task.lane == COMPUTE:
-                if self.start[i] > idle_from:
-                    waits.append(self._wait(i, idle_from))
-                idle_from = self.end[i]
-        return Timeline(tuple(sorted(spans, key=lambda span: (span.start_s, -span.end_s))), tuple(waits))
-
-    def _wait(self, index: int, since_s: float) -> Span:
-        cause = self.tasks[self.cause[index]]
-        return Span(cause.lane, cause.name, since_s, self.start[index])
-
-    def binding(self, last: int, start_s: float) -> dict[str, float]:
-        """Walk back from the end of a task, from each to the one that it waited for: link -> part of the time."""
-        seconds: defaultdict[str, float] = defaultdict(float)
-        index, end_s = last, self.end[last]
-        while index >= 0 and self.end[index] > start_s:
-            link = LINK_OF.get(self.tasks[index].lane, HOST)
-            seconds[link] += self.end[index] - max(self.start[index], start_s)
-            index = self.cause[index]
-        total_s = end_s - start_s
-        return {link: s / total_s for link, s in sorted(seconds.items(), key=lambda item: -item[1]) if s}
+def _are_equal(some: Sequence[float], others: Sequence[float]) -> bool:
+    return all(math.isclose(one, other, rel_tol=_EQUAL) for one, other in zip(some, others, strict=True))
 
 
-def play(tasks: Sequence[Task], rates: Rates) -> Played:
-    """Let every task run as soon as it may, as fast as it may. See [Note: time].
-
-    Cost: O(tasks); a lane runs one at a time, so few run at once.
-    """
-    waiting, successors = _order(tasks)
-    start, end, cause = [0.0] * len(tasks), [0.0] * len(tasks), [-1] * len(tasks)
-    fair = Fair(rates)
-    links = [LINKS.index(LINK_OF[task.lane]) if task.lane in LINK_OF else None for task in tasks]
-    running: dict[int, float] = {}  # seconds left, at full speed
-    counts = [0] * len(LINKS)
-    ready = [i for i, number in enumerate(waiting) if not number]
-    now = 0.0
-    while ready or running:
-        while ready:
-            index = ready.pop()
-            start[index] = now
-            running[index] = tasks[index].seconds
-            link = links[index]
-            if link is not None:
-                counts[link] += 1
-        speeds = fair.speeds(tuple(counts))
-        lasts = [left / (1.0 if (link := links[i]) is None else speeds[link]) for i, left in running.items()]
-        passed = min(lasts)
-        now += passed
-        for (index, left), seconds in zip(list(running.items()), lasts, strict=True):
-            if seconds <= passed * (1 + _ROUNDING):
-                del running[index]
-                end[index] = now
-                link = links[index]
-                if link is not None:
-                    counts[link] -= 1
-                for other in successors[index]:
-                    waiting[other] -= 1
-                    if not waiting[other]:
-                        cause[other] = index
-                        ready.append(other)
-            else:
-                running[index] = left * (1 - passed / seconds)
-    return Played(tasks, start, end, cause)
+def tasks_of(steps: Iterable[Sequence[Operation]], pace: Pace, rates: Rates) -> Laid:
+    """Lay steps out as tasks."""
+    laying = _Laying(pace, rates)
+    for operations in steps:
+        laying.add(operations)
+        laying.end_step()
+    return laying.laid
 
 
-def _order(tasks: Sequence[Task]) -> tuple[list[int], list[list[int]]]:
-    """How many tasks each one waits for, and who waits for it."""
-    waiting: list[int] = []
-    successors: list[list[int]] = [[] for _ in tasks]
-    last_of: dict[str, int] = {}
-    for i, task in enumerate(tasks):
-        first = set(task.after)
-        if task.lane in last_of:
-            first.add(last_of[task.lane])
-        last_of[task.lane] = i
-        waiting.append(len(first))
-        for other in first:
-            successors[other].append(i)
-    return waiting, successors
+class PlayedClock:
+    """Plays steps while they are laid out. See ``planning.paper.schedule.Clock``."""
+
+    def __init__(self, pace: Pace, rates: Rates) -> None:
+        self._laying = _Laying(pace, rates)
+        self._player = Player(self._laying.laid.tasks, rates)
+        self._operations: list[Operation] = []
+        self._num_laid = 0
+        """Operations of this step."""
+
+    def play(self, row: Sequence[Operation], attempts: Mapping[int, Attempt]) -> None:
+        """Until the last one is over."""
+        places, first = self._laying.laid.places, len(self._laying.laid.places)
+        self._laying.add(row[self._num_laid :])
+        self._num_laid = len(row)
+        self._player.add()
+        for i in range(first, len(places)):
+            if i in attempts:
+                self._player.decide(places[i], attempts[i], self._laying.submitted[places[i]])
+        self._player.run(places[-1])
+
+    def is_over(self, index: int) -> bool:
+        """Whether an operation is."""
+        return self._player.is_over(self._laying.laid.places[index])
+
+    def settle(self, steps: Iterable[Schedule], warm_up: int) -> int:
+        """Lay steps out until they repeat, or often enough. Returns: how many of the last ones count."""
+        for number, step in enumerate(itertools.islice(steps, warm_up + _MOST_MEASURED), start=1):
+            self.end_step(step.operations)
+            took_s = self._took_s()
+            for period in _PERIODS if number >= warm_up + MEASURED else ():
+                if len(took_s) >= _AGREE + period and _are_equal(took_s[-_AGREE:], took_s[-_AGREE - period : -period]):
+                    return max(period, MEASURED)
+        return _MOST_MEASURED
+
+    def _took_s(self) -> list[float]:
+        """Seconds of each step but the first and the last, whose end is not known yet."""
+        ends = [self._player.played.end[i] for i in self._laying.laid.ends[:-1]]
+        return [end - start for start, end in itertools.pairwise(ends)]
+
+    def end_step(self, row: Sequence[Operation]) -> None:
+        """Lay the rest of a step out."""
+        self._laying.add(row[self._num_laid :])
+        self._laying.end_step()
+        self._operations += row
+        self._num_laid = 0
+
+    def played(self) -> tuple[list[Operation], Laid, Played]:
+        """All steps; operations that were not made move nothing, and wait for nothing."""
+        self._player.add()
+        self._player.run()
+        laid, skipped = self._laying.laid, self._player.turns.skipped
+        nothing: Mapping[str, Any] = {"nbytes": 0, "after": (), "reads": (), "writes": ()}
+        pairs = zip(self._operations, laid.places, strict=True)
+        operations = [replace(op, **nothing) if place in skipped else op for op, place in pairs]
+        return operations, laid, self._player.played

@@ -14,16 +14,11 @@ gradients of the next attempt existed.
 With ``clipping=False`` no attempt is lost to a factor (the backward window); with clipping those of steps that clip are
 (speculation).
 
-[Note: as many as there is time for] Backward may give gradients faster than updates take them. If all attempts were
-made in order, the units that forward needs first would be updated last, and forward would wait for everything. So an
-attempt whose turn comes when the gradients of a later one are home too is *overtaken*: it is not made. What remains is
-spread evenly over the model, as dense as backward has time for, whatever the rates are. ``step()`` waits for the end of
-backward, gives up the attempts whose turn has not come, and updates all these units in the order of their next use.
+Which attempts are made: ``order.attempts``.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -33,6 +28,7 @@ from outcore.device.device import Device
 from outcore.device.lanes import SKIPPED, Handle
 from outcore.memory.arena import Buffer
 from outcore.optim.rules import Hyper
+from outcore.order.attempts import Attempt, Attempts
 from outcore.order.ledger import Span
 from outcore.order.updates import UpdateOrder
 from outcore.runtime.gradients.of_unit import UnitGradients
@@ -46,28 +42,20 @@ Hypers = Callable[[], Mapping[int, Hyper]]
 """Settings by parameter id, as the param groups have them now."""
 
 
-class _Attempt:
+class _Attempt(Attempt):
     """An update that may turn out to be the one that ``step()`` asks for. See ``order.updates.EarlyWork``."""
 
     def __init__(self, gradients: UnitGradients, changes: Mapping[int, Change], workers: UpdateWorkers | None) -> None:
+        ledger, home = gradients.unit.ledger, gradients.unit.ledger.gradients.ready
+        super().__init__(
+            lambda: home is None or home.is_over(),
+            lambda: (made := ledger.next_weights.ready) is None or made.is_over(),
+        )
         self.changes, self.gradients, self._workers = changes, gradients, workers
         self._versions = _versions(gradients)
-        self._gradients_ready = gradients.unit.ledger.gradients.ready
-        self.next: _Attempt | None = None
-        """The one that was started after it."""
         self.moved: Mapping[str, int] = {}
         """Lane -> bytes that it moves if it is made."""
         self._is_wanted = True
-        self._is_made: bool | None = None
-        """None until its turn comes, or ``step()`` does."""
-        self._deciding = threading.Lock()
-
-    def is_due(self) -> bool:
-        """Asked by its operations, of which the first one decides. See [Note: as many as there is time for]."""
-        with self._deciding:
-            if self._is_made is None:
-                self._is_made = self.next is None or not self.next.has_gradients()
-            return self._is_made
 
     def is_wanted(self) -> bool:
         """Not any more once ``step()`` asked for something else: what is under way ends, but does nothing."""
@@ -78,16 +66,6 @@ class _Attempt:
         is_made = self.settle()
         self._is_wanted = False
         return is_made
-
-    def settle(self) -> bool:
-        """Give it up if its turn has not come. Returns whether it was made, or is under way."""
-        with self._deciding:
-            self._is_made = bool(self._is_made)
-            return self._is_made
-
-    def has_gradients(self) -> bool:
-        """Whether its gradients are home."""
-        return self._gradients_ready is None or self._gradients_ready.is_over()
 
     def is_what(self, changes: Mapping[int, Change]) -> bool:
         """Whether it did what ``step()`` asks for, factors apart, with what is there now."""
@@ -142,7 +120,7 @@ class EarlyUpdates:
         self._order, self._device, self._traffic = order, device, traffic
         self._workers, self._hypers = workers, hypers
         self._attempts: dict[str, _Attempt] = {}
-        self._last: _Attempt | None = None
+        self._of_step = Attempts()
 
     # In backward.
 
@@ -163,11 +141,10 @@ class EarlyUpdates:
             for i in handles
             if id(unit.params[i]) in hypers
         }
-        if changes:
+        if changes and self._of_step.wants_next():
             attempt = self._attempts[unit.name] = _Attempt(gradients, changes, self._workers)
-            if self._last is not None:
-                self._last.next = attempt
-            self._last, before = attempt, self._traffic.totals()
+            self._of_step.add(attempt)
+            before = self._traffic.totals()
             self._order.attempt(unit.ledger, attempt)
             attempt.moved = self._traffic.since(before)
 
@@ -175,11 +152,9 @@ class EarlyUpdates:
 
     def settle(self) -> None:
         """Backward is over: give up the attempts whose turn has not come. Waits for the end of backward."""
-        if not self._attempts:
-            return
-        self._device.mark("backward is over").wait()  # orders nothing: only so that attempts have their chance
-        for attempt in self._attempts.values():
-            attempt.settle()
+        if self._attempts:
+            self._device.mark("backward is over").wait()  # orders nothing: only so that attempts have their chance
+        self._of_step.settle(self._attempts.values())
 
     def keep(self, unit: Unit, changes: Mapping[int, Change], copied: Sequence[Handle]) -> bool:
         """Whether the unit's attempt is the update that is asked for; else it is forgotten.
@@ -210,7 +185,7 @@ class EarlyUpdates:
         """Forget all attempts. See [Note: cut short]."""
         while self._attempts:
             self._attempts.popitem()[1].forget()
-        self._last = None
+        self._of_step.reset()
 
     def _drop(self, unit: Unit) -> None:
         attempt = self._attempts.pop(unit.name, None)

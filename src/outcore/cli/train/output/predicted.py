@@ -24,8 +24,7 @@ class PredictedStep(NamedTuple):
     @classmethod
     def of(cls, simulation: Simulation) -> Self:
         """The mean of the steps that were simulated."""
-        timeline, step_s = simulation.timeline, simulation.step_s
-        steps = timeline.wall_s / step_s if step_s else 1.0
+        timeline, step_s, steps = simulation.timeline, simulation.step_s, simulation.num_steps
         exposed_s = {lane: s / steps for lane, s in timeline.exposed_s().items() if lane != COMPUTE}
         return cls(step_s, timeline.busy_s()[COMPUTE] / steps, exposed_s)
 

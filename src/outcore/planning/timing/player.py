@@ -1,0 +1,207 @@
+"""Tasks in time: each runs as soon as it may, as fast as it may. See [Note: time] in ``timing.simulate``."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from outcore.order.attempts import Attempt
+from outcore.planning.timing.fair import Fair
+from outcore.planning.timing.rates import LINK_OF, LINKS, Rates
+from outcore.spec.timeline import COMPUTE, HOST, Span, Timeline
+
+_ROUNDING = 1e-12
+
+
+class Task(NamedTuple):
+    """An operation with its length."""
+
+    lane: str
+    name: str
+    seconds: float
+    """How long it takes alone."""
+    nbytes: int
+    after: tuple[int, ...]
+    """Indices of tasks that come first."""
+
+
+@dataclass(frozen=True)
+class Played:
+    """When each task began and ended, and which one it waited for last (-1: none)."""
+
+    tasks: Sequence[Task]
+    start: Sequence[float]
+    end: Sequence[float]
+    cause: Sequence[int]
+
+    def timeline(self) -> Timeline:
+        """Spans of lanes and compute, and what compute waited for."""
+        spans, waits, idle_from = [], [], 0.0
+        for i, task in enumerate(self.tasks):
+            if task.lane == HOST:
+                continue
+            if task.lane != COMPUTE or self.end[i] > self.start[i]:
+                spans.append(Span(task.lane, task.name, self.start[i], self.end[i], task.nbytes))
+            if task.lane == COMPUTE:
+                if self.start[i] > idle_from:
+                    waits.append(self._wait(i, idle_from))
+                idle_from = self.end[i]
+        return Timeline(tuple(sorted(spans, key=lambda span: (span.start_s, -span.end_s))), tuple(waits))
+
+    def _wait(self, index: int, since_s: float) -> Span:
+        cause = self.tasks[self.cause[index]]
+        return Span(cause.lane, cause.name, since_s, self.start[index])
+
+    def binding(self, last: int, start_s: float) -> dict[str, float]:
+        """Walk back from the end of a task, from each to the one that it waited for: link -> part of the time."""
+        seconds: defaultdict[str, float] = defaultdict(float)
+        index, end_s = last, self.end[last]
+        while index >= 0 and self.end[index] > start_s:
+            link = LINK_OF.get(self.tasks[index].lane, HOST)
+            seconds[link] += self.end[index] - max(self.start[index], start_s)
+            index = self.cause[index]
+        total_s = end_s - start_s
+        return {link: s / total_s for link, s in sorted(seconds.items(), key=lambda item: -item[1]) if s}
+
+
+def play(tasks: Sequence[Task], rates: Rates) -> Played:
+    """Let every task run. See [Note: time] in ``timing.simulate``.
+
+    Cost: O(tasks); a lane runs one at a time, so few run at once.
+    """
+    player = Player(list(tasks), rates)
+    player.add()
+    player.run()
+    return player.played
+
+
+class _Turns:
+    """When it is decided whether an attempt is made: when its first task is next in its lane, and submitted."""
+
+    def __init__(self) -> None:
+        self.skipped: set[int] = set()
+        """Tasks of attempts that were not made."""
+        self._attempts: dict[int, Attempt] = {}
+        """By task."""
+        self._behind: dict[int, list[int]] = {}
+        """Task -> those whose turn may come when it is over."""
+        self._num_before: dict[int, int] = {}
+        """Task of an attempt -> how many of these are left."""
+        self.come: list[int] = []
+        """Tasks whose turn has come."""
+
+    def add(self, index: int, attempt: Attempt, before: set[int]) -> None:
+        """A task of an attempt. Args: before: Tasks that are to be over before its turn comes."""
+        self._attempts[index], self._num_before[index] = attempt, len(before)
+        for other in before:
+            self._behind.setdefault(other, []).append(index)
+        self.come += [] if before else [index]
+
+    def over(self, index: int) -> None:
+        """A task is over."""
+        for other in self._behind.pop(index, ()):
+            self._num_before[other] -= 1
+            self.come += [] if self._num_before[other] else [other]
+
+    def take(self) -> Iterable[int]:
+        """Those of which it is found out now that they are not made."""
+        found = [index for index in self.come if not self._attempts[index].is_due()]
+        self.skipped.update(found)
+        self.come.clear()
+        return found
+
+
+class Player:
+    """Plays tasks. Their list may grow when some have run."""
+
+    def __init__(self, tasks: list[Task], rates: Rates) -> None:
+        self._tasks, self._start, self._end, self._cause = tasks, list[float](), list[float](), list[int]()
+        self.played = Played(tasks, self._start, self._end, self._cause)
+        self.turns = _Turns()
+        self._waiting: list[int] = []
+        """By task: how many it waits for."""
+        self._successors: list[list[int]] = []
+        """By task: who waits for it."""
+        self._last_of: dict[str, int] = {}
+        """Lane -> its last task."""
+        self._ready: list[int] = []
+        self._running: dict[int, float] = {}
+        """Task -> seconds left, at full speed."""
+        self._fair, self._counts = Fair(rates), [0] * len(LINKS)
+        self._now, self._latest = 0.0, -1
+
+    def is_over(self, index: int) -> bool:
+        """Whether a task is."""
+        return self._end[index] >= 0
+
+    def add(self) -> None:
+        """The list has grown."""
+        for i in range(len(self._waiting), len(self._tasks)):
+            task = self._tasks[i]
+            first = set(task.after)
+            if task.lane in self._last_of:
+                first.add(self._last_of[task.lane])
+            self._last_of[task.lane] = i
+            left = [other for other in first if self._end[other] < 0]
+            for other in left:
+                self._successors[other].append(i)
+            self._waiting.append(len(left))
+            self._successors.append([])
+            self._start.append(0.0)
+            self._end.append(-1.0)
+            self._cause.append(self._latest)
+            if not left:
+                self._ready.append(i)
+
+    def decide(self, index: int, attempt: Attempt, submitted: int | None) -> None:
+        """A task was added that is one of an attempt. Args: submitted: What the host did before."""
+        before = next((i for i in range(index - 1, -1, -1) if self._tasks[i].lane == self._tasks[index].lane), None)
+        self.turns.add(index, attempt, {i for i in (before, submitted) if i is not None and self._end[i] < 0})
+
+    def run(self, until: int | None = None) -> None:
+        """Until a task is over; None: until all are."""
+        tasks, start, end, cause, waiting = self._tasks, self._start, self._end, self._cause, self._waiting
+        successors, ready, running, counts = self._successors, self._ready, self._running, self._counts
+        links = [LINKS.index(LINK_OF[task.lane]) if task.lane in LINK_OF else None for task in tasks]
+        now = self._now
+        while (ready or running) and (until is None or end[until] < 0):
+            if self.turns.come:
+                self._skip()
+            while ready:
+                index = ready.pop()
+                start[index] = now
+                running[index] = tasks[index].seconds
+                link = links[index]
+                if link is not None:
+                    counts[link] += 1
+            speeds = self._fair.speeds(tuple(counts))
+            lasts = [left / (1.0 if (link := links[i]) is None else speeds[link]) for i, left in running.items()]
+            passed = min(lasts)
+            now += passed
+            for (index, left), seconds in zip(list(running.items()), lasts, strict=True):
+                if seconds <= passed * (1 + _ROUNDING):
+                    del running[index]
+                    end[index], self._latest = now, index
+                    link = links[index]
+                    if link is not None:
+                        counts[link] -= 1
+                    for other in successors[index]:
+                        waiting[other] -= 1
+                        if not waiting[other]:
+                            cause[other] = index
+                            ready.append(other)
+                    self.turns.over(index)
+                else:
+                    running[index] = left * (1 - passed / seconds)
+        self._now = now
+
+    def _skip(self) -> None:
+        """What is not made is over at once, and waits for nothing more."""
+        for index in self.turns.take():
+            self._tasks[index] = self._tasks[index]._replace(seconds=0.0, nbytes=0)
+            if self._waiting[index] > 0:
+                self._waiting[index] = -1  # never 0 again
+                self._cause[index] = self._latest
+                self._ready.append(index)
