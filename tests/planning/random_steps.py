@@ -23,8 +23,8 @@ from outcore.planning.homes.reservations import can_be_early
 from outcore.planning.paper import schedule
 from outcore.planning.paper.schedule import Circumstances, consecutive, usual_visits
 from outcore.planning.paper.weight_cache import nothing_held
-from outcore.planning.timing.rates import LINKS, Pace, Rates, Shared, Way
 from outcore.planning.timing.player import Task, play
+from outcore.planning.timing.rates import LINKS, Pace, Rates, Shared, Way
 from outcore.planning.timing.simulate import tasks_of
 from outcore.spec.cut import shared
 from outcore.spec.model import ModelSpec, Sharing, UnitSpec
@@ -168,7 +168,8 @@ def steps_s(step: Step, chance: random.Random, *, num_orders: int, steps: int = 
     with mock.patch.object(schedule, "update_order", order):
         laid_out = consecutive(step.model, step.plan, step.visits, nothing_held(step.plan), step.circumstances)
         rows = [found.operations for found in itertools.islice(laid_out, steps)]
-    plain = tasks_of(rows, Pace(step.model, step.plan, step.rates), step.rates)[:2]
+    pace = Pace(step.model, step.plan, step.rates, clips=step.circumstances.clips)
+    plain = tasks_of(rows, pace, step.rates)[:2]
     others = num_orders if step.rates.host_runs_ahead else 0
     for i in range(1 + others):
         tasks, ends = reordered(*plain, chance) if i else plain

@@ -2,9 +2,9 @@
 
 [Note: as many as there is time for] Backward may give gradients faster than updates take them. If all attempts were
 made in order, the units that forward needs first would be updated last, and forward would wait for everything. So an
-attempt whose turn comes when the gradients of the next one are home too is *overtaken*: it is not made. ``step()`` waits
-for the end of backward, gives up the attempts whose turn has not come, and updates all these units in the order of
-their next use. No rate is measured.
+attempt whose turn comes when the gradients of the next one are home too is *overtaken*: it is not made. ``step()``
+waits for the end of backward, gives up the attempts whose turn has not come, and updates all these units in the order
+of their next use. No rate is measured.
 
 [Note: left out] Updates in ``step()`` run beside forward, and forward waits for one of them at a time. When the last of
 them is over, their lane has nothing to do until backward gives its first gradient. So the last one should belong to one
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-
 
 _BEHIND = 2
 """Attempts that are lost or not yet over when backward is: with fewer, lanes may have had nothing to do."""

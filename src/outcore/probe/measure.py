@@ -179,8 +179,9 @@ class _Probe:
         if store is not None:
             own = self._host_memory(2 * sizes[-1]).random_()
             halves = {"disk_write": own[: sizes[-1]], "disk_read": own[sizes[-1] :]}
-            for link, memory in halves.items():  # written before anything is read
+            for link, memory in halves.items():
                 part = store.take(store.nbytes // 2, owner="probe")
+                work.fill(store, part, memory)  # of what was never written a filesystem reads nothing
                 found[link] = {size: work.transfers(self._device, store, part, memory[:size], link) for size in sizes}
         return found
 

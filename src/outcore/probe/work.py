@@ -213,6 +213,13 @@ def transfers(device: Device, store: DiskStore, extent: Extent, memory: torch.Te
     return Load(link, nbytes, turn)
 
 
+def fill(store: DiskStore, extent: Extent, memory: torch.Tensor) -> None:
+    """Write all of an extent."""
+    for here in range(0, extent.nbytes, memory.numel()):
+        size = min(memory.numel(), extent.nbytes - here)
+        store.write(extent.part(here, here + size), memory[:size])
+
+
 def _places(total: int, nbytes: int) -> Iterator[int]:
     """Beginnings of pieces, round and round: what comes again has left the caches if the whole is large enough."""
     return itertools.cycle(range(0, max(total - nbytes, 0) + 1, nbytes))

@@ -74,8 +74,8 @@ def facts_of(answer: Answer) -> dict[str, Any]:
         "homes_text": _homes_text(answer),
         "timeline": _timeline(answer),
         "time_text": (
-            f"{simulation.num_steps} steps of {simulation.step_s:.4g} s each, lane by lane, and below what is in use on each tier. "
-            f"{_binds(answer)}"
+            f"{simulation.num_steps} steps of {simulation.step_s:.4g} s each, lane by lane, and below what is in use "
+            f"on each tier. {_binds(answer)}"
         ),
         "lanes": list(_lanes(answer)),
         "curves": _curves(answer),

@@ -67,7 +67,7 @@ class Times:
     ) -> None:
         self.model, self.plan, self.rates, self.visits = model, plan, rates, visits
         self.pairs = list(zip(model.units, plan.units, strict=True))
-        self._pace, self._circumstances = Pace(model, plan, rates), circumstances
+        self._pace, self._circumstances = Pace(model, plan, rates, clips=circumstances.clips), circumstances
         self._alone = replace(model, units=())
         names = [unit.name for unit in model.units]
         self._walked_s = [self._pace.backward_s(name) for name in names]
@@ -125,11 +125,11 @@ class Times:
     def _collecting_s(self, spec: UnitSpec, plan: UnitPlan) -> tuple[float, float]:
         """Of copying gradients into a bucket, or of adding up those that live on the device."""
         if spec.num_ranks > 1:  # the root's in the last visit of a pass alone
-            copied_s = self.rates.move_s("compute", spec.bucket_bytes)
+            copied_s = self._pace.collect_s(spec.name, spec.bucket_bytes)
             return (copied_s if spec.name else 0.0), copied_s
         if plan.gradients == "device":
             return 0.0, self.rates.move_s("compute", spec.update_bytes)
-        copied_s = self.rates.move_s("compute", spec.bucket_bytes) if spec.name else 0.0
+        copied_s = self._pace.collect_s(spec.name, spec.bucket_bytes) if spec.name else 0.0
         return copied_s, copied_s
 
     def is_piece(self, i: int) -> bool:

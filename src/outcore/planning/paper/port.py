@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from outcore.order.attempts import Attempt
+from outcore.order.attempts import Attempt, Attempts
 from outcore.order.ledger import After, Dependency, Home, Ledger, Slot, Span
 from outcore.order.port import COPY, NOTHING, Work
 from outcore.planning.paper.weight_cache import Move
@@ -23,6 +23,50 @@ class Entry:
     lane: str
 
 
+class Clock(Protocol):
+    """Plays steps while they are laid out: which updates inside backward are made depends on it."""
+
+    def play(self, row: Sequence[Operation], attempts: Mapping[int, Attempt]) -> None:
+        """Until the last operation of a row is over.
+
+        Args:
+            row: Of a step, from its first one.
+            attempts: By operation, counted from the first of all steps.
+        """
+
+    def is_over(self, index: int) -> bool:
+        """Whether an operation is. Args: index: Counted from the first of all steps."""
+
+
+class InTime:
+    """Updates inside backward of which time decides whether they are made, as in a run. See ``order.attempts``."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._of_step = clock, Attempts()
+        self.of_operations: dict[int, Attempt] = {}
+        """By operation, counted from the first of all steps."""
+        self.attempt: Attempt | None = None
+        """Which is written down: operations that may not be due are its."""
+
+    def start(self, unit: Ledger[Entry]) -> Attempt | None:
+        """A unit's. None: it is left out."""
+        if not self._of_step.wants_next():
+            return None
+        is_over, home = self._clock.is_over, unit.gradients.ready
+        attempt = Attempt(
+            lambda: home is None or is_over(home.index),
+            lambda: (made := unit.next_weights.ready) is None or is_over(made.index),
+        )
+        self._of_step.add(attempt)
+        return attempt
+
+    def settle(self, row: Sequence[Operation], started: Sequence[Attempt]) -> None:
+        """Backward is over. Args: row: Of the step so far."""
+        if started:
+            self._clock.play(row, self.of_operations)
+        self._of_step.settle(started)
+
+
 class Paper:
     """Takes operations and writes them down."""
 
@@ -32,10 +76,8 @@ class Paper:
         """Of the step, with indices counted from its first operation."""
         self.move: Move | None = None
         """That the next fetches and reads make."""
-        self.attempt: Attempt | None = None
-        """Which played time decides: the next operations that may not be due are its."""
-        self.attempts: dict[int, Attempt] = {}
-        """By operation, counted from the first of all steps."""
+        self.in_time: InTime | None = None
+        """If played time decides which updates inside backward are made."""
         self._begin = 0
         self._names = names
         self._computed = Entry(-1, COMPUTE)
@@ -56,8 +98,8 @@ class Paper:
         work: Work = COPY,
     ) -> Entry:
         """Write an operation of a lane down; one that is not due moves nothing and waits for nothing."""
-        if work.is_due is not None and self.attempt is not None:
-            self.attempts[self._begin + len(self.row)] = self.attempt
+        if work.is_due is not None and self.in_time is not None and self.in_time.attempt is not None:
+            self.in_time.of_operations[self._begin + len(self.row)] = self.in_time.attempt
         elif work.is_due is not None and not work.is_due():
             return self._append(lane.value, kind, unit.spec.name, (), (), NOTHING)
         moved = work.moved if lane in RANK_LANES else None

@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from outcore.order.activations import SavedCall
-from outcore.order.attempts import Attempt, Attempts
+from outcore.order.attempts import Attempt
 from outcore.order.ledger import Ledger, Span
 from outcore.order.slots import SlotPool
 from outcore.order.step import StepOrder
 from outcore.order.turns import Turns
-from outcore.planning.paper.port import Entry, Paper
+from outcore.planning.paper.port import Clock, Entry, InTime, Paper
 from outcore.planning.paper.weight_cache import (
     Held,
     Move,
@@ -35,7 +35,7 @@ from outcore.planning.paper.weight_cache import (
 )
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
-from outcore.spec.schedule import ROOT, Operation, Phase, Schedule, Visit
+from outcore.spec.schedule import ROOT, Phase, Schedule, Visit
 
 _MAX_WARM_UP = 16
 
@@ -59,17 +59,7 @@ class Circumstances:
     clips: bool = True
     """Updates in ``step()`` need a clip factor, which all gradients make."""
     overtaken: frozenset[str] | None = None
-    """Units whose early update is not made. None: played time decides (``Clock``), and without it all are made."""
-
-
-class Clock(Protocol):
-    """Plays steps while they are laid out: which early updates are made depends on it. See ``order.attempts``."""
-
-    def play(self, row: Sequence[Operation], attempts: Mapping[int, Attempt]) -> None:
-        """Until the last operation of a row is over. Args: row: Of a step, from its first one. attempts: See Paper."""
-
-    def is_over(self, index: int) -> bool:
-        """Whether an operation is. Args: index: Counted from the first of all steps."""
+    """Units whose early update is not made. None: time decides where steps are played, else all are."""
 
 
 def schedule(
@@ -159,8 +149,8 @@ class _Steps:
         self, model: ModelSpec, plan: Plan, held: Held, circumstances: Circumstances, clock: Clock | None
     ) -> None:
         self.paper = paper = Paper([unit.name for unit in model.units])
+        paper.in_time = None if clock is None else InTime(clock)
         self._model, self._plan, self._circumstances = model, plan, circumstances
-        self._clock, self._attempts = clock, Attempts()
         self._num_pieces = model.micro_batches_in_unit
         order: StepOrder[Entry] = StepOrder(model, plan, paper)
         self._units, self._weights = order.ledgers, order.weights
@@ -266,27 +256,24 @@ class _Steps:
             self._attempt(unit, progress)
 
     def _attempt(self, unit: Ledger[Entry], progress: _Progress) -> None:
-        clock, home = self._clock, unit.gradients.ready
-        progress.is_attempted = clock is None or self._attempts.wants_next()
-        if not progress.is_attempted:
+        in_time = self.paper.in_time
+        if in_time is None:
+            progress.is_attempted = True
+            self._updates.attempt(unit, _Nothing(self, unit))
             return
-        if clock is not None:
-            progress.attempt = Attempt(
-                lambda: home is None or clock.is_over(home.index),
-                lambda: (made := unit.next_weights.ready) is None or clock.is_over(made.index),
-            )
-            self._attempts.add(progress.attempt)
-        self.paper.attempt = progress.attempt
-        self._updates.attempt(unit, _Nothing(self, unit))
-        self.paper.attempt = None
+        progress.attempt = in_time.attempt = in_time.start(unit)
+        progress.is_attempted = progress.attempt is not None
+        if progress.is_attempted:
+            self._updates.attempt(unit, _Nothing(self, unit))
+        in_time.attempt = None
 
     def _step(self, visits: Sequence[Visit]) -> None:
         backward = self.paper.mark("is over", self._units[ROOT])
         if any(progress.is_attempted for progress in self._progress):
             self.paper.wait("backward is over", backward)
-            if self._clock is not None:
-                self._clock.play(self.paper.row, self.paper.attempts)
-        self._attempts.settle([p.attempt for p in self._progress if p.attempt is not None])
+        if self.paper.in_time is not None:
+            started = [p.attempt for p in self._progress if p.attempt is not None]
+            self.paper.in_time.settle(self.paper.row, started)
         self.factors = [backward] if self._circumstances.clips else []
         changed = changed_units(self._model, visits)
         seen = visits if self._turns is None else None

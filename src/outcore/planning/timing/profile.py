@@ -154,15 +154,17 @@ def rates_for(
     if disk is not None:
         shared.append(Shared(name="disk", parts=dict.fromkeys(("disk_read", "disk_write"), 1 / disk.both)))
         latency |= dict.fromkeys(("disk_read", "disk_write"), disk.latency_s)
+    copies = device.bytes_per_s / 2
     return Rates(
         forward_s={n: computing.forward_s(w) for n, w in work.items()},
         backward_s={n: computing.backward_s(w) for n, w in work.items()},
         selected_forward_s={n: computing.selected_s(w) for n, w in work.items()},
-        # A copy on the device reads and writes; adding up in host memory moves 10 bytes for 4 that it writes.
+        # A copy on the device reads and writes; where the host computes, it does so in host memory, beyond its caches.
+        # Adding up in host memory moves 10 bytes for 4 that it writes.
         bytes_per_s={
             **bytes_per_s,
             **others.bytes_per_s,
-            "compute": device.bytes_per_s / 2,
+            "compute": copies if device.runs_ahead else min(copies, bus.d2h_bytes_per_s),
             "update": host.bytes_per_s / 2.5,
         },
         parameters_per_s={

@@ -119,8 +119,9 @@ class Rates:
 class Pace:
     """Seconds of the operations of a plan."""
 
-    def __init__(self, model: ModelSpec, plan: Plan, rates: Rates) -> None:
-        self._rates = rates
+    def __init__(self, model: ModelSpec, plan: Plan, rates: Rates, *, clips: bool = False) -> None:
+        """Args: clips: Norms are taken of gradients before they leave the device."""
+        self._rates, self._takes_norms = rates, clips and model.units[0].num_ranks == 1
         self._specs = {spec.name: spec for spec in model.units}
         self._plans = {unit.name: unit for unit in plan.units}
         forward_s = {"keep": {}, "select": rates.selected_forward_s, "recompute": rates.forward_s}
@@ -136,6 +137,8 @@ class Pace:
             return self.forward_s(op.unit)
         if op.kind == "backward":
             return self.backward_s(op.unit)
+        if op.kind == "gradients of" and op.lane == COMPUTE:
+            return self.collect_s(op.unit, op.nbytes)
         return self._work_s(op, LINK_OF[op.lane])
 
     def _work_s(self, op: Operation, link: Link) -> float:
@@ -160,6 +163,11 @@ class Pace:
         """Of one visit, with recompute where the plan wants it."""
         seconds = self._again_s[unit] + self._rates.backward_s.get(unit, 0.0)
         return seconds / self._visits(unit) + self._visit_s
+
+    def collect_s(self, unit: str, nbytes: int) -> float:
+        """Of copying gradients into a bucket, and of reading them once more in one of its visits for their norms."""
+        copied_s = self._rates.move_s("compute", nbytes)
+        return copied_s + (0.5 * copied_s / self._visits(unit) if self._takes_norms else 0.0)
 
     def _visits(self, unit: str) -> int:
         """Which together are over one micro-batch: pieces of it. What is outside of all units is one."""

@@ -116,7 +116,7 @@ def play_steps(
     """Play steps, with every operation: see ``simulate``."""
     circumstances = circumstances or Circumstances()
     given = (model, plan, visits, nothing_held(plan), circumstances)
-    pace, num_steps = Pace(model, plan, rates), MEASURED
+    pace, num_steps = Pace(model, plan, rates, clips=circumstances.clips), MEASURED
     if circumstances.overtaken is None and any(unit.early for unit in plan.units):
         clock = PlayedClock(pace, rates)
         num_steps = clock.settle(consecutive(*given, clock), warm_up)
@@ -154,7 +154,8 @@ class _Laying:
         self.laid = Laid([], [], [])
         self.submitted: list[int | None] = []
         """By task: the last thing that the host did before it submitted it."""
-        self._begin, self._end, self._did = 0, -1, None
+        self._begin, self._end = 0, -1
+        self._did: int | None = None
 
     def add(self, operations: Iterable[Operation]) -> None:
         """More of a step."""
@@ -207,7 +208,7 @@ def tasks_of(steps: Iterable[Sequence[Operation]], pace: Pace, rates: Rates) -> 
 
 
 class PlayedClock:
-    """Plays steps while they are laid out. See ``planning.paper.schedule.Clock``."""
+    """Plays steps while they are laid out. See ``planning.paper.port.Clock``."""
 
     def __init__(self, pace: Pace, rates: Rates) -> None:
         self._laying = _Laying(pace, rates)

@@ -120,7 +120,8 @@ class EarlyUpdates:
         self._order, self._device, self._traffic = order, device, traffic
         self._workers, self._hypers = workers, hypers
         self._attempts: dict[str, _Attempt] = {}
-        self._of_step = Attempts()
+        self._of_step: Attempts | None = None
+        """Once there was one."""
 
     # In backward.
 
@@ -141,9 +142,10 @@ class EarlyUpdates:
             for i in handles
             if id(unit.params[i]) in hypers
         }
-        if changes and self._of_step.wants_next():
+        self._of_step = of_step = self._of_step or Attempts()
+        if changes and of_step.wants_next():
             attempt = self._attempts[unit.name] = _Attempt(gradients, changes, self._workers)
-            self._of_step.add(attempt)
+            of_step.add(attempt)
             before = self._traffic.totals()
             self._order.attempt(unit.ledger, attempt)
             attempt.moved = self._traffic.since(before)
@@ -154,7 +156,8 @@ class EarlyUpdates:
         """Backward is over: give up the attempts whose turn has not come. Waits for the end of backward."""
         if self._attempts:
             self._device.mark("backward is over").wait()  # orders nothing: only so that attempts have their chance
-        self._of_step.settle(self._attempts.values())
+        if self._of_step is not None:
+            self._of_step.settle(self._attempts.values())
 
     def keep(self, unit: Unit, changes: Mapping[int, Change], copied: Sequence[Handle]) -> bool:
         """Whether the unit's attempt is the update that is asked for; else it is forgotten.
@@ -185,7 +188,8 @@ class EarlyUpdates:
         """Forget all attempts. See [Note: cut short]."""
         while self._attempts:
             self._attempts.popitem()[1].forget()
-        self._of_step.reset()
+        if self._of_step is not None:
+            self._of_step.reset()
 
     def _drop(self, unit: Unit) -> None:
         attempt = self._attempts.pop(unit.name, None)
