@@ -56,7 +56,7 @@ def step_s(model: ModelSpec, rates: Rates, kind: Kind, *, share: float = 0.0, ea
     """Of a plan with the same homes for all units."""
     choice = Choice(model, policy="keep", accumulation_steps=1 if early else None, may_be_early=early > 0)
     plan = choice.plan(Candidate((kind,) * len(model.units), ROOMY, share, early))
-    circumstances = Circumstances(clips=not early)
+    circumstances = Circumstances(clips=not early, overtaken=frozenset())  # these systems make all of them
     return simulate(model, plan, rates, usual_visits(model), circumstances, warm_up=4).step_s
 
 
