@@ -20,8 +20,10 @@ def list_activations(times: Times, work: Work) -> None:
     are_equal = len({(plan.activations, plan.saved_bytes) for spec, plan in times.pairs if spec.name}) == 1
     brought = [0.0] * len(times.visits)
     for calls in times.passes():
-        for place, (i, then) in enumerate(calls[:-1]):
-            plan = times.pairs[times.visits[i].unit][1]
+        plans = [times.pairs[times.visits[i].unit][1] for i, _ in calls[:-1]]
+        on_disk = [place for place, plan in enumerate(plans) if plan.saved_bytes and plan.activations == "disk"]
+        in_slots = on_disk[max(len(on_disk) - kept, 0) :]
+        for place, ((i, then), plan) in enumerate(zip(calls[:-1], plans, strict=True)):
             if not plan.saved_bytes:
                 continue
             leave_s, write_s, read_s, bring_s = (
@@ -34,7 +36,7 @@ def list_activations(times: Times, work: Work) -> None:
             if place == len(calls) - 2:
                 continue
             begin = Moment(i, times.used_s[i])
-            if place > len(calls) - 2 - kept:
+            if place in in_slots:
                 write_s = read_s = 0.0
             work.total_s["disk_read"] += read_s
             work.total_s["h2d"] += bring_s
