@@ -29,7 +29,8 @@ from outcore.planning.homes.pools import LEAST
 
 from .cases import DEVICE, Block, Case, adamw, begin, build, micro_batches
 
-TIMEOUT_S, STALL_S = 4.0, 12.0
+TIMEOUT_S = float(os.environ.get("OUTCORE_TEST_TIMEOUT_S", "4"))
+STALL_S = 3 * TIMEOUT_S
 STEPS, MICRO_BATCHES = 3, 2
 RANK, NUM_RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 POINTS = {

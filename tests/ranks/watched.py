@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import nursery
 
 from .conftest import start
-from .faults import IN_PREPARE, KINDS, NUM_SAVED_WRITES, POINTS, TIMEOUT_S, Fault
+from .faults import IN_PREPARE, NUM_SAVED_WRITES, POINTS, TIMEOUT_S, Fault
 
 _STARTING = threading.Lock()
 """The nursery gives one birth at a time."""
@@ -190,8 +190,5 @@ def _names_what_happened(fault: Fault, number: int, text: str) -> bool:
     if fault.kind == "is_interrupted":
         return True
     if fault.kind == "does_alone":  # who has noticed it ends the others
-        return _LOST.match(text) is not None
-    return _LOST.match(text) is not None and (number == fault.rank or f"rank {fault.rank}" in text)
-
-
-ALL_KINDS = [kind.__name__ for kind in KINDS]
+        return _LOST.search(text) is not None
+    return _LOST.search(text) is not None and (number == fault.rank or f"rank {fault.rank}" in text)
