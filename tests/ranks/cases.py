@@ -306,6 +306,8 @@ def random_cases(seed: int, count: int, *, cut: bool = False) -> Iterator[Case]:
         kinds = ["plain", "tied", "frozen", "absent", "backwards", "lora"]
         kind = draw.choice(kinds if cut and gather == "link" else [*kinds, "routes"])
         dtype = draw.choice(["float32", "bfloat16", *(["float64"] if kind != "lora" else [])])
+        # One rank adds gradients of a block that is called twice in an order of its own (docs/exceptions.md).
+        has_reference = dtype != "float64" and kind != "backwards"
         yield Case(
             kind=kind,
             dtype=dtype,
@@ -316,7 +318,7 @@ def random_cases(seed: int, count: int, *, cut: bool = False) -> Iterator[Case]:
             delays=draw.choice([0, 0, draw.randrange(1, 1000)]),
             keep=draw.choice([False, True]),
             permute=draw.choice([0, 0, draw.randrange(1, 1000)]),
-            states=draw.choice(["fp32", "fp32", "bf16" if dtype != "float64" else "fp32"]),
+            states=draw.choice(["fp32", "fp32", "bf16" if has_reference else "fp32"]),
             partition=partition,
             gather=gather,
         )
