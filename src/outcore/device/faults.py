@@ -215,11 +215,12 @@ class PermutedLanes:
         self._meetings[lane].put(operation)
 
     def _wait_for_others(self) -> bool:
-        """For a moment, if a meeting is under way. Returns whether one was."""
+        """For a moment, if a meeting is under way. Returns whether one was: it may have ended since anybody looked."""
+        was_any = bool(self._under_way)
         self._under_way = [handle for handle in self._under_way if not handle.is_issued]
         for handle in self._under_way[:1]:
             handle.block(_MOMENT_S)
-        return bool(self._under_way)
+        return was_any
 
     def _meet(self, lane: Lane, meetings: SimpleQueue[Operation | None]) -> None:
         torch.set_grad_enabled(False)
