@@ -19,7 +19,7 @@ VOCAB = 131
 LENGTH = 17
 STEPS = 3  # the patchwork has skipped and moved its blocks by then
 MODELS = ("gpt2", "llama", "qwen3", "mixtral", "lora", "patchwork")
-"""Bitwise equal under every plan. T5 is here too, but only its first step is comparable."""
+"""Bitwise equal under every plan."""
 
 DEVICE = os.environ.get("OUTCORE_TEST_DEVICE", "cpu")
 """Where the loops compute. Under ``cuda`` an update on the host has the plain loop's bits on a simulated GPU only."""

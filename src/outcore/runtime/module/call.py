@@ -10,6 +10,7 @@ unit, since the slot will hold another unit by then.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
@@ -31,12 +32,14 @@ from outcore.runtime.module.graphs import (
     Call,
     Trained,
     UnitFunction,
+    UseByUse,
     find_leaves,
     gradients,
     guarded_leaf,
     refuse_transforms,
     spare_functions,
     spare_hooks,
+    taken,
     without_hooks,
 )
 from outcore.runtime.module.side_outputs import active_recording, emptied, hand_over, recording_apart
@@ -134,10 +137,11 @@ class UnitCall:
         if self._activations is not None:
             self._between.add(tensors)
         if call.outputs:
-            given = [t for t, u in zip(tensors, call.used, strict=True) if u]
+            given = [t for t, uses in zip(tensors, call.uses, strict=True) for _ in range(uses)]
             saved = tensors if call.needs_arguments or is_packing() else []
             # Parameters are inputs too: for torch.autograd.grad, backward(inputs=...) and their own gradient hooks.
             inputs = (self._anchor.leaf, *given, *call.foreign, *self._trained.params)
+            taken(given)
             results = iter(UnitFunction.apply(self, call, saved, *inputs))
         outer = {id(i): t for i, t in zip(inner, tensors, strict=True)}
         result, added = out_structure.fill(
@@ -197,7 +201,7 @@ class UnitCall:
         foreign, used = find_leaves(made, inner, self.unit.params, start, self._where)
         call = Call(structure, wants_grad, foreign, [t.shape for t in made], made, self._weights_version(), state)
         call.recording, call.flags = emptied(recording), flags
-        call.used = [id(t) in used for t in inner]
+        call.uses = [used.get(id(t), 0) for t in inner]
         call.foreign_versions = [version_of(t) for t in foreign]
         call.watched = sharing_memory(made, tensors)
         call.graph = saving.end(inner, made, call)
@@ -276,20 +280,21 @@ class UnitCall:
                 inner, outputs = self._graph(call, saved)
                 if not is_kept:
                     call.release()
-                outer = [*(t for t, u in zip(inner, call.used, strict=True) if u), *call.foreign]
+                outer = [*(t for t, uses in zip(inner, call.uses, strict=True) if uses), *call.foreign]
                 sources = [*outer, *(p for p, w in zip(params, wanted, strict=True) if w)]
                 pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None]
                 leaves = [*params, *call.foreign]
-                all_found = without_hooks(leaves, lambda: gradients(pairs, sources, keeps_graph=is_kept))
-            self._device.receive(all_found)
+                by_use = UseByUse(call.uses, ctx.next_functions[1:])  # behind the anchor's
+                handles = by_use.listen(outer, outputs) if by_use.heard else ()
+                all_found = without_hooks(leaves, lambda: gradients(pairs, sources, keeps_graph=is_kept), handles)
+            self._device.receive(itertools.chain(all_found, *by_use.heard.values()))
             found = iter(all_found)
             given = [next(found) for _ in outer]
             made = {i: g for i, w in enumerate(wanted) if w and (g := next(found)) is not None}
             grads_of = self.unit.gradient_form.native(made)
             spare_hooks(params, grads_of)
             if any([g is None for g in given]):  # `in` would compare every tensor
-                ends = ctx.next_functions[1:]  # behind the anchor's
-                spare_functions(node for g, (node, _) in zip(given, ends, strict=False) if g is None)
+                spare_functions(node for g, (node, _) in zip(given, by_use.edges, strict=False) if g is None)
             # Autograd itself takes those of chosen inputs, and of parameters with hooks, which see the sum of all
             # calls. It drops those of parameters that were frozen since forward.
             is_ours = is_ordinary and self._sink.takes_gradients
@@ -299,7 +304,7 @@ class UnitCall:
                 self._sink.deposit(self.unit, inside)
             if saving is not None:
                 saving.end_backward(is_over=not is_kept)
-        return [*given, *[outside.get(i) for i in range(len(params))]]
+        return [*by_use.spread(given), *[outside.get(i) for i in range(len(params))]]
 
     def break_off(self) -> None:
         """A backward ends in an exception. Autograd may say so when the program has long gone on."""

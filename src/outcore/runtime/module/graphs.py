@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
 from outcore.core.errors import UnsupportedError
@@ -26,6 +27,9 @@ from outcore.runtime.recompute.structure import Structure
 from outcore.runtime.unit.absent import unfreezing_refusal
 from outcore.runtime.unit.unit import Unit
 from outcore.torch_private import is_transformed, order_of, run_backward
+
+_LEAF: Any = type(torch.autograd.graph.get_gradient_edge(torch.empty(0, requires_grad=True)).node)
+_TAKERS = "outcore: calls that take it"
 
 
 @dataclass(eq=False)
@@ -53,8 +57,9 @@ class Call:
     """Parameters that forward itself may have changed, before a recompute."""
     flags: list[bool] = field(default_factory=list)
     """Which of the unit's parameters needed a gradient."""
-    used: list[bool] = field(default_factory=list)
-    """Which of the arguments get one: autograd would come to the others with None, where a plain loop does not."""
+    uses: list[int] = field(default_factory=list)
+    """How often the block uses each argument, in its graph. Autograd would come to one that it does not use with None,
+    where a plain loop does not come to it."""
     saving: Saving | None = None
     """What has the activations that the graph needs."""
     kind: Hashable = None
@@ -163,11 +168,11 @@ class UnitFunction(torch.autograd.Function):
 
 def find_leaves(
     outputs: Sequence[torch.Tensor], inner: Sequence[torch.Tensor], params: Sequence[Parameter], start: int, where: str
-) -> tuple[list[torch.Tensor], set[int]]:
+) -> tuple[list[torch.Tensor], dict[int, int]]:
     """Leaves with gradient that results depend on.
 
     Returns:
-        Those that are neither arguments nor the block's own parameters, and the ids of those that are.
+        Those that are neither arguments nor the block's own parameters, and how often those are used, by id.
 
     Args:
         outputs: Results that need a gradient.
@@ -180,27 +185,105 @@ def find_leaves(
         UnsupportedError: A tensor that was computed outside of the block was captured.
     """
     known = {id(t) for t in inner} | {id(p) for p in params}
-    found, used = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
+    found, used = dict[int, torch.Tensor](), dict[int, int]()
+    for node, edges in _nodes(outputs):
+        if order_of(node) < start:
+            raise UnsupportedError(
+                f"{where} uses a tensor made outside of it ({node.name()}) by closure, so its gradient would be lost; "
+                "pass it to the block as an argument"
+            )
+        for edge, _ in edges:
+            if type(edge) is _LEAF:
+                leaf = edge.variable
+                used[id(leaf)] = used.get(id(leaf), 0) + 1
+                if id(leaf) not in known:
+                    found[id(leaf)] = leaf
+    return list(found.values()), used
+
+
+def _nodes(outputs: Iterable[torch.Tensor | GradientEdge]) -> list[tuple[Any, Any]]:
+    """Each node of a graph that is no leaf's, with its edges."""
+    found = []
     seen: set[Any] = {None}
-    stack: list[Any] = [t.grad_fn for t in outputs]
+    stack: list[Any] = [end.node if isinstance(end, GradientEdge) else end.grad_fn for end in outputs]
     while stack:
         node = stack.pop()
         if node in seen:
             continue
         seen.add(node)
-        edges = node.next_functions
-        if not edges and (leaf := getattr(node, "variable", None)) is not None:
-            (used if id(leaf) in known else found)[id(leaf)] = leaf
-        elif order_of(node) < start:
-            raise UnsupportedError(
-                f"{where} uses a tensor made outside of it ({node.name()}) by closure, so its gradient would be lost; "
-                "pass it to the block as an argument"
-            )
-        else:
+        if edges := node.next_functions:
+            found.append((node, edges))
             for edge, _ in edges:
                 if edge not in seen:
                     stack.append(edge)
-    return list(found.values()), set(used)
+    return found
+
+
+def taken(tensors: Iterable[torch.Tensor]) -> None:
+    """A unit's call takes tensors as arguments. Args: tensors: Each as often as the block uses it, in a row."""
+    before = None
+    for tensor in tensors:
+        if tensor is not before and (node := tensor.grad_fn) is not None:
+            metadata: Any = node.metadata
+            takers = metadata.setdefault(_TAKERS, {})
+            takers[tensor.output_nr] = takers.get(tensor.output_nr, 0) + 1
+        before = tensor
+
+
+class UseByUse:
+    """Gradients of arguments that several calls take: one for each use, in the order in which autograd makes them.
+
+    Where a plain loop has one graph, autograd adds up what comes to such a tensor use by use, the last one first. A sum
+    of a unit's own uses would round otherwise, since others come before.
+    """
+
+    def __init__(self, uses: Sequence[int], edges: Sequence[tuple[Any, int]]) -> None:
+        """Args: uses: Of each argument, in forward. edges: Of the outer graph: as many for an argument as its uses."""
+        self.edges: list[tuple[Any, int]] = []
+        """One for each argument that is used, and all that come behind those of arguments."""
+        self._counts: list[int] = []
+        self.heard: dict[int, list[torch.Tensor]] = {}
+        """By number among those that are used; none: no other call takes them."""
+        place = 0
+        for count in uses:
+            if count:
+                node, output = edges[place]
+                if count > 1 and type(node) is not _LEAF and node.metadata[_TAKERS][output] > 1:
+                    self.heard[len(self._counts)] = []
+                self._counts.append(count)
+                self.edges.append(edges[place])
+                place += count
+        self.edges += edges[place:]
+
+    def listen(self, inner: Sequence[torch.Tensor], outputs: Iterable[torch.Tensor | GradientEdge]) -> Sequence[Any]:
+        """Hear of gradients in a block's own graph, until the handles are removed.
+
+        Args:
+            inner: The detached arguments that are used.
+            outputs: Results.
+        """
+        number_of, handles = {id(inner[number]): number for number in self.heard}, []
+        for node, edges in _nodes(outputs):
+            leaves = [(place, id(end.variable)) for place, (end, _) in enumerate(edges) if type(end) is _LEAF]
+            if ours := [(place, self.heard[number_of[leaf]]) for place, leaf in leaves if leaf in number_of]:
+                handles.append(node.register_hook(functools.partial(_add, ours)))
+        return handles
+
+    def spread(self, sums: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """What goes along the outer graph's edges. Args: sums: Of each argument that is used, and of what follows."""
+        spread: list[torch.Tensor | None] = []
+        for number, (count, total) in enumerate(zip(self._counts, sums, strict=False)):
+            each = self.heard.get(number, ())
+            parts = each if 0 < len(each) <= count else [total]  # a recompute may use it more often
+            spread += parts
+            spread += [None] * (count - len(parts))
+        return [*spread, *sums[len(self._counts) :]]
+
+
+def _add(ours: Sequence[tuple[int, list[torch.Tensor]]], grads: Sequence[torch.Tensor | None], _: object) -> None:
+    for place, found in ours:
+        if (grad := grads[place]) is not None:
+            found.append(grad)
 
 
 def guarded_leaf(tensor: torch.Tensor, where: str) -> torch.Tensor:
@@ -304,8 +387,11 @@ def _pass_by(node: Any, *_: object) -> tuple[None, ...]:
     return (None,) * len(node.needs_input_grad)
 
 
-def without_hooks(leaves: Sequence[torch.Tensor], work: Callable[[], Any]) -> Any:
-    """Run ``work`` with the leaves' own hooks off: autograd runs them once, on the sum of all calls."""
+def without_hooks(leaves: Sequence[torch.Tensor], work: Callable[[], Any], handles: Sequence[Any]) -> Any:
+    """Run ``work`` with the leaves' own hooks off: autograd runs them once, on the sum of all calls.
+
+    Args: handles: Of hooks for this run alone.
+    """
     hooked = [(t, t._backward_hooks) for t in leaves if t._backward_hooks]
     for leaf, _ in hooked:
         leaf._backward_hooks = None
@@ -314,6 +400,8 @@ def without_hooks(leaves: Sequence[torch.Tensor], work: Callable[[], Any]) -> An
     finally:
         for leaf, hooks in hooked:
             leaf._backward_hooks = hooks
+        for handle in handles:
+            handle.remove()
 
 
 def refuse_transforms(where: str) -> None:
