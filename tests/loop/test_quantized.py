@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from plans import forced
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
@@ -116,6 +117,36 @@ def test_trained_as_in_the_plain_loop(kind, where, folder, tmp_path):
     assert_same(state, dict(model.state_dict()), "closed")
     with prepared(model.requires_grad_(requires_grad=False), None, where, tmp_path) as (model, _):
         assert_same(state, dict(model.state_dict()), "prepared again")
+
+
+ELSEWHERE = [
+    # homes, policy, activations, compiled
+    ("host", "recompute", "device", True),
+    ("disk", "keep", "host", True),
+    ("host", "keep", "disk", False),
+    ("host", "select", "host", False),
+]
+
+
+@pytest.mark.parametrize("kind", ["nf4 nested", "int8"])
+@pytest.mark.parametrize(("where", "policy", "activations", "is_compiled"), ELSEWHERE)
+def test_compiled_and_with_activations_elsewhere(where, policy, activations, is_compiled, kind, folder, tmp_path):
+    traced = {"backend": "aot_eager"}
+    model = loaded(folder, kind)
+    for block in model.base_model.model.model.layers if is_compiled else ():
+        block.compile(**traced)
+    torch.manual_seed(5)
+    want, state = drive(model, trained(model, fused=True)), list(model.state_dict().values())
+    torch._dynamo.reset()
+    model = loaded(folder, kind)
+    optimizer = trained(model)
+    _, plan = forced(model, optimizer, where, policy=policy, activations=activations)
+    options = {"compile": traced if is_compiled else False, "budget": outcore.Budget(disk=str(tmp_path))}
+    with outcore.prepare(model, optimizer, plan=plan, device=DEVICE, **options) as (model, optimizer):
+        torch.manual_seed(5)
+        assert_same(want, drive(model, optimizer))
+        assert_same(state, list(model.state_dict().values()))
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
@@ -313,10 +344,6 @@ def test_refused(folder, tmp_path):
     with pytest.raises(outcore.UnsupportedError, match="'0.weight' has has_fp16_weights=True"):
         outcore.prepare(torch.nn.Sequential(bitsandbytes.nn.Linear8bitLt(64, 64)), None)
     model = loaded(folder, "nf4").eval()
-    with pytest.raises(
-        outcore.UnsupportedError, match="compile: expected weights that are not quantised, but .*q_proj"
-    ):
-        outcore.prepare(model, trained(model), compile=True)
     if model.base_model.model.model.layers[0].mlp.up_proj.base_layer.support_avx512bf16_for_cpu:
         with torch.no_grad():
             model(input_ids=ids())

@@ -62,8 +62,7 @@ class Compiling:
 
         Raises:
             ConfigError: This machine cannot compile.
-            UnsupportedError: A unit was compiled by somebody else, who does not see inside of it any more; or
-                weights are quantised.
+            UnsupportedError: A unit was compiled by somebody else, who does not see inside of it any more.
         """
         compiled = {
             u.name for u, m in zip(cut.spec.units, cut.modules, strict=True) if m._compiled_call_impl is not None
@@ -77,11 +76,6 @@ class Compiling:
             )
         if not self.is_on:
             return
-        if cut.quantized:
-            raise UnsupportedError(
-                f"compile: expected weights that are not quantised, but '{cut.quantized[0].name}' is, and whether "
-                "compiled code finds its parts where they are then is not known; leave compile out"
-            )
         try:
             torch.compile(_line, **self._options)(torch.zeros(2, device=device))
         except Exception as error:
