@@ -24,7 +24,7 @@ from outcore.ranks.one_copy import shared_memory
 from outcore.ranks.world import World, join_world, num_local_ranks, num_ranks
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.values.fill import Values
-from outcore.spec.budget import Budget
+from outcore.spec.budget import Budget, Limits
 from outcore.spec.model import ModelSpec, Sharing
 from outcore.spec.plan import Plan
 
@@ -72,7 +72,6 @@ def chosen(cut: Partition, options: Options, device: Device, world: World | None
     Raises:
         ConfigError: Ranks have different models, or were asked for different things; or as ``choose_plan`` raises.
         PlanInfeasibleError: The budget does not suffice.
-        UnsupportedError: An optimizer that needs whole parameters.
     """
     if world is None:
         return cut, choose_plan(cut, options, device, Timed(cut, options, device))
@@ -81,20 +80,12 @@ def chosen(cut: Partition, options: Options, device: Device, world: World | None
     per_node = world.size if world.size % world.local_size else world.local_size
     ranks = Ranks(world.size // per_node, per_node)
     is_fast = options.reduction == "fast"
-    cut = among(cut, ranks, world.rank, "prepare", keeps_buckets=is_fast)
+    cut = among(cut, ranks, world.rank, keeps_buckets=is_fast)
     limits = least_limits(world, limits_of(options.budget, device, num_sharers=world.local_size))
-    sharings: list[Sharing] = ["copy" if _can_share(world) else "replicate"]
-    if options.loop is None:  # a Trainer's rank 0 reads weights alone
-        sharings += sharings_over_links(ranks)
-    made = ""
+    can_share, made = _can_share(world), ""
     if world.rank == 0:
         with of_a_node(world.local_size):
-            asked = sharings[: 1 if options.plan is not None else None]
-            timed = Timed(cut, options, device, ranks=ranks)
-            _, (found, _) = fastest(
-                asked, cut, timed, lambda mine, own: (plan_within(limits, mine, options, device, own), None)
-            )
-            made = found.to_json()
+            made = _searched(cut, options, device, ranks, limits, can_share=can_share)[1].to_json()
     plan = Plan.from_json(world.from_first(made), where="plan of rank 0")
     check_plan(cut.spec, plan, limits)
     if is_fast and plan.accumulation_steps is None:
@@ -105,15 +96,30 @@ def chosen(cut: Partition, options: Options, device: Device, world: World | None
     return cut, plan
 
 
-def among(cut: Partition, ranks: Ranks, rank: int, call: str, *, keeps_buckets: bool = False) -> Partition:
-    """The model as one of several ranks updates it. Args: call: For errors. keeps_buckets: See ``UnitSpec``.
+def _searched(
+    cut: Partition, options: Options, device: Device, ranks: Ranks, limits: Limits, *, can_share: bool
+) -> tuple[Partition, Plan, Timed]:
+    """The best plan of all ways to have weights; and plans in time. Of a Trainer's the first way that fits.
 
-    Raises:
-        UnsupportedError: A parameter that they cannot share.
+    What a Trainer calls may read weights on one rank alone: it generates, say, or saves what is the best so far.
     """
+    asked: list[Sharing] = ["copy" if can_share else "replicate"]
+    if options.plan is None and ranks.size > 1:
+        asked += sharings_over_links(ranks)
+    timed = Timed(cut, options, device, ranks=ranks)
+
+    def make(mine: Partition, own: Timed) -> tuple[Plan, None]:
+        return plan_within(limits, mine, options, device, own), None
+
+    cut, (found, _) = fastest(asked, cut, timed, make, in_order=options.loop is not None)
+    timed.turn_to(cut)
+    return cut, found, timed
+
+
+def among(cut: Partition, ranks: Ranks, rank: int, *, keeps_buckets: bool = False) -> Partition:
+    """The model as one of several ranks updates it. Args: keeps_buckets: See ``UnitSpec``."""
     if ranks.size == 1:
         return cut
-    _refuse_whole(cut.spec, call)
     return dataclasses.replace(cut, spec=cut.spec.among(ranks.size, rank, ranks.per_node, keeps_buckets=keeps_buckets))
 
 
@@ -138,13 +144,11 @@ def chosen_alone(cut: Partition, options: Options, device: Device) -> tuple[Mode
     size, sharers = num_ranks(), num_local_ranks()
     is_even = size % sharers == 0
     ranks = Ranks(size // sharers, sharers) if is_even else Ranks(1, size)
-    cut = among(cut, ranks, 0, "plan")
-    if size > 1:  # memory that ranks cannot share is found out in prepare
-        cut = dataclasses.replace(cut, spec=dataclasses.replace(cut.spec, sharing="copy" if is_even else "replicate"))
-    timed = Timed(cut, options, device, ranks=ranks)
     limits = limits_of(options.budget, device, num_sharers=sharers)
+    can_share = is_even and size > 1  # memory that ranks cannot share is found out in prepare
     with of_a_node(sharers):
-        return cut.spec, plan_within(limits, cut, options, device, timed), timed
+        cut, plan, timed = _searched(among(cut, ranks, 0), options, device, ranks, limits, can_share=can_share)
+    return cut.spec, plan, timed
 
 
 def free_of_node(budget: Budget, device: Device) -> Budget:
@@ -177,6 +181,8 @@ def fastest(
     cut: Partition,
     timed: Timed,
     make: Callable[[Partition, Timed], tuple[Plan, P]],
+    *,
+    in_order: bool = False,
 ) -> tuple[Partition, tuple[Plan, P]]:
     """The plan with the way to have weights under which a step is predicted to be the shortest.
 
@@ -187,6 +193,7 @@ def fastest(
         cut: The model.
         timed: Of the same; afterwards of the last way that was looked at.
         make: A plan for one way, and what else is known of it.
+        in_order: The first that fits is taken.
 
     Raises:
         PlanInfeasibleError: None fits.
@@ -202,6 +209,8 @@ def fastest(
             error = caught
             continue
         plan = made[0]
+        if in_order:
+            return mine, made
         simulation = timed.predict(plan) if len(sharings) > 1 else None
         if simulation is None or best is None or simulation.step_s < (1 - _ALL_TOGETHER) * best_s:
             best, best_s = (mine, made), math.inf if simulation is None else simulation.step_s
@@ -253,27 +262,6 @@ def _refuse_what_one_rank_can(options: Options) -> None:
             "prepare: expected one rank with micro_batches_in_unit, but there are several; leave it out, and call "
             "backward for each micro-batch"
         )
-
-
-def _refuse_whole(model: ModelSpec, call: str) -> None:
-    """Each rank updates a part of a parameter."""
-    for param in (param for unit in model.units for param in unit.trainable):
-        if any(form.format == "8bit" for form in param.states or ()):
-            raise UnsupportedError(
-                f"optimizer: expected state_format 'fp32' or 'bf16' with several ranks, but that of '{param.name}' is "
-                "'8bit', whose scales are of blocks that ranks would cut; take 'bf16', or one rank"
-            )
-        if param.master_format != "fp32":
-            raise UnsupportedError(
-                f"optimizer: expected master_format 'fp32' with several ranks, but that of '{param.name}' is "
-                f"{param.master_format!r}; leave it out, or take one rank"
-            )
-        if param.is_whole or any(form.shape is not None for form in param.states or ()):
-            raise UnsupportedError(
-                f"optimizer: expected one that updates element by element with several ranks, which cut parameters "
-                f"among them, but '{param.name}' is updated as a whole or keeps one number for all of it; take another "
-                "optimizer for it, such as AdamW, or one rank"
-            )
 
 
 def _facts(cut: Partition, options: Options) -> dict[str, str]:

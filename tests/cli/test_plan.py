@@ -299,10 +299,11 @@ def test_a_plan_for_ranks_that_does_not_fit_says_what_a_node_needs(command: Run,
     assert "These are budgets of one rank. 4 ranks share those of host memory and disk." in done.err
 
 
-def test_what_ranks_cannot_share(command: Run, config_json: Path):
-    done = command("plan", "--model", config_json, "--hardware", "h100", "--optim", "adamw_8bit", *RANKS)
-    assert (done.status, done.out) == (1, "")
-    assert "expected state_format 'fp32' or 'bf16' with several ranks" in done.err
+@pytest.mark.parametrize("optim", ["adamw_8bit", "adafactor"])
+def test_optimizers_whose_parameters_ranks_cut_elsewhere_or_not_at_all(command: Run, config_json: Path, optim: str):
+    done = command("plan", "--model", config_json, "--hardware", "h100", "--optim", optim, *RANKS)
+    assert done.status == 0, done.err
+    assert "8 (2 nodes x 4)" in done.out
 
 
 @pytest.mark.parametrize(

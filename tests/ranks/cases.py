@@ -24,6 +24,7 @@ import outcore
 from outcore.api import prepare_for_test
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
+from outcore.optim.joined import as_one
 from outcore.optim.norms import block_sums, node_sums, norm_of, num_blocks, whole_nodes
 from outcore.planning.homes.pools import Comfort
 
@@ -72,9 +73,9 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def build(kind: str, dtype: str) -> nn.Module:
+def build(kind: str, dtype: str, width: int = 21) -> nn.Module:
     torch.manual_seed(3)
-    model = Net(kind).to(DEVICE, getattr(torch, dtype)).train()
+    model = Net(kind, width).to(DEVICE, getattr(torch, dtype)).train()
     if kind == "lora":
         model.requires_grad_(False)
         for block in model.blocks:
@@ -99,9 +100,18 @@ class Case(NamedTuple):
     permute: int = 0
     """Seed of lanes in an arbitrary legal order, if any."""
     states: str = "fp32"
-    """``state_format``. Others are compared with one rank, since torch has no such optimizer."""
+    """``state_format``."""
     partition: str = "replicate"
     gather: str = "link"
+    masters: str = "fp32"
+    """``master_format``."""
+    optim: str = "AdamW"
+    """Muon has AdamW beside it for what is not a matrix of a block."""
+
+    @property
+    def is_torchs(self) -> bool:
+        """Whether the plain loop has such an optimizer. Others are compared with one rank."""
+        return (self.states, self.masters, self.optim) == ("fp32", "fp32", "AdamW")
 
     @property
     def name(self) -> str:
@@ -123,6 +133,12 @@ CASES = [
     Case("routes", permute=3, clip=0.3, homes="mixed", depth=1),
     Case("tied", "float64", clip=0.3),
     Case("absent", "bfloat16", clip=0.3, states="bf16"),
+    Case("absent", states="8bit", clip=0.3, delays=3, share=1.0),
+    Case("tied", "bfloat16", homes="mixed", states="8bit", masters="compact", clip=0.3, keep=True),
+    Case("routes", "bfloat16", masters="compact", share=1.0, clip=0.3),
+    Case("absent", "bfloat16", homes="mixed", optim="Muon", clip=0.3, delays=5, depth=1),
+    Case("tied", share=1.0, optim="Adafactor", clip=0.3),
+    Case("frozen", "bfloat16", optim="NAdam", masters="compact", homes="mixed"),
 ]
 CUT = [
     Case("absent", clip=0.3, depth=1, partition="world"),
@@ -134,6 +150,9 @@ CUT = [
     Case("routes", "bfloat16", clip=1e9, depth=1, delays=3, partition="node", gather="host"),
     Case("frozen", share=1.0, clip=0.3, delays=9, partition="node", gather="host"),
     Case("tied", "bfloat16", homes="mixed", clip=0.3, partition="node", gather="host"),
+    Case("tied", "bfloat16", states="8bit", masters="compact", clip=0.3, partition="world", homes="mixed"),
+    Case("routes", "bfloat16", masters="compact", clip=0.3, partition="node", gather="host", delays=3),
+    Case("absent", homes="disk", optim="Muon", partition="world"),
 ]
 """Weights cut over ranks."""
 MACHINES = [
@@ -187,14 +206,23 @@ def blocked_norm(gradient: torch.Tensor) -> torch.Tensor:
     return norm if gradient.dtype == torch.float64 else norm.float()
 
 
-def adamw(model: nn.Module, states: str = "fp32") -> torch.optim.Optimizer:
-    group = {"params": [p for p in model.parameters() if p.requires_grad], "state_format": states}
-    return torch.optim.AdamW([group], lr=1e-2, weight_decay=0.1, fused=True)
+def made(case: Case) -> Any:
+    """The model, and what trains it. Small parameters have no states in 8 bits."""
+    model = build(case.kind, case.dtype, 41 if case.states == "8bit" else 21)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    kinds = {"AdamW": {"weight_decay": 0.1, "fused": True}, "Muon": {"weight_decay": 0.1}}
+    found = []
+    of_muon = [name for name, p in trained.items() if case.optim == "Muon" and "blocks" in name and p.ndim == 2]
+    for kind, names in ((case.optim, of_muon or list(trained)), ("AdamW", trained.keys() - of_muon if of_muon else [])):
+        params = [p for name, p in trained.items() if name in names]
+        group = {"params": params, "state_format": case.states, "master_format": case.masters}
+        found += [getattr(torch.optim, kind)([group], lr=1e-2, **kinds.get(kind, {}))] if params else []
+    return model, as_one(found)
 
 
 def plain(case: Case) -> str:
     """The plain loop in one process. bf16 trains fp32 masters by hand."""
-    if case.states != "fp32":
+    if not case.is_torchs:
         with tempfile.TemporaryDirectory() as folder:
             return run(case, folder, 1, 0)["weights"]
     model = build(case.kind, case.dtype)
@@ -238,11 +266,10 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 def run(case: Case, folder: str, num_ranks: int, rank: int) -> dict[str, Any]:
     """One case by outcore. Returns digests of weights, and of weights and states."""
-    model = build(case.kind, case.dtype)
+    model, optimizer = made(case)
     if rank:  # all begin as rank 0 does
         for param in model.parameters():
             param.data.fill_(rank)
-    optimizer = adamw(model, case.states)
     comfort = Comfort(prefetch_depth=case.depth, num_buckets=case.depth + 1, max_slots_host=case.depth + 1)
     homes: Any = (
         case.homes if case.homes != "mixed" else lambda i: (["host", "disk"][i % 2], "host", ["disk", "host"][i % 2])
@@ -318,9 +345,10 @@ def random_cases(seed: int, count: int, *, cut: bool = False) -> Iterator[Case]:
             delays=draw.choice([0, 0, draw.randrange(1, 1000)]),
             keep=draw.choice([False, True]),
             permute=draw.choice([0, 0, draw.randrange(1, 1000)]),
-            states=draw.choice(["fp32", "fp32", "bf16" if has_reference else "fp32"]),
+            states=draw.choice(["fp32", "fp32", *(["bf16", "8bit"] if has_reference else [])]),
             partition=partition,
             gather=gather,
+            masters=draw.choice(["fp32", "compact" if has_reference and dtype == "bfloat16" else "fp32"]),
         )
 
 

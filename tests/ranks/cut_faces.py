@@ -18,7 +18,12 @@ import outcore
 from outcore.planning.homes.pools import LEAST
 
 RANK = int(os.environ["RANK"])
-WAYS = [("host", "world", "link"), ("device", "world", "link"), ("disk", "world", "link"), ("host", "node", "host")]
+WAYS = [
+    ("host", "world", "link", "compact"),
+    ("device", "world", "link", "fp32"),
+    ("disk", "world", "link", "fp32"),
+    ("host", "node", "host", "compact"),
+]
 
 
 def build() -> nn.Module:
@@ -28,9 +33,10 @@ def build() -> nn.Module:
     return model.to(torch.bfloat16)
 
 
-def prepared(folder: Path, homes: str, partition: str, gather: str) -> Any:
+def prepared(folder: Path, homes: str, partition: str, gather: str, masters: str) -> Any:
     model = build()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1, fused=True)
+    group = {"params": [p for p in model.parameters() if p.requires_grad], "master_format": masters}
+    optimizer = torch.optim.AdamW([group], lr=0.1, fused=True)
     options: Any = {"units": [nn.Sequential], "num_ranks": 2, "comfort": LEAST}
     _, plan = forced(model, optimizer, homes, **options, partition=partition, gather=gather)
     budget = outcore.Budget(disk=str(folder))
@@ -42,9 +48,9 @@ def results(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model(x)
 
 
-def see(folder: Path, homes: str, partition: str, gather: str) -> None:
+def see(folder: Path, homes: str, partition: str, gather: str, masters: str) -> None:
     x, plain, trained = torch.randn(4, 40).bfloat16(), build(), folder / f"{homes} {gather}"
-    with prepared(folder, homes, partition, gather) as (model, optimizer):
+    with prepared(folder, homes, partition, gather, masters) as (model, optimizer):
         _homes_half(optimizer)
         assert torch.equal(results(model, x), results(plain, x))
         model(x + RANK).float().square().sum().backward()
@@ -65,6 +71,13 @@ def see(folder: Path, homes: str, partition: str, gather: str) -> None:
         assert torch.equal(results(model, x), results(plain, x))
         model.load_state_dict(state)
         plain.load_state_dict(state)
+        assert torch.equal(results(model, x), results(plain, x))
+        states, written = optimizer.state[model[0][0].weight], state["0.0.weight"].float() + 2.0**-9
+        assert torch.equal(states["master"].bfloat16(), state["0.0.weight"])
+        states["master"] = written
+        assert torch.equal(states["master"].clone(), written)
+        if masters == "compact":  # a master and its weight are one
+            plain[0][0].weight.data.copy_(written)
         assert torch.equal(results(model, x), results(plain, x))
         with pytest.raises(outcore.OutcoreError, match="between calls of its unit"):
             model[1][0].weight.sum()

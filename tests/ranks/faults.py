@@ -27,7 +27,7 @@ from outcore.api import prepare_for_test
 from outcore.core.ranks import TIMEOUT
 from outcore.planning.homes.pools import LEAST
 
-from .cases import DEVICE, Block, Case, adamw, begin, build, micro_batches
+from .cases import DEVICE, Block, Case, begin, made, micro_batches
 
 TIMEOUT_S = float(os.environ.get("OUTCORE_TEST_TIMEOUT_S", "4"))
 STALL_S = 3 * TIMEOUT_S
@@ -105,8 +105,7 @@ class At:
 
 def prepared(folder: str) -> tuple[Any, Any]:
     case = Case()
-    model: Any = build(case.kind, case.dtype)
-    optimizer: Any = adamw(model)
+    model, optimizer = made(case)
     cut = {"num_ranks": NUM_RANKS, "partition": FAULT.partition}
     _, plan = forced(model, optimizer, FAULT.homes, units=[Block], comfort=LEAST, **cut)
     budget = outcore.Budget(disk=folder)

@@ -14,7 +14,7 @@ from outcore.core.errors import RaceError
 from outcore.device.faults import Faults
 from outcore.planning.homes.pools import LEAST
 
-from .cases import Block, Case, adamw, begin, build, checked, train
+from .cases import Block, Case, begin, checked, made, train
 
 _ALWAYS = {"bucket free", "gradients exchanged", "gradients made", "slot free", "weights updated"}
 BETWEEN_RANKS = {
@@ -33,8 +33,7 @@ RANK, NUM_RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SI
 
 def run(case: Case, folder: str, skip: frozenset[str] = frozenset()) -> set[str] | None:
     """Labels that were seen; None: a race was found."""
-    model = build(case.kind, case.dtype)
-    optimizer = adamw(model)
+    model, optimizer = made(case)
     options = {"homes": case.homes, "units": [Block], "share": case.share, "comfort": LEAST, "num_ranks": NUM_RANKS}
     _, plan = forced(model, optimizer, **options)
     model, optimizer = checked(model, optimizer, plan, folder, Faults(skip=skip))

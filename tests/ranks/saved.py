@@ -19,20 +19,21 @@ from outcore.memory.files.checkpoint_file import CheckpointFile
 from outcore.planning.homes.pools import LEAST
 from outcore.saving.shared import SharedCheckpoint
 
-from .cases import DEVICE, Block, Case, adamw, begin, build, digest, states_digest, train
+from .cases import DEVICE, Block, Case, begin, digest, made, states_digest, train
 
 CASES = [
     Case("tied", "bfloat16", homes="disk"),
     Case("frozen", homes="device", partition="world"),
     Case("lora", "bfloat16", partition="node", gather="host"),
+    Case("plain", "bfloat16", homes="disk", states="8bit", masters="compact"),
+    Case("tied", "bfloat16", optim="Muon"),
 ]
 RANK, NUM_RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def begun(case: Case, folder: Path, **options: Any) -> Any:
-    model = build(case.kind, case.dtype)
+    model, optimizer = made(case)
     model.register_buffer("own", torch.zeros(3))
-    optimizer = adamw(model)
     # Others load what three ranks save, with weights cut in another way.
     partition, gather = {2: ("node", "host"), 5: ("world", "link")}.get(NUM_RANKS, (case.partition, case.gather))
     how: Any = {"num_ranks": NUM_RANKS, "comfort": LEAST, "partition": partition, "gather": gather}

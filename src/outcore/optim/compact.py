@@ -86,6 +86,15 @@ def close_masters(room: Tensor, weights: Tensor, lower: Tensor, codes: Tensor) -
             code_rows.index_copy_(0, rows, torch.where(is_down.any(1), free, other).to(torch.uint8))
 
 
+def closed_masters(values: torch.Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What ``close_masters`` stores, on the CPU in tensors of their own: weights, lower halves and codes."""
+    lower = torch.empty(values.numel(), dtype=torch.int16, device="cpu")
+    weights = torch.empty(values.numel(), dtype=torch.bfloat16, device="cpu")
+    codes = torch.empty(-(-values.numel() // ROW_NUMEL), dtype=torch.uint8, device="cpu")
+    close_masters(values, weights, lower, codes)
+    return weights, lower, codes
+
+
 @lru_cache(maxsize=1)
 def _rounds_bits() -> bool:
     """Whether the CPU rounds subnormal numbers as all others. Some instructions make zeros of them."""

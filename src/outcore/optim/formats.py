@@ -105,7 +105,7 @@ def coded(form: StateForm, numel: int, dtype: str, chosen: StateFormat) -> tuple
         return (form,)
     if chosen == "bf16":
         return (replace(form, dtype="bfloat16", format=chosen),)
-    scales = StateForm(form.name + SCALE, "float32", (-(-numel // SCALED_NUMEL),), form.initial)
+    scales = StateForm(form.name + SCALE, "float32", (-(-numel // SCALED_NUMEL),), SCALED_NUMEL, form.initial)
     return replace(form, dtype="uint8", initial=255.0 if form.initial else 0.0, format=chosen), scales
 
 

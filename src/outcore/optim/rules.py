@@ -222,7 +222,7 @@ class UpdateRule:
             hypers = [kind.hyper(g) for g in groups if self.kind(g) is kind]
             states = {name: state for hyper in hypers for name, state in kind.states(shape, hyper).items()}
             forms = tuple(
-                StateForm(n, name_of(s.dtype) if s.dtype else dtype, s.shape, s.initial, is_unsigned=s.is_unsigned)
+                StateForm(n, name_of(s.dtype) if s.dtype else dtype, s.shape, 1, s.initial, is_unsigned=s.is_unsigned)
                 for n, s in states.items()
             )
             hyper, chosen = kind.hyper(group), format_of(group)

@@ -7,7 +7,7 @@ of tensors may have no holes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,13 +45,16 @@ class Section(NamedTuple):
 
 def sections(unit: Unit) -> list[Section]:
     """What is saved of a unit, in the order of its file."""
-    spec = unit.spec
-    own, trained = unit.ledger.cut.own_parts, _trained(unit)
-    if not trained:
-        return []
-    first = unit.ledger.cut.updated[0]
-    weights = [(f"model.{p.name}", _here(spec, p, own[i]), own[i], first + own[i].offset) for i, p in trained]
-    start = first + unit.ledger.cut.own_start
+    spec, cut = unit.spec, unit.ledger.cut
+    first = cut.updated[0]
+    weights = [
+        (f"model.{p.name}", _here(spec, p, part), part, first + part.offset)
+        for p, part in zip(spec.params, cut.own_parts, strict=False)
+        if spec.num_ranks == 1 or part.numel
+    ]
+    if not weights:
+        return state_sections(unit)
+    start = first + cut.own_start
     return [Section(unit.ledger.weights, start, start + spec.run_bytes, weights), *state_sections(unit)]
 
 
@@ -61,23 +64,14 @@ def state_sections(unit: Unit) -> list[Section]:
     states = [
         (f"optimizer.{p.name}.{state.name}", _here(spec, state.described(p, i), part), part, state.start + part.offset)
         for state in ledger.state_specs.values()
-        for (i, p), part in ((pair, state.parts[pair[0]]) for pair in _trained(unit))
-        if state in own_states(unit, i)
+        for i, p, part in zip(range(unit.num_trainable), spec.params, state.parts, strict=False)
+        if state in own_states(unit, i) and (spec.num_ranks == 1 or part.numel)
     ]
     if not states:
         return []
     start = min(offset for *_, offset in states) // PAGE_BYTES * PAGE_BYTES
     stop = max(offset + part.nbytes for _, _, part, offset in states)
     return [Section(ledger.states, start, stop, states)]
-
-
-def _trained(unit: Unit) -> list[tuple[int, ParamSpec]]:
-    return [(i, p) for i, p in enumerate(unit.spec.params[: unit.num_trainable]) if _is_here(unit, i)]
-
-
-def _is_here(unit: Unit, index: int) -> bool:
-    """Whether this rank saves elements of a parameter."""
-    return unit.spec.num_ranks == 1 or unit.spec.own_parts[index].numel > 0
 
 
 def _here(spec: UnitSpec, param: ParamSpec, part: Part) -> ParamSpec:
@@ -119,19 +113,22 @@ def records(unit: Unit) -> Iterator[tuple[str, TensorRecord]]:
     """What the manifest says of its tensors, whichever rank saves them."""
     spec = unit.spec
     for i, param in enumerate(spec.params[: unit.num_trainable]):
-        yield f"model.{param.name}", _record(unit, i, param, spec.own_parts[i])
+        owned = [spec.owned(rank)[i] for rank in range(spec.num_ranks)]
+        yield f"model.{param.name}", _record(unit, param, param.dtype, owned)
         for state in own_states(unit, i):
+            owned = [state.owned(spec, i, rank) for rank in range(spec.num_ranks)]
             form = state.described(param, i)
-            yield f"optimizer.{param.name}.{state.name}", _record(unit, i, form, state.parts[i])
+            yield f"optimizer.{param.name}.{state.name}", _record(unit, form, state.parts[i].dtype, owned)
 
 
-def _record(unit: Unit, index: int, form: ParamSpec, part: Part) -> TensorRecord:
-    spec, order = unit.spec, None if form.strides is None else form.order
-    if spec.num_ranks == 1:
-        return TensorRecord(part.dtype, form.shape, (PartRecord(file_name(unit, 0), 0, part.numel),), order)
-    owned = [(rank, *spec.owned(rank)[index]) for rank in range(spec.num_ranks)]
-    parts = [PartRecord(file_name(unit, rank), first, first + numel) for rank, first, numel in owned if numel]
-    return TensorRecord(part.dtype, form.shape, tuple(parts), order)
+def _record(unit: Unit, form: ParamSpec, dtype: str, owned: Sequence[tuple[int, int]]) -> TensorRecord:
+    """Args: owned: First element, and how many, by rank."""
+    parts = [
+        PartRecord(file_name(unit, rank), first, first + numel)
+        for rank, (first, numel) in enumerate(owned)
+        if numel or len(owned) == 1
+    ]
+    return TensorRecord(dtype, form.shape, tuple(parts), None if form.strides is None else form.order)
 
 
 def as_shown(records: Iterable[tuple[str, TensorRecord]]) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:

@@ -79,6 +79,10 @@ class StateSpec:
             return param
         return dataclasses.replace(param, shape=form.shape, strides=None)
 
+    def owned(self, spec: UnitSpec, index: int, rank: int) -> tuple[int, int]:
+        """First element of this state of a parameter that a rank has, and how many."""
+        return _owned(spec, index, self.forms[index], rank)
+
     @property
     def stop(self) -> int:
         """End of its bytes in the states home."""
@@ -107,7 +111,8 @@ def lay_out_states(spec: UnitSpec, names: Iterable[str], *, is_compact: bool = F
 def _form(param: ParamSpec, name: str, *, is_compact: bool) -> StateForm | None:
     if is_compact and param.master_format == "compact" and name in ("master", CODES):
         rows = -(-param.numel // ROW_NUMEL)
-        return StateForm(CODES, "uint8", (rows,), 255) if name == CODES else StateForm(name, "int16", format="compact")
+        codes = StateForm(CODES, "uint8", (rows,), ROW_NUMEL, 255)
+        return codes if name == CODES else StateForm(name, "int16", format="compact")
     if name == CODES:
         return None
     if param.states is None or name == "master":
@@ -129,12 +134,22 @@ def _own_layout(spec: UnitSpec, forms: Sequence[StateForm | None]) -> tuple[int,
 def _parts_of(spec: UnitSpec, forms: Sequence[StateForm | None], rank: int) -> tuple[int, tuple[Part, ...]]:
     """What a rank has, and where it ends."""
     parts, end = [], 0
-    for (_, owned), param, form in zip(spec.owned(rank), spec.trainable, forms, strict=True):
-        numel = 0 if form is None else owned if form.shape is None else math.prod(form.shape)
+    for i, (param, form) in enumerate(zip(spec.trainable, forms, strict=True)):
+        numel = _owned(spec, i, form, rank)[1]
         part = Part(param.update_dtype, 0, 0) if form is None else Part(form.dtype, numel, end)
         parts.append(part)
         end += align_up(part.nbytes, PARAM_ALIGN_BYTES)
     return end, tuple(parts)
+
+
+def _owned(spec: UnitSpec, index: int, form: StateForm | None, rank: int) -> tuple[int, int]:
+    """First element and number of elements of a state. Of a parameter without elements rank 0 has it."""
+    first, numel = spec.owned(rank)[index]
+    if form is None:
+        return 0, 0
+    if form.shape is None or form.shared_by > 1:
+        return first // form.shared_by, -(-numel // form.shared_by)
+    return 0, math.prod(form.shape) if numel or (not spec.trainable[index].numel and rank == 0) else 0
 
 
 def states_of(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> dict[str, StateSpec]:

@@ -21,8 +21,10 @@ parameter's own memory, without gaps; torch's fused optimizers walk through them
 borders. A rank sums gradients, keeps states and updates for its own run only, so its update layout has of each
 parameter the elements in that run; sizes are those of the rank that needs most. Parameters begin at multiples of 256
 bytes, and of 512 where some are float64, so a cut inside of one falls on a multiple of 64 elements, where an update may
-be cut (``optim.blocks``). The frozen piece is padded and cut in the same way, for plans under which ranks home weights
-together (``spec.cut``).
+be cut (``optim.blocks``); where some share a scale by 256 elements, at multiples of 256 elements of each.
+Where an update of a parameter must see all of it, or keeps numbers that are not of single elements, no parameter of the
+unit is cut: one after the other, the largest first, they go to the run that is the emptiest yet. The frozen piece is
+padded and cut into equal parts, for plans under which ranks home weights together (``spec.cut``).
 
 [Note: aliases] States lie behind one another, and an update walks through all of them side by side. AMD's processors
 (Zen) find lines of the first-level cache by a hash of address bits 12 to 27; at a distance of 256 MiB, or twice 128,
@@ -36,6 +38,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from outcore.core.quantities import PAGE_BYTES, PARAM_ALIGN_BYTES, align_up
@@ -100,6 +103,8 @@ class StateForm:
     """A key of DTYPE_BYTES."""
     shape: tuple[int, ...] | None = None
     """None: the parameter's own, with its strides. ``()`` is a number that a step reads before it begins."""
+    shared_by: int = 1
+    """So many neighbouring elements of the parameter have one of it."""
     initial: float = 0.0
     """What every element begins with."""
     format: StateFormat | MasterFormat = "fp32"
@@ -148,6 +153,12 @@ class ParamSpec:
     def order(self) -> tuple[int, ...]:
         """Dimensions as they lie in memory, the outermost first."""
         return _outermost_first(self.strides or row_major(self.shape))
+
+    @property
+    def is_indivisible(self) -> bool:
+        """Whether one rank must update all of it."""
+        forms = self.states or ()
+        return self.is_whole or any(form.shape is not None and form.shared_by == 1 for form in forms)
 
     @property
     def is_coded(self) -> bool:
@@ -225,18 +236,38 @@ class UnitSpec:
     @cached_property
     def weight_parts(self) -> tuple[Part, ...]:
         """Where every parameter lies in the weights layout."""
-        parts, end = [], 0
-        for i, param in enumerate(self.params):
-            if i == len(self.trainable):
-                end = self.trainable_bytes
-            parts.append(Part(param.dtype, param.numel, end))
-            end += align_up(param.weight_bytes, self._align_bytes if param.requires_grad else PARAM_ALIGN_BYTES)
-        return tuple(parts)
+        frozen = self.params[len(self.trainable) :]
+        sizes = (align_up(param.weight_bytes, PARAM_ALIGN_BYTES) for param in frozen)
+        starts = (*self._trained_starts, *accumulate(sizes, initial=self.trainable_bytes))
+        return tuple(Part(param.dtype, param.numel, at) for param, at in zip(self.params, starts, strict=False))
 
     @cached_property
-    def _align_bytes(self) -> int:
-        """Trained parameters begin at multiples of it. See [Note: runs]."""
-        return max((PARAM_ALIGN_BYTES, *(64 * DTYPE_BYTES[param.dtype] for param in self.trainable)))
+    def _trained_sizes(self) -> tuple[int, ...]:
+        """Of trained parameters, with padding: a cut inside of one falls where it may. See [Note: runs]."""
+        align = PARAM_ALIGN_BYTES
+        if self.num_ranks > 1:
+            numel = max((64, *(form.shared_by for param in self.trainable for form in param.states or ())))
+            align = max((align, *(numel * DTYPE_BYTES[param.dtype] for param in self.trainable)))
+        return tuple(align_up(param.weight_bytes, align) for param in self.trainable)
+
+    @cached_property
+    def _trained_starts(self) -> tuple[int, ...]:
+        """First bytes of trained parameters in the weights layout."""
+        if self._dealt_out is None:
+            return tuple(accumulate(self._trained_sizes, initial=0))[:-1]
+        return tuple(rank * self.run_bytes + start for rank, start in self._dealt_out)
+
+    @cached_property
+    def _dealt_out(self) -> tuple[tuple[int, int], ...] | None:
+        """Rank of every trained parameter, and its first byte in that run. None: runs cut parameters."""
+        if self.num_ranks == 1 or not any(param.is_indivisible for param in self.trainable):
+            return None
+        ends, places, sizes = [0] * self.num_ranks, dict[int, tuple[int, int]](), self._trained_sizes
+        for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+            rank = min(range(self.num_ranks), key=ends.__getitem__)
+            places[i] = rank, ends[rank]
+            ends[rank] += sizes[i]
+        return tuple(places[i] for i in range(len(sizes)))
 
     @cached_property
     def own_ranges(self) -> tuple[tuple[int, int], ...]:
@@ -292,13 +323,15 @@ class UnitSpec:
     @cached_property
     def trainable_bytes(self) -> int:
         """Size of the trainable piece of the weights layout."""
-        nbytes = sum(align_up(p.weight_bytes, self._align_bytes) for p in self.trainable)
-        return align_up(nbytes, PAGE_BYTES * self.num_ranks)
+        return self.run_bytes * self.num_ranks
 
     @cached_property
     def run_bytes(self) -> int:
         """Size of the run of a rank."""
-        return self.trainable_bytes // self.num_ranks
+        if self._dealt_out is None:
+            return align_up(sum(self._trained_sizes), PAGE_BYTES * self.num_ranks) // self.num_ranks
+        ends = (start + size for (_, start), size in zip(self._dealt_out, self._trained_sizes, strict=True))
+        return align_up(max(ends), PAGE_BYTES)
 
     @property
     def others_bytes(self) -> int:

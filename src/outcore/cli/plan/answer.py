@@ -216,7 +216,6 @@ def answer(question: Question) -> Answer:
     Raises:
         ConfigError: An option that cannot be used.
         PlanInfeasibleError: It does not fit; says what would do.
-        UnsupportedError: What several ranks cannot do.
     """
     is_there = os.path.lexists(Path(question.model).expanduser())
     known = None if is_there else next((each for each in known_models() if each.name == question.model), None)
@@ -235,7 +234,7 @@ def answer_for(question: Question, source: ModelSource, hardware: Hardware) -> A
     optimizer = optimizer_named(question.optim, model, question.master_format)
     cut = partition(model, keeps=rule_for(optimizer).kept(optimizer.param_groups), precision=precision)
     with of_a_node(question.ranks.per_node):
-        return _Asking(question, among(cut, question.ranks, 0, "outcore plan"), hardware, limits).answer()
+        return _Asking(question, among(cut, question.ranks, 0), hardware, limits).answer()
 
 
 def machine_for(question: Question) -> Hardware:

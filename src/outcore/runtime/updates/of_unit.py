@@ -221,6 +221,8 @@ def pieces_of(
     old_weight_views = None if old_weights is None else unit.views.own(old_weights)
     pieces = []
     for i, change in changes.items():
+        if not unit.spec.own_ranges[i][1] and (unit.spec.params[i].numel or unit.spec.rank):  # others update it
+            continue
         moments = unit.views.state_names[i] if views else ()
         has_master = unit.ledger.has_master and not unit.views.is_compact[i]
         old_targets = old_views.get("master") if has_master else old_weight_views

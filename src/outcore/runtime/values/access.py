@@ -16,7 +16,7 @@ from outcore.device.device import Device
 from outcore.device.lanes import Handle
 from outcore.memory.arena import Buffer
 from outcore.memory.disk import Extent
-from outcore.optim.compact import close_masters, masters_of
+from outcore.optim.compact import closed_masters, masters_of
 from outcore.optim.rule import SCALE
 from outcore.order.ledger import Home
 from outcore.order.slots import Pools
@@ -25,7 +25,7 @@ from outcore.runtime.unit.tiers import Tiers
 from outcore.runtime.unit.unit import Beneath, Unit
 from outcore.runtime.unit.views import flat, own_slice, shaped, torch_dtype
 from outcore.runtime.weights import Weights
-from outcore.spec.layout import CODES, ROW_NUMEL, StateSpec
+from outcore.spec.layout import CODES, StateSpec
 from outcore.spec.model import DTYPE_BYTES, ParamSpec, Part
 
 _SAMPLE_BYTES = 4096
@@ -76,7 +76,8 @@ class Access:
         values, spec = self._own_state(unit, name, index), unit.spec
         form = unit.ledger.state_specs[name].described(spec.params[index], index)
         if self.world is not None:
-            numels = [spec.owned(rank)[index][1] for rank in range(spec.num_ranks)]
+            state = unit.ledger.state_specs[name]
+            numels = [state.owned(spec, index, rank)[1] for rank in range(spec.num_ranks)]
             values = self.world.gather_parts(values, numels, f"read {name} of '{spec.params[index].name}'")
         return shaped(form, values)
 
@@ -86,7 +87,8 @@ class Access:
         stored = self._read(unit.ledger.states, state.parts[index], state.start)
         if name != "master" or not unit.views.is_compact[index]:
             return stored
-        weight = self._read(unit.ledger.weights, unit.spec.weight_parts[index])
+        cut = unit.ledger.cut
+        weight = self._read(unit.ledger.weights, cut.own_parts[index], cut.updated[0])
         return masters_of(weight, stored, self._own_state(unit, CODES, index))
 
     def sample(self, unit: Unit, index: int) -> bytes:
@@ -128,7 +130,7 @@ class Access:
         """Of bytes of a state, from ``start`` on, those that are here."""
         part, first = state.parts[index], 0
         if self.world is not None:
-            first = unit.spec.own_ranges[index][0] * DTYPE_BYTES[part.dtype]
+            first = state.owned(unit.spec, index, unit.spec.rank)[0] * DTYPE_BYTES[part.dtype]
         mine = piece[max(first - start, 0) : max(first + part.nbytes - start, 0)]
         self._write(unit.ledger.states, state.start + part.offset + max(start - first, 0), mine)
 
@@ -172,36 +174,42 @@ class Access:
     @torch.no_grad()
     def write_master(self, unit: Unit, index: int, value: torch.Tensor) -> None:
         """Let a master follow its weight; see ``write_weight``."""
-        values = own_slice(unit.spec, index, flat(unit.spec.params[index], value.detach()))
+        whole = flat(unit.spec.params[index], value.detach())
+        values = own_slice(unit.spec, index, whole)
         if value.dtype == torch_dtype(unit.spec.params[index].dtype):
             master, values = self._own_state(unit, "master", index), values.to("cpu")
             is_edited = master.to(values.dtype) != values
             if unit.views.is_compact[index]:  # nothing else says what the sign of a 0 is
                 is_edited |= master.to(values.dtype).view(torch.int16) != values.view(torch.int16)
-            if not bool(is_edited.any()):
+            is_alone = self.world is None or not unit.views.is_compact[index]
+            if is_alone and not bool(is_edited.any()):
                 return
             values = torch.where(is_edited, values.to(master.dtype), master)
-        self._write_state(unit, "master", index, values)
+        self._write_state(unit, "master", index, values, whole)
 
     @torch.no_grad()
     def write_state(self, unit: Unit, name: str, index: int, value: torch.Tensor) -> None:
         """Replace one optimizer state: what is here of it."""
         form = unit.ledger.state_specs[name].described(unit.spec.params[index], index)
-        values = flat(form, value.detach())
-        self._write_state(unit, name, index, values if self.world is None else own_slice(unit.spec, index, values))
+        whole = flat(form, value.detach())
+        first, numel = unit.ledger.state_specs[name].owned(unit.spec, index, unit.spec.rank)
+        self._write_state(unit, name, index, whole[first : first + numel], whole)
 
-    def _write_state(self, unit: Unit, name: str, index: int, values: torch.Tensor) -> None:
+    def _write_state(self, unit: Unit, name: str, index: int, values: torch.Tensor, whole: torch.Tensor) -> None:
+        """Args: values: What is here. whole: Of all ranks; a compact master's weight follows it on each."""
         unit.states_version += 1
         state = unit.ledger.state_specs[name]
         part, home = state.parts[index], unit.ledger.states
         if name == "master" and unit.views.is_compact[index]:
-            lower = torch.empty(part.numel, dtype=torch.int16, device="cpu")
-            weight, codes = lower.bfloat16(), torch.empty(-(-part.numel // ROW_NUMEL), dtype=torch.uint8, device="cpu")
-            close_masters(values.to("cpu", torch.float32), weight, lower, codes)
+            weight, lower, codes = closed_masters(values.to("cpu", torch.float32))
+            row, cut = unit.ledger.state_specs[CODES], unit.ledger.cut
             self._weights.invalidate(unit)
             unit.weights_version += 1
-            self._write(unit.ledger.weights, unit.spec.weight_parts[index].offset, weight)
-            row = unit.ledger.state_specs[CODES]
+            with self._written_by_all(unit):
+                if self.world is not None:
+                    others = closed_masters(whole.to("cpu", torch.float32))[0]
+                    self._write_weight(unit, unit.spec.weight_parts[index].offset, others.view(torch.uint8))
+                self._write(unit.ledger.weights, cut.updated[0] + cut.own_parts[index].offset, weight)
             self._write(home, row.start + row.parts[index].offset, codes)
             values = lower
         self._write(home, state.start + part.offset, values.to(torch_dtype(part.dtype)))

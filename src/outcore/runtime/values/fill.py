@@ -45,8 +45,9 @@ def fill_unit(unit: Unit, tiers: Tiers, pools: Pools[Handle], values: Values) ->
         if states is not None and unit.ledger.has_master and param.requires_grad:
             master = unit.views.state(states, "master")[i]
             if weights is not None and unit.views.is_compact[i]:
-                codes = unit.views.state(states, CODES)[i]
-                close_masters(flat(param, value.to("cpu", torch.float32)), unit.views.own(weights)[i], master, codes)
+                whole, codes = flat(param, value.to("cpu", torch.float32)), unit.views.state(states, CODES)[i]
+                own = unit.views.own(weights.part(*unit.ledger.cut.updated))[i]
+                close_masters(own_slice(unit.spec, i, whole), own, master, codes)
             else:
                 master.copy_(own_slice(unit.spec, i, flat(param, value.to(master.dtype))))
     for home, staged in ((unit.ledger.weights, weights), (unit.ledger.states, states)):
