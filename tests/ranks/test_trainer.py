@@ -23,6 +23,11 @@ ON_TWO = [
     ["two lora", "lora", True, 0.1, 0.1],
     ["two lora resumed", "lora", True, 0.1, 0.1, "two lora/checkpoint-3"],
     ["ddp", "language", False],
+    ["two cut", "language", True, 0.1, 0.0, None, "world"],
+    ["two cut resumed", "language", True, 0.1, 0.0, "two cut/checkpoint-3", "world"],
+    ["two buffers", "buffers"],
+    ["two buffers resumed", "buffers", True, 1e9, 0.0, "two buffers/checkpoint-3"],
+    ["two compact", "language", True, 1e9, 0.0, None, "replicate", "compact"],
 ]
 
 
@@ -41,6 +46,9 @@ def found(tmp_path_factory):
         said[name] = [json.loads((folder / f"{name}.{rank}.json").read_text()) for rank in range(2)]
     with pytest.warns(UserWarning, match="resume_from_checkpoint: 2 ranks saved .* and 1 go on: generators stay"):
         said["one from two"] = [run(Job("one from two", resume="two/checkpoint-3"), folder)]
+    said["one compact"] = [run(Job("one compact", masters="compact"), folder)]
+    with pytest.warns(UserWarning, match="generators stay"):  # in another form of masters
+        run(Job("one from two compact", resume="two compact/checkpoint-3", masters="fp32"), folder)
     torch.set_num_threads(threads)
     return folder, said
 
@@ -58,6 +66,10 @@ def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
         ("two from one", "plain"),
         ("one from two", "plain"),
         ("two lora resumed", "two lora"),
+        ("two cut", "plain clipped"),
+        ("two cut resumed", "plain clipped"),
+        ("two compact", "one compact"),
+        ("one from two compact", "one compact"),
     ],
 )
 def test_weights_are_bitwise_those_of(name, wanted, found):
@@ -83,6 +95,13 @@ def test_logs_are_those_of_one_rank(found):
                 for what in other.keys() & names:
                     assert line[what] == pytest.approx(other[what], rel=1e-5), (name, what)
         assert said[name][0]["best"] == said[name][1]["best"]
+
+
+def test_buffers_are_each_ranks_own(found):
+    _, said = found
+    own = [[of_rank["own"] for of_rank in said[name]] for name in ("two buffers", "two buffers resumed")]
+    assert own[0] == own[1]
+    assert own[0][1] == 2 * own[0][0] > 0
 
 
 def test_checkpoints_are_rotated_and_whole(found):

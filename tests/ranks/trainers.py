@@ -36,6 +36,9 @@ class Job(NamedTuple):
     dropout: float = 0.0
     resume: str | None = None
     """A checkpoint, from the folder on."""
+    partition: str = "replicate"
+    masters: str | None = None
+    """``master_format`` of bf16 weights."""
 
 
 class Normed(Trainer):
@@ -49,8 +52,8 @@ class Normed(Trainer):
 
 
 class Streamed(Plain):
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, job: Job) -> None:
+        self.folder, self.job = folder, job
 
     def trainer(self, kind: type[Trainer], **options: Any) -> Trainer:
         made = type(kind.__name__, (OutcoreMixin, kind), {})
@@ -58,15 +61,23 @@ class Streamed(Plain):
         if model is None:
             return made(**options, budget=outcore.Budget(disk=self.folder))
         tiers = ["host", "disk"]
+        stored: Any = {"master_format": self.job.masters or "fp32"}
+        how: Any = {"units": [LlamaDecoderLayer], "precision": self.job.masters and "bf16"}
         _, plan = forced(
             model,
-            torch.optim.AdamW(model.parameters(), fused=True),
+            torch.optim.AdamW([{"params": list(model.parameters()), **stored}], fused=True),
             lambda i: (tiers[i % 2], "host", tiers[(i + 1) % 2]),
-            units=[LlamaDecoderLayer],
             num_ranks=NUM_RANKS,
             comfort=LEAST,
+            partition=self.job.partition,
+            **how,
         )
-        return made(**options, plan=plan, units=[LlamaDecoderLayer], budget=outcore.Budget(disk=self.folder))
+        return made(**options, plan=plan, budget=outcore.Budget(disk=self.folder), **stored, **how)
+
+
+def count_calls(model: nn.Module, _: Any) -> None:
+    if model.training:
+        model.seen.add_(RANK + 1)
 
 
 def run(job: Job, folder: Path) -> dict[str, Any]:
@@ -82,22 +93,26 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
         "save_strategy": "steps" if job.is_streamed else "no",
         "use_cpu": True,
     }
-    side = Streamed(folder) if job.is_streamed else Plain()
+    side = Streamed(folder, job) if job.is_streamed else Plain()
     model = llama(attention_dropout=job.dropout, seed=3 + RANK if job.is_streamed else 3)  # all begin as rank 0 does
     if job.kind == "lora":
         rows = {"train_dataset": datasets.Dataset.from_dict({"text": TEXTS}), "peft_config": lora()}
         trainer = sft(side, folder / job.name, model=model, parts=rows, **changes)
     else:
+        if job.kind == "buffers":  # each rank has its own
+            model.register_buffer("seen", torch.zeros(1))
+            model.register_forward_pre_hook(count_calls)
         kind = Trainer if job.is_streamed or NUM_RANKS > 1 else Normed
         parts = {"train_dataset": token_dataset(TEXTS)}
         trainer = language(side, folder / job.name, kind=kind, model=model, parts=parts, **changes)
     trainer.train(resume_from_checkpoint=None if job.resume is None else str(folder / job.resume))
+    state = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
     if RANK == 0:
-        state = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
         torch.save(state, folder / f"{job.name}.pt")
     if job.is_streamed:
         outcore.close(trainer.model, keep_weights=False)
-    return {"logs": trainer.state.log_history, "best": trainer.state.best_model_checkpoint}
+    own = model.seen.item() if job.kind == "buffers" else 0.0
+    return {"own": own, "logs": trainer.state.log_history, "best": trainer.state.best_model_checkpoint}
 
 
 def main() -> None:

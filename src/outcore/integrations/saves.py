@@ -27,7 +27,7 @@ from outcore.ranks.agreement import agreed
 from outcore.runtime.saves import EditedError, Save
 from outcore.saving.beside import begun
 from outcore.saving.library_files import LibraryFiles
-from outcore.saving.shared import all_random_states
+from outcore.saving.shared import all_random_states, odd_buffers
 from outcore.saving.small_state import random_states
 from outcore.spec.checkpoint import Block, Manifest
 
@@ -61,7 +61,7 @@ class TrainerSaves:
         self.before_commit: Callable[[], None] = lambda: None
         """On the save lane; with several ranks on that of rank 0."""
         self.random: dict[str, Any] = {}
-        """States of random generators, of all ranks, for the checkpoint that is begun."""
+        """What ranks have of their own, for the checkpoint that is begun: random generators, and buffers."""
         self._trainer, self._on_durable = trainer, on_durable
         self._under_way: _UnderWay | None = None
         self._inner = Path()
@@ -87,7 +87,9 @@ class TrainerSaves:
         self._hear_of_on_save()
         engine, step, before = trainer.optimizer.engine, state.global_step, state.best_model_checkpoint
         world = engine.access.world
-        self.random = random_states(engine.device) if world is None else {"ranks": all_random_states(engine)}
+        many = world is not None
+        self.random = {"ranks": all_random_states(engine)} if many else random_states(engine.device)
+        self.random |= {"buffers": odd_buffers(engine)} if many else {}
         target = folder / f"{PREFIX_CHECKPOINT_DIR}-{step}"
         at = folder.absolute()  # whoever changes the working directory meanwhile does not move it
         kept = {at / target.name}

@@ -32,7 +32,7 @@ from outcore.ranks.agreement import agreed
 from outcore.ranks.world import World
 from outcore.runtime.module_guard import attachment_of
 from outcore.runtime.saves import Save
-from outcore.saving.shared import restore_random_states_of
+from outcore.saving.shared import restore_odd_buffers, restore_random_states_of
 from outcore.saving.small_state import read_small, write_small
 from outcore.saving.training_state import check_adapters, has_states, load_states, load_weights, save_states
 from outcore.saving.weights.conversions import is_adapter_model
@@ -123,6 +123,7 @@ class StreamedCheckpoints(Trainer):  # type: ignore[misc]  # the library has no 
         if checkpoint is not None and Path(checkpoint, f"{RANDOM_STATE}.json").is_file():
             saved = read_small(Path(checkpoint), RANDOM_STATE)
             restore_random_states_of(saved.get("ranks", [saved]), self.optimizer.engine, "resume_from_checkpoint")
+            restore_odd_buffers(saved.get("buffers", []), self.optimizer.engine)
         else:
             super()._load_rng_state(checkpoint)
         self._outcore_reading.close()  # all is loaded
@@ -147,10 +148,12 @@ class StreamedCheckpoints(Trainer):  # type: ignore[misc]  # the library has no 
         load_weights(self.model, self.state.best_model_checkpoint)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002
-        """Rank 0 writes; in a checkpoint all ranks come here, and hear whether it could."""
+        """Rank 0 writes; in a checkpoint all ranks come here, and hear whether it could. Others give cut weights."""
         is_checkpoint = output_dir is not None and self._outcore_saves.files(output_dir) is not None
         with agreed(self._outcore_world if is_checkpoint else None, _CALL):
             super().save_model(output_dir, _internal_call)
+            if not self.args.should_save and attachment_of(self.model) is not None:
+                save_pretrained(self.model, self.args.output_dir)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if state_dict is not None or attachment_of(self.model) is None:

@@ -34,12 +34,17 @@ from outcore.runtime.unit.unit import Beneath
 from outcore.runtime.values.edits import take_edits
 from outcore.saving.beside import begun
 from outcore.saving.found import found, found_in, prune
-from outcore.saving.shared import all_random_states, odd_buffers, of_this_rank, restore_random_states_of
+from outcore.saving.shared import (
+    all_random_states,
+    buffers_of,
+    odd_buffers,
+    restore_odd_buffers,
+    restore_random_states_of,
+)
 from outcore.saving.small_state import encode, random_states, read_small, write_small
 from outcore.saving.training_state import like_setting, plain_setting
 from outcore.saving.unit_files import as_shown, load_param, records, sections, write_units
 from outcore.saving.weights.conversions import is_adapter_model, is_pretrained_model
-from outcore.saving.weights.state_names import places
 from outcore.spec.checkpoint import MANIFEST_NAME, Manifest, PartRecord, TensorRecord
 
 _BUFFERS, _STATE = "buffers", "state"
@@ -126,7 +131,7 @@ def _begin_save(
         said = {"step": step, "directory": str(directory), "keep": keep}
         agree(world, {f"{name}={value!r}": "" for name, value in said.items()}, call="save_checkpoint")
         small["ranks"] = all_random_states(engine)
-        small["buffers"] = odd_buffers(world, _buffers(engine))
+        small["buffers"] = odd_buffers(engine)
 
     def tidy_up() -> None:
         if keep is not None:
@@ -222,7 +227,8 @@ class Resumed:
                 for i, spec in enumerate(unit.spec.params[: unit.num_trainable]):
                     load_param(engine.access, unit, i, path, manifest)
                     unit.steps[i] = manifest.steps[spec.name]
-            _load_buffers(engine, path, manifest, of_this_rank(small["buffers"], engine) or {})
+            _load_buffers(engine, path)
+            restore_odd_buffers(small["buffers"], engine)
             for group, settings in zip(optimizer.param_groups, manifest.groups, strict=True):
                 taken = {k: v for k, v in settings.items() if k not in NOT_TAKEN_OVER}
                 group.update({k: like_setting(group.get(k), v) for k, v in taken.items()})
@@ -297,7 +303,7 @@ def _description(engine: Engine, groups: list[dict[str, Any]], step: int) -> Any
     quantized = ((spec, p) for u in engine.units for spec, p in zip(u.spec.params, u.params, strict=True))
     full = {spec.name: getattr(param, FULL_CHECKSUM) for spec, param in quantized if hasattr(param, FULL_CHECKSUM)}
     steps = {u.spec.params[i].name: u.steps[i] for u in engine.units for i in range(u.num_trainable)}
-    for name, buffer in _buffers(engine).items():
+    for name, buffer in buffers_of(engine).items():
         dtype = str(buffer.dtype).removeprefix("torch.")
         parts = (PartRecord(f"{_BUFFERS}.safetensors", 0, buffer.numel()),)
         tensors[f"model.{name}"] = TensorRecord(dtype, tuple(buffer.shape), parts)
@@ -321,17 +327,8 @@ def _group_names(optimizer: StreamedOptimizer) -> list[list[str]]:
     return [[unit.spec.params[i].name for unit, i in group] for group in found]
 
 
-def _buffers(engine: Engine) -> dict[str, torch.Tensor]:
-    """Persistent ones, each once under its first name."""
-    found: dict[int, tuple[str, torch.Tensor]] = {}
-    for place in places(engine.model):
-        if place.is_buffer and place.is_persistent:
-            found.setdefault(id(place.tensor), (place.name, place.tensor))
-    return dict(found.values())
-
-
 def _write_small(folder: Path, engine: Engine, small: Any) -> None:
-    buffers = {f"model.{name}": tensor.detach().cpu() for name, tensor in _buffers(engine).items()}
+    buffers = {f"model.{name}": tensor.detach().cpu() for name, tensor in buffers_of(engine).items()}
     if buffers:
         specs = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in buffers.items()]
         write_safetensors(folder, specs, buffers.items(), stem=_BUFFERS, max_shard_bytes=2**62, is_synced=False)
@@ -365,7 +362,7 @@ def _refuse_others(optimizer: StreamedOptimizer, path: Path, manifest: Manifest,
     engine = optimizer.engine
     saved = (pair for unit in engine.units for pair in records(unit))
     wanted = dict(as_shown(saved))
-    buffers = _buffers(engine)
+    buffers = buffers_of(engine)
     wanted |= {f"model.{n}": (str(b.dtype).removeprefix("torch."), tuple(b.shape)) for n, b in buffers.items()}
     there = dict(as_shown(manifest.tensors.items()))
     differing = sorted(name for name in wanted.keys() | there.keys() if wanted.get(name) != there.get(name))
@@ -403,11 +400,10 @@ def _shown(spec: tuple[str, tuple[int, ...]] | None) -> str:
     return "missing" if spec is None else f"{spec[0]} {spec[1]}"
 
 
-def _load_buffers(engine: Engine, path: Path, manifest: Manifest, own: Mapping[str, torch.Tensor]) -> None:
-    """Args: own: Of this rank, those in which ranks differ."""
-    buffers = _buffers(engine)
+def _load_buffers(engine: Engine, path: Path) -> None:
+    buffers = buffers_of(engine)
     if buffers:
         saved = WeightsDirectory.open(path, _BUFFERS)
         with torch.no_grad():
             for name, buffer in buffers.items():
-                buffer.copy_(own[name] if name in own else saved.read(f"model.{name}"))
+                buffer.copy_(saved.read(f"model.{name}"))

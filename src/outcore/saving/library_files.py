@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from outcore.core.errors import UnsupportedError
 from outcore.core.quantities import align_up
 from outcore.memory.files.checkpoint_file import CheckpointFile, PartOfCheckpoint
 from outcore.memory.files.checkpoint_folder import write_new
@@ -33,13 +32,14 @@ from outcore.runtime.values.access import shown_states
 from outcore.runtime.values.edits import take_edits
 from outcore.saving.beside import refuse_full
 from outcore.saving.training_state import STATES, described_states, plain_settings, trained_params
-from outcore.saving.unit_files import is_state, records, state_sections, write_units
+from outcore.saving.unit_files import Section, is_state, records, sections, state_sections, write_units
 from outcore.saving.weights.conversions import Group, saving_groups
 from outcore.saving.weights.export import (
     ADAPTER_FILE,
     adapter_tensors,
     read_tensor,
     save_beside_weights,
+    save_model,
     saved_state,
     saves_adapters,
     without_bytes,
@@ -103,7 +103,8 @@ class LibraryFiles:
     def weights(self, small: Path) -> None:
         """Have the files of ``save_pretrained`` written. Adapters that peft converts are read and written at once.
 
-        With several ranks by one of them: each has all weights.
+        With several ranks by one of them. Where weights are cut over ranks they are read and written at once, and all
+        call ``save_model``, this one here.
 
         Args:
             small: A new folder, for what the library writes by itself.
@@ -114,10 +115,8 @@ class LibraryFiles:
         """
         model = self._engine.model
         if self._engine.has_cut_weights:
-            raise UnsupportedError(
-                "checkpoint: expected weights that one rank can read alone, but they are cut over ranks; set partition "
-                "to 'replicate' in the plan, or to 'node' with gather 'host'"
-            )
+            save_model(self._engine, small)
+            return
         small.mkdir(exist_ok=True)
         if saves_adapters(model):
             self._adapters(small)
@@ -147,9 +146,9 @@ class LibraryFiles:
             UnsupportedError: As ``save_states``.
         """
         if self._engine.access.world is not None:
-            tensors = (pair for unit in self._engine.units for pair in records(unit) if is_state(pair[0]))
+            tensors = (pair for unit in self._engine.units for pair in records(unit) if _is_needed(unit, pair[0]))
             self.described = {"tensors": dict(tensors), **plain_settings(optimizer)}
-            write_units(self._engine, self._unfinished, self._save, state_sections)
+            write_units(self._engine, self._unfinished, self._save, _sections)
             return
         items = [item for _, (unit, i) in trained_params(optimizer) for item in self._states(unit, i)]
         self._submit(self._layout(STATES, items, described_states(optimizer, step=step)))
@@ -228,6 +227,15 @@ class LibraryFiles:
                 _append(item, convert(values), files)
 
             saves.made([param.source for param in params], self._save, make)
+
+
+def _sections(unit: Unit) -> list[Section]:
+    """Of its states, what a rank writes. Compact masters are read with the weights that they belong to."""
+    return sections(unit) if CODES in unit.ledger.state_specs else state_sections(unit)
+
+
+def _is_needed(unit: Unit, name: str) -> bool:
+    return is_state(name) or CODES in unit.ledger.state_specs
 
 
 def _weight(unit: Unit, index: int) -> _Param:

@@ -18,6 +18,7 @@ from outcore.ranks.world import World
 from outcore.runtime.engine import Engine
 from outcore.runtime.saves import Save
 from outcore.saving.small_state import random_states, restore_random_states
+from outcore.saving.weights.state_names import places
 from outcore.spec.checkpoint import Manifest
 
 T = TypeVar("T")
@@ -140,12 +141,30 @@ def of_this_rank(saved: Sequence[T], engine: Engine) -> T | None:
     return None if len(saved) != engine.num_ranks else saved[0 if world is None else world.rank]
 
 
-def odd_buffers(world: World, buffers: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """By rank, those that are not the same on all of them. A collective.
+def buffers_of(engine: Engine) -> dict[str, torch.Tensor]:
+    """Persistent ones, each once under its first name."""
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for place in places(engine.model):
+        if place.is_buffer and place.is_persistent:
+            found.setdefault(id(place.tensor), (place.name, place.tensor))
+    return dict(found.values())
 
-    Args: buffers: Of this rank, by name.
-    """
-    here = {name: buffer.detach().to("cpu", copy=True).contiguous() for name, buffer in sorted(buffers.items())}
+
+def odd_buffers(engine: Engine) -> list[dict[str, torch.Tensor]]:
+    """By rank, those that are not the same on all of them. With several a collective."""
+    world = engine.access.world
+    if world is None:
+        return [{}]
+    buffers = sorted(buffers_of(engine).items())
+    here = {name: buffer.detach().to("cpu", copy=True).contiguous() for name, buffer in buffers}
     sums = [zlib.crc32(buffer.reshape(-1).view(torch.uint8).numpy().data) for buffer in here.values()]
     odd = [name for name, *theirs in zip(here, *world.all_of(sums), strict=True) if len(set(theirs)) > 1]
     return world.all_of({name: here[name] for name in odd})
+
+
+@torch.no_grad()
+def restore_odd_buffers(saved: Sequence[Mapping[str, torch.Tensor]], engine: Engine) -> None:
+    """Of this rank, if as many ranks saved them. Args: saved: By rank."""
+    buffers = buffers_of(engine)
+    for name, value in (of_this_rank(saved, engine) or {}).items():
+        buffers[name].copy_(value)

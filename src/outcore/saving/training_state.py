@@ -30,7 +30,7 @@ from outcore.runtime.unit.views import torch_dtype
 from outcore.runtime.values.access import shown_states
 from outcore.runtime.values.edits import take_edits
 from outcore.saving.found import refuse_other_tensors
-from outcore.saving.unit_files import is_state, load_states_of
+from outcore.saving.unit_files import as_shown, is_state, load_states_of
 from outcore.saving.weights.conversions import is_adapter_model
 from outcore.saving.weights.load_plan import plan_loading
 from outcore.saving.weights.state_names import places
@@ -123,8 +123,8 @@ def load_states(optimizer: StreamedOptimizer, directory: str | Path) -> None:
     else:
         refuse_other_tensors(path, manifest)
         steps, groups = manifest.steps, manifest.groups
-        states = ((name.partition(".")[2], record) for name, record in manifest.tensors.items() if is_state(name))
-        there = {name: (torch_dtype(record.dtype), record.shape) for name, record in states}
+        states = ((name, seen) for name, seen in as_shown(manifest.tensors.items()) if is_state(name))
+        there = {name.partition(".")[2]: (torch_dtype(dtype), shape) for name, (dtype, shape) in states}
     _refuse_others(path, there, trained, steps)
     if len(groups) != len(optimizer.param_groups):
         raise ConfigError(

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import outcore
 from outcore.cli.train.crew import Crew
 from outcore.cli.train.job import Job
 from outcore.cli.train.loop.preemption import Preemption
@@ -42,6 +43,7 @@ def follow_train(settings: Settings, crew: Crew) -> None:
                 trainer.evaluate_again(todo.checkpoint)
             if todo.trains:
                 trainer.train(resume_from_checkpoint=None if todo.checkpoint is None else str(todo.checkpoint))
+                outcore.save_pretrained(trainer.model, settings.out)
         finally:
             crew.has_begun = preemption.has_begun
             trainer.end()
