@@ -30,7 +30,7 @@ from outcore.probe.measure import QUICK, WHOLE, Effort, measure
 from outcore.spec.hardware import Hardware
 from outcore.spec.text_file import Described
 
-PROBE_VERSION = "4"
+PROBE_VERSION = "5"
 """Of how it is measured: older measurements are stale."""
 _EFFORTS: Mapping[str, Effort] = {"whole": WHOLE, "quick": QUICK}
 
