@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import nursery
 import one_arithmetic
 import pytest
@@ -19,6 +20,10 @@ import torch
 
 # Plans are made without times: nothing is measured, and tests decide what moves. Those of times name a machine.
 os.environ["OUTCORE_HARDWARE"] = "none"
+# How long an example takes, or is made, says nothing: others may have the processor.
+too_slow = [hypothesis.HealthCheck.too_slow]
+hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=too_slow)
+hypothesis.settings.load_profile("patient")
 
 LANE_EXIT_S = 5.0  # a closed lane's thread may still be on its last instructions
 FIRST = ("simulated_gpu", "system")  # folders

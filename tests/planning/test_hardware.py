@@ -16,7 +16,7 @@ from outcore.spec.hardware import Hardware
 
 FIELDS = ["device.bf16_flops", "bus.h2d_bytes_per_s", "host.bytes_per_s", "disk.both"]
 FIELDS += ["links.bytes_per_s", "network.bytes_per_s"]
-NUMBERS = [0, -1, 1e30, float("inf"), float("nan"), "fast", None, True, [1], {}]
+NUMBERS = [0, -1, 1e-300, 1e30, 10**400, float("inf"), float("nan"), "fast", None, True, [1], {}]
 
 
 @pytest.mark.parametrize("name", DEVICES)

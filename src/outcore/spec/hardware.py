@@ -6,7 +6,6 @@ Each figure may name its source.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -188,11 +187,9 @@ def _refuse_numbers(data: Mapping[str, Any], where: str) -> None:
             _refuse_parts(value, where)
             continue
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        most, least = _AT_MOST.get(name, _MOST), _AT_LEAST.get(name, 0.0)
-        if not is_number or not math.isfinite(value) or value > most or value < least:
+        most, least = _AT_MOST.get(name, _MOST), _AT_LEAST.get(name, 0.0 if name in _ZERO_IS_FINE else 1.0)
+        if not is_number or not least <= value <= most:  # nor is what is no number
             raise ConfigError(f"{where}: {name}: expected a number from {least:g} to {most:g}, but got {value!r}")
-        if not value and name not in _ZERO_IS_FINE:
-            raise ConfigError(f"{where}: {name}: expected a number above 0, but got {value!r}")
 
 
 def _refuse_parts(parts: object, where: str) -> None:
