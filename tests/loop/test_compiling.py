@@ -19,6 +19,8 @@ from torch.nn import functional
 import outcore
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.planning.homes.pools import Comfort
+from outcore.runtime.activations import away
+from outcore.runtime.activations.away import Away
 
 from .rig import DEVICE, Block, Tower, adamw, assert_same, batch, make, prepared, seen, train
 
@@ -34,6 +36,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "host": {"homes": "host"},
     "host keep": {"homes": "host", "policy": "keep"},
     "disk, activations on host": {"homes": "disk", "policy": "keep", "activations": "host"},
+    "host, arguments on host": {"homes": "host", "policy": "recompute", "activations": "host"},
+    "device, activations on disk": {"homes": "device", "policy": "keep", "activations": "disk"},
+    "disk, arguments on disk": {"homes": "disk", "policy": "recompute", "activations": "disk"},
     "mixed": {
         "homes": lambda i: (("host", "disk", "device")[i % 3],) * 3,
         "policy": lambda i: "keep" if i % 2 else "recompute",
@@ -143,8 +148,13 @@ def test_batches_in_pieces(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_like_a_plain_loop_with_compiled_blocks(plan: str, tmp_path: Path):
+def test_like_a_plain_loop_with_compiled_blocks(plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Every policy that can be, on every tier."""
+    monkeypatch.setattr(away, "SMALL_BYTES", 64)
+    left, leave = [], Away.leave
+    monkeypatch.setattr(Away, "leave", lambda mine, target: left.append(mine) or leave(mine, target))
     of_plain, ours = same(micro_batches, tmp_path, **PLANS[plan])
+    assert len(left) >= (6 if plan == "mixed" else 6 * 4 if "activations" in PLANS[plan] else 0)
     assert of_plain == 1  # for five blocks, and however often they run
     assert ours == (2 if plan == "mixed" else 1)  # parameters that stay on the device are not of the same class
 

@@ -212,15 +212,15 @@ def test_several_batches_make_a_step(dtype: torch.dtype, tmp_path: Path) -> None
     same(tmp_path, dtype=dtype, micro_batches=2)
 
 
-@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
 @pytest.mark.parametrize("policy", ["keep", "select", "recompute"])
-def test_activations_leave(policy: str, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_policy_on_every_tier(policy: str, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(away, "SMALL_BYTES", 64)
     monkeypatch.setattr(dear, "DEAR_FLOP_PER_BYTE", 1)
     left, leave = [], Away.leave
     monkeypatch.setattr(Away, "leave", lambda mine, target: left.append(mine) or leave(mine, target))
     same(tmp_path, BUILDS["llama"], policy=policy, activations=tier)
-    assert len(left) >= STEPS * (3 * PIECES - 2)  # of units and pieces; the last ones stay
+    assert tier == "device" or len(left) >= STEPS * (3 * PIECES - 2)  # of units and pieces; the last ones stay
 
 
 @pytest.mark.parametrize("homes", ["device", "host"])

@@ -14,7 +14,6 @@ from torch import nn
 
 from outcore.api import prepare_for_test
 from outcore.device.faults import Faults
-from outcore.runtime.unit.port import Traffic
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.updates.early import EarlyUpdates, _Attempt
 
@@ -291,13 +290,10 @@ class TestTooFewToMakeAll:
                     made[attempt._is_made] += 1
                 return attempt._is_made
 
-        moved = []
         monkeypatch.setattr(_Attempt, "is_due", is_due)
-        monkeypatch.setattr(Traffic, "take_back", lambda _, nbytes: moved.append(nbytes))
         c = case("gpt2", kind, offset=7 * seed, precision="bf16", clipping="off", micro_batches=1 + seed % 2)
         assert_equal(plain_loop(c.name, c.setting), run_checked(c, tmp_path, poison=True))
         assert made[True] + made[False] > STEPS
-        assert len(moved) >= made[False]
 
     @each_kind
     def test_updates_that_are_slower_than_backward(self, kind: str, tmp_path: Path) -> None:

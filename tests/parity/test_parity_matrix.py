@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import outcore.spec.plan as spec
+
 from .cases import CHOICES, KINDS, POLICIES, PRECISIONS, Case, pairs, pairwise, run_checked
 from .loops import Setting, assert_equal, plain_loop
 
@@ -16,6 +18,14 @@ MATRIX = list(pairwise())
 @pytest.mark.parametrize("case", MATRIX, ids=str)
 def test_streamed_training_equals_the_plain_loop(case: Case, tmp_path: Path) -> None:
     assert_equal(plain_loop(case.name, case.setting), run_checked(case, tmp_path))
+
+
+@pytest.mark.parametrize("name", ["lora", "mixtral"])
+@pytest.mark.parametrize(("policy", "tier"), [*itertools.product(spec.POLICIES, spec.TIERS)])
+def test_every_policy_on_every_tier(policy: str, tier: str, name: str, tmp_path: Path) -> None:
+    """Of adapters and of experts, with accumulation, clipping in every step, and shapes that change."""
+    case = Case(name, "host", Setting(micro_batches=3, clipping="always"), policy, tier)
+    assert_equal(plain_loop(case.name, case.setting), run_checked(case, tmp_path, poison=True))
 
 
 @pytest.mark.parametrize(("kind", "early"), [("host", True), ("disk", False), ("disk", True), ("mixed", False)])

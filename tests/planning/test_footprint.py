@@ -65,6 +65,36 @@ def test_peak_of_policies(policy: str, tier: str, most: int) -> None:
     assert FOOTPRINT.peak_bytes(units(policy, tier)) == most
 
 
+class Rows(nn.Module):
+    """Layers over what an embedding gave, with a loss that takes more than they do."""
+
+    def __init__(self, *, holds: bool) -> None:
+        super().__init__()
+        self.embed, self.head, self.holds = nn.Embedding(8, 1024), nn.Linear(1024, 8192), holds
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(1024, 1024)) for _ in range(4))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        self.first = x if self.holds else None
+        for layer in self.layers:
+            x = layer(x)
+        loss: torch.Tensor = self.head(x).log_softmax(-1).mean()
+        return loss
+
+
+def test_what_the_first_unit_got_is_there_while_the_model_has_it() -> None:
+    """Where it has left, no longer."""
+    alive = {}
+    for holds in (True, False):
+        cut = partition(Rows(holds=holds), state_names=(), precision=None)
+        found = footprint_of(cut, {"ids": torch.zeros(64, dtype=torch.long)}, CPU)
+        homes: Any = {"weights": "device", "gradients": "device", "states": "device"}
+        away: Any = {"policy": "keep", "activations": "host", "saved_bytes": 4096}
+        plans = [UnitPlan(name=u.name, **homes, **(away if u.name else {})) for u in cut.spec.units]
+        alive[holds] = max(nbytes for step, nbytes in found.alive(plans) if not step.is_backward)
+    assert alive[True] == alive[False] + 64 * 1024 * 4
+
+
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 def test_what_is_too_small_to_leave_is_counted(tier: str) -> None:
     """Of all calls but the one that runs, which was followed with it."""

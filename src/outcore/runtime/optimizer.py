@@ -88,7 +88,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         return self.engine.opened.model
 
     def traffic(self) -> dict[str, int]:
-        """Bytes given to each lane since the run began."""
+        """Bytes given to each lane since the run began, without what was dropped before its turn."""
         return self.engine.opened.traffic.totals()
 
     def exposed_s(self) -> dict[str, float]:

@@ -272,7 +272,7 @@ class _Again(torch.autograd.Function):
     def forward(ctx: Any, run: _Run, anchor: torch.Tensor, *given: torch.Tensor) -> Any:
         ctx.run = run
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*given)
+        ctx.given = [t.detach() for t in given]  # not as they are: the watch asks whether a variable has them
         unit, watch = run.unit, run.unit.watch
         watch.visit(unit.name, is_backward=False)
         if run.known.result is not None:
@@ -289,16 +289,17 @@ class _Again(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         run: _Run = ctx.run
+        given, ctx.given = ctx.given, None
         params, watch, known = run.unit.params(), run.unit.watch, run.known
         watch.visit(run.unit.name, is_backward=True)
         if known.grads is not None:
             watch.walk().peak = known.made_bytes
             watch.rise(known.backward)
-            pairs = zip(ctx.saved_tensors, known.grads, strict=True)
+            pairs = zip(given, known.grads, strict=True)
             return (None, None, *(torch.empty_like(t) if is_given else None for t, is_given in pairs))
-        run.begin_call(ctx.saved_tensors)
+        run.begin_call(given)
         with torch.enable_grad():
-            inner, made = run.forward(ctx.saved_tensors)
+            inner, made = run.forward(given)
         watch.end_call(made)
         run.result = None
         outputs = [t for t, g in zip(made, grads, strict=True) if g is not None]

@@ -66,6 +66,8 @@ class Step:
     """What the walk through the unit's graph makes, at most at a time, without what was saved for it."""
     again_bytes: int = 0
     """In backward: alive at most while the unit runs again, if what is selected is held beside that."""
+    is_first_gone: bool = False
+    """In forward: the model has let go of what its first unit got before most is alive."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +157,7 @@ class Footprint:
                 for call in waiting[:-STAY]:
                     call.has_left = call.leaves
                 held = sum(call.beyond for call in waiting[:-1])
-                if self.pieces == 1 and waiting[0].has_left:  # a model's forward has it in a variable
+                if self.pieces == 1 and waiting[0].has_left and not step.is_first_gone:  # in a variable
                     held += waiting[0].saved.recompute
                 yield step, waiting[-1].ran(step) + held + self._staying(waiting)
                 continue

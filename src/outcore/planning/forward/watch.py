@@ -45,9 +45,8 @@ class Watch(TorchDispatchMode):
         self._latest: Saving | None = None
         """The call whose forward was visited last."""
         self._walk: Walk | None = None
-        self._again = 0
-        """As ``Step.again_bytes``."""
         self._begun: tuple[str, bool, int] = ("", False, 0)
+        self._first = _First()
 
     def begin(self, own: Iterable[torch.Tensor]) -> None:
         """Args: own: Tensors that are there before."""
@@ -97,11 +96,21 @@ class Watch(TorchDispatchMode):
 
     def meet(self, arguments: Iterable[torch.Tensor]) -> list[bool]:
         """A unit's forward gets these. Returns which of them an earlier one got."""
-        sizes = [(self.number(t), t.untyped_storage().nbytes()) for t in arguments]
+        given = list(arguments)
+        sizes = [(self.number(t), t.untyped_storage().nbytes()) for t in given]
+        if not self.met:
+            self._first.count, self._first.nbytes = len(given), sum(dict(sizes).values())
+            for tensor in given:
+                weakref.finalize(tensor, self._end_of_first)
         found = [number in self.met for number, _ in sizes]
         self.shared |= {number: nbytes for number, nbytes in sizes if number in self.met and nbytes > SMALL_BYTES}
         self.met |= dict(sizes)
         return found
+
+    def _end_of_first(self) -> None:
+        self._first.count -= 1
+        if not self._first.count:
+            self._first.before = dict(self._peaks.most)
 
     def begin_call(self, arguments: Sequence[torch.Tensor], met: Iterable[torch.Tensor]) -> Saving:
         """A unit's forward begins. Args: met: The arguments that an earlier unit got."""
@@ -129,17 +138,18 @@ class Watch(TorchDispatchMode):
         """A visit as it was before."""
         self._peaks.most = {policy: max(n, self._alive + risen.most[policy]) for policy, n in self._peaks.most.items()}
         self._peaks.lost |= risen.lost
-        self._again = self._begun[2] + risen.again
+        self._peaks.again = self._begun[2] + risen.again
 
     @property
     def risen(self) -> Risen:
         """What this visit was so far."""
         most = {policy: n - self._begun[2] for policy, n in self._peaks.most.items()}
-        return Risen(most, dict(self._peaks.lost), self._again - self._begun[2])
+        return Risen(most, dict(self._peaks.lost), self._peaks.again - self._begun[2])
 
     def end(self) -> None:
         """Write down what was alive since the last visit began."""
-        (unit, is_backward, begin), made = self._begun, self._walk
+        (unit, is_backward, begin), made, before = self._begun, self._walk, self._first.before
+        rises = () if before is None else [n - before[policy] for policy, n in self._peaks.most.items()]
         self.steps.append(
             Step(
                 unit=unit,
@@ -149,15 +159,27 @@ class Watch(TorchDispatchMode):
                 select_bytes=self._peaks.most["select"],
                 keep_bytes=self._peaks.most["keep"],
                 made_bytes=0 if made is None else made.peak,
-                again_bytes=self._again,
+                again_bytes=self._peaks.again,
+                is_first_gone=before is not None and min(rises) >= self._first.nbytes,
             )
         )
-        self._walk, self._peaks, self._again = None, _Peaks(self._alive), 0
+        self._walk, self._peaks = None, _Peaks(self._alive)
+        self._first.before = None if before is None else dict.fromkeys(POLICIES, 0)
 
     def walk(self) -> Walk:
         """The graph of the unit is walked from here on."""
-        self._walk, self._again = Walk(), self._peaks.most["select"]
+        self._walk, self._peaks.again = Walk(), self._peaks.most["select"]
         return self._walk
+
+
+class _First:
+    """What the first unit got."""
+
+    def __init__(self) -> None:
+        self.count = self.nbytes = 0
+        """Tensors that a variable of the model has, and bytes of all."""
+        self.before: Mapping[Policy, int] | None = None
+        """The most that was alive in this visit when the model let go of them; None: it has not."""
 
 
 class Risen(NamedTuple):
@@ -176,6 +198,8 @@ class _Peaks:
     def __init__(self, alive: int = 0) -> None:
         self.lost: dict[Policy, int] = dict.fromkeys(POLICIES, 0)
         self.most: dict[Policy, int] = dict.fromkeys(POLICIES, alive)
+        self.again = 0
+        """As ``Step.again_bytes``."""
 
     def see(self, alive: int) -> None:
         """So much is alive now."""

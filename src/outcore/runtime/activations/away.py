@@ -27,7 +27,17 @@ from outcore.order.ledger import Span
 from outcore.planning.forward.casts import cast_of
 from outcore.planning.forward.watch import ALIGN_BYTES, SMALL_BYTES
 from outcore.runtime.activations.room import Between
-from outcore.runtime.activations.saved import Cast, Kept, Placed, by_place, changed, escaped, storage_of, version_of
+from outcore.runtime.activations.saved import (
+    Cast,
+    Form,
+    Kept,
+    Placed,
+    by_place,
+    changed,
+    escaped,
+    storage_of,
+    version_of,
+)
 from outcore.runtime.unit.unit import Unit
 from outcore.spec.lanes import Lane
 
@@ -73,29 +83,20 @@ class _Storage(NamedTuple):
     """The call that has sent it, and where it begins there."""
 
 
-class _View:
+class _View(Form):
     """A saved tensor that leaves with its storage."""
 
-    __slots__ = ("dtype", "is_changed", "offset", "size", "start", "stride", "tensor", "version")
+    __slots__ = ("is_changed", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor, start: int) -> None:
-        self.start, self.offset = start, tensor.storage_offset()
-        self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
-        self.version, self.is_changed = tensor._version, False
-        self.tensor: torch.Tensor | None = tensor.detach()  # a result would keep its own node alive
+    version: int
+    is_changed: bool
+    tensor: torch.Tensor | None
 
     def let_go(self) -> None:
         """Its bytes have been copied: what is done to the tensor from here on is no matter."""
         if self.tensor is not None:
             self.is_changed = self.tensor._version != self.version
             self.tensor = None
-
-    def again(self, memory: torch.Tensor) -> torch.Tensor:
-        """Over the bytes of the call, back on the device."""
-        first = memory.storage_offset() + self.start
-        return torch.empty(0, dtype=self.dtype, device=memory.device).set_(
-            memory.untyped_storage(), first // self.dtype.itemsize + self.offset, self.size, self.stride
-        )
 
 
 class _Packing:
@@ -161,6 +162,8 @@ class _Packing:
         """Store a tensor that is no weight. Returns what ``give`` takes; None: nothing fits any more."""
         if not self.fits:
             return None
+        if tensor.is_neg():
+            tensor = tensor.resolve_neg()
         place = storage_of(tensor)
         storage = self.storages.get(place)
         if storage is None:
@@ -170,7 +173,9 @@ class _Packing:
             storage = self._take(place, tensor)
         if storage is None:
             return None
-        view = _View(tensor, storage.start)
+        view = _View(tensor, storage.start + int(tensor.storage_offset()) * tensor.dtype.itemsize)
+        view.version, view.is_changed = tensor._version, False
+        view.tensor = tensor.detach()  # a result would keep its own node alive
         self._views.append(view)
         return view
 

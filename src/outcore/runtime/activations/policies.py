@@ -15,7 +15,14 @@ from outcore.order.activations import ActivationOrder, SavedCall
 from outcore.runtime.activations.away import Away, Sender
 from outcore.runtime.activations.recomputed import Again
 from outcore.runtime.activations.room import Between, Lease, Room
-from outcore.runtime.activations.saved import by_place, escaped, storage_of, without_values
+from outcore.runtime.activations.saved import (
+    GoneTensor,
+    by_place,
+    escaped,
+    gone_class,
+    storage_of,
+    without_values,
+)
 from outcore.runtime.activations.saving import Dropped, Graph, KeptGraph, KeptPiece, Saving, SavingBase, edges_of
 from outcore.runtime.activations.selection import Selection
 from outcore.runtime.unit.unit import Unit
@@ -216,9 +223,9 @@ class _SentAway(SavingBase):
 
     may_drop = True
 
-    def __init__(self, away: Away, learn: Callable[[], None]) -> None:
-        """Args: learn: Called if they never do."""
-        self._away, self._learn = away, learn
+    def __init__(self, away: Away, learn: Callable[[], None], gone: type[GoneTensor]) -> None:
+        """Args: learn: Called if they never do. gone: What arguments are then."""
+        self._away, self._learn, self._gone = away, learn, gone
         self._call: SavedCall[Handle] | None = None
 
     @property
@@ -238,7 +245,7 @@ class _SentAway(SavingBase):
                 self._learn()
             return None
         self._call = self._away.end_forward(owner)
-        without_values(inner)
+        without_values(inner, self._gone)
         return inner, edges_of(made)
 
     def watched(self, made: Sequence[torch.Tensor]) -> Sequence[int]:
@@ -285,7 +292,7 @@ class SendAway(Policy):
         super().__init__(unit, device_kind, where)
         self._sender, self._dropped = sender, Dropped(where)
         self._remember = Remember(sender, where, selects=False)
-        self._too_large = set[Hashable]()
+        self._too_large, self._gone = set[Hashable](), gone_class(where)
 
     def kind_of(self, args: Any, kwargs: Any) -> Hashable:
         """One for all as long as all fit."""
@@ -294,11 +301,13 @@ class SendAway(Policy):
     def begin(self, kind: Hashable, tensors: Sequence[torch.Tensor]) -> Saving:
         """See ``Policy``."""
         if kind is None:
-            return self._kept
+            return self._dropped
         if kind in self._too_large and kind is not True:
             return self._remember.begin(tensors) or self._dropped
         away = self._sender.begin(tensors)
-        return self._dropped if away is None else _SentAway(away, functools.partial(self._learn, kind))
+        if away is None:
+            return self._dropped
+        return _SentAway(away, functools.partial(self._learn, kind), self._gone)
 
     def _learn(self, kind: Hashable) -> None:
         if len(self._too_large) >= _MOST_KNOWN:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 
 from outcore.core.errors import UnsupportedError
+from outcore.runtime.unit.absent import METADATA
 from outcore.runtime.unit.unit import Unit
+from outcore.torch_private import without_torch_function
 
 
 def storage_of(tensor: torch.Tensor) -> int:
     """Address of a tensor's memory; 0 where it has none of its own (sparse, wrapped by a transform)."""
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return 0
     try:
         return tensor.untyped_storage().data_ptr()
@@ -27,13 +29,58 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def without_values(tensors: Sequence[torch.Tensor]) -> None:
+class Form:
+    """How a saved tensor lies in memory, so that it can be laid over a copy of that."""
+
+    __slots__ = ("dtype", "is_conj", "offset", "size", "stride")
+
+    def __init__(self, tensor: torch.Tensor, offset: int) -> None:
+        """Args: offset: Of its first element, in bytes."""
+        self.dtype, self.size, self.stride, self.offset = tensor.dtype, tensor.size(), tensor.stride(), offset
+        self.is_conj = tensor.is_conj()
+
+    def again(self, memory: torch.Tensor) -> torch.Tensor:
+        """The tensor. Args: memory: 1D uint8, what the offset counts from."""
+        start = (memory.storage_offset() + self.offset) // self.dtype.itemsize
+        found = torch.empty(0, dtype=self.dtype, device=memory.device).set_(
+            memory.untyped_storage(), start, self.size, self.stride
+        )
+        return found.conj() if self.is_conj else found
+
+
+class GoneTensor(torch.Tensor):
+    """An argument inside of a block, whose memory has left. It answers questions about itself."""
+
+    of_unit: ClassVar[str]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Refuse whoever wants its values."""
+        if func not in METADATA:
+            raise UnsupportedError(
+                f"{cls.of_unit}: expected backward to find the block's arguments through autograd, but a hook or a "
+                "function reads one that it has held since forward, and its memory has left the device; hold a clone, "
+                "call ctx.save_for_backward(), or give this unit the policy recompute in the plan"
+            )
+        with without_torch_function():
+            return func(*args, **(kwargs or {}))
+
+
+def gone_class(where: str) -> type[GoneTensor]:
+    """Args: where: For errors."""
+    return type("GoneTensor", (GoneTensor,), {"of_unit": where, "__module__": __name__})
+
+
+def without_values(tensors: Sequence[torch.Tensor], gone: type[GoneTensor]) -> None:
     """Let go of the memory of leaves: what backward needs of them was saved."""
     for leaf in tensors:
         if leaf.requires_grad and leaf.grad_fn is None:
             for tensor in (leaf, leaf._base):  # what it is a view of has the memory as well
                 if tensor is not None:
                     let_go_of_values(tensor)
+            leaf.__class__ = gone
 
 
 def let_go_of_values(tensor: torch.Tensor) -> None:
@@ -41,11 +88,14 @@ def let_go_of_values(tensor: torch.Tensor) -> None:
     tensor.data = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
+KEEP = ", or is asked for inside of forward, for which a unit needs the policy keep in the plan"
+
+
 def drop_saved(where: str) -> Any:
     """Hooks under which nothing is saved: the graph serves only to tell what needs a gradient."""
 
     def unpack(_: None) -> NoReturn:
-        raise UnsupportedError(escaped(where))
+        raise UnsupportedError(escaped(where, KEEP))
 
     return torch.autograd.graph.saved_tensors_hooks(lambda _: None, unpack)
 
@@ -55,6 +105,15 @@ def save_weights_by_place(unit: Unit, where: str) -> Any:
     if unit.ledger.cut.is_resident or unit.device_buffer() is None:
         return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(*by_place(unit, where))
+
+
+def slot_of(unit: Unit) -> range:
+    """Addresses of weights that stand in a slot; none where they live on the device."""
+    buffer = None if unit.ledger.cut.is_resident else unit.device_buffer()
+    if buffer is None:
+        return range(0)
+    first = buffer.bytes.data_ptr()
+    return range(first, first + unit.spec.weight_bytes)
 
 
 Pack = Callable[[torch.Tensor], Any]
@@ -68,17 +127,17 @@ def by_place(unit: Unit, where: str, *, keeps: bool = True) -> tuple[Pack, Calla
         where: For errors.
         keeps: Other tensors are kept; else nothing is given for them.
     """
-    buffer = None if unit.ledger.cut.is_resident else unit.device_buffer()
-    first = 0 if buffer is None else buffer.bytes.data_ptr()
-    stop = 0 if buffer is None else first + unit.spec.weight_bytes
+    slot = slot_of(unit)
 
     def pack(tensor: torch.Tensor) -> Any:
+        if tensor.is_neg():  # pending: nobody but torch can say of memory that it is to be negated
+            tensor = tensor.resolve_neg()
         try:
             address = tensor.data_ptr()
         except (NotImplementedError, RuntimeError):  # it has no memory of its own, such as a sparse one
             address = 0
-        if first <= address < stop:
-            return Placed(address - first, tensor.dtype, tensor.size(), tensor.stride())
+        if address in slot:
+            return Placed(tensor, address - slot.start)
         if not keeps:
             return None
         return Kept(tensor.detach(), tensor._version)  # detached: a result would keep its own node alive
@@ -94,7 +153,7 @@ def by_place(unit: Unit, where: str, *, keeps: bool = True) -> tuple[Pack, Calla
                 f"{where}: expected its backward outside of outcore.gathered(), or its forward inside too, "
                 "but only backward is; policy keep saved its weights by their place on the device"
             )
-        return saved.at(now.bytes)
+        return saved.again(now.bytes)
 
     return pack, unpack
 
@@ -112,20 +171,10 @@ class Kept(NamedTuple):
         return self.tensor
 
 
-class Placed(NamedTuple):
-    """A saved weight, or a view of one: where it is in the unit."""
+class Placed(Form):
+    """A saved weight, or a view of one: where it is in the unit's bytes, wherever those are."""
 
-    offset: int
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-
-    def at(self, memory: torch.Tensor) -> torch.Tensor:
-        """Over the unit's bytes, wherever they are now."""
-        start = (memory.storage_offset() + self.offset) // self.dtype.itemsize
-        return torch.empty(0, dtype=self.dtype, device=memory.device).set_(
-            memory.untyped_storage(), start, self.size, self.stride
-        )
+    __slots__ = ()
 
 
 class Cast:
@@ -155,10 +204,10 @@ def changed(shape: Sequence[int], where: str) -> str:
     )
 
 
-def escaped(where: str) -> str:
+def escaped(where: str, or_else: str = "") -> str:
     """The error where a gradient comes by a way that nobody follows. See [Note: ways in and out]."""
     return (
         f"{where}: expected gradients to come through its results, "
-        "but one came by a tensor that the block stored elsewhere (an attribute, a list, a hook); "
+        f"but one came by a tensor that the block stored elsewhere (an attribute, a list, a hook){or_else}; "
         "return it from the block's forward"
     )

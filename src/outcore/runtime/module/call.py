@@ -24,7 +24,7 @@ from outcore.order.activations import ActivationOrder
 from outcore.planning.forward.alike import is_cache
 from outcore.runtime.activations.policies import Policy, policy_of
 from outcore.runtime.activations.room import Between, Room
-from outcore.runtime.activations.saved import storage_of, version_of
+from outcore.runtime.activations.saved import slot_of, storage_of, version_of
 from outcore.runtime.activations.saving import Graph
 from outcore.runtime.module.compiling import Compiling
 from outcore.runtime.module.graphs import (
@@ -188,7 +188,7 @@ class UnitCall:
             modes = saving.hooks(), self._casts.cache(is_kept=saving.is_kept)
             outputs, out_structure = self._run(structure, inner, modes, recording)
             self._refuse_weights_outside(outputs)
-            edits = self._edits.end()
+            edits, slot = self._edits.end(), slot_of(self.unit) if saving.is_kept else range(0)
         self._edits.write_home(edits)
         state = None if saving.is_kept else state
         if state is not None:
@@ -198,7 +198,7 @@ class UnitCall:
                 f"{self._where} changed one of its arguments in place, which recompute would do twice; copy it first"
             )
         made = [t for t in outputs if t.grad_fn is not None]
-        foreign, used = find_leaves(made, inner, self.unit.params, start, self._where)
+        foreign, used = find_leaves(made, inner, self.unit.params, start, slot, self._where)
         call = Call(structure, wants_grad, foreign, [t.shape for t in made], made, self._weights_version(), state)
         call.recording, call.flags = emptied(recording), flags
         call.uses = [used.get(id(t), 0) for t in inner]
@@ -232,6 +232,11 @@ class UnitCall:
             if "leaf Variable that requires grad" in str(error):
                 raise UnsupportedError(
                     f"{self._where} changes one of its arguments in place, which cannot be recomputed; copy it first"
+                ) from error
+            if "saved tensor hooks" in str(error):
+                raise UnsupportedError(
+                    f"{self._where} takes gradients by torch.func, which torch cannot do where what is saved is packed "
+                    "or dropped; give this unit the policy keep in the plan, with weights and activations on the device"
                 ) from error
             raise
         if not structure.still_holds(nest, tensors, self._where):

@@ -19,14 +19,14 @@ from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
 from outcore.core.errors import UnsupportedError
-from outcore.runtime.activations.saved import escaped, version_of
+from outcore.runtime.activations.saved import escaped, storage_of, version_of
 from outcore.runtime.activations.saving import Graph, Saving
 from outcore.runtime.recompute.checks import Summary
 from outcore.runtime.recompute.replay import ForwardState
 from outcore.runtime.recompute.structure import Structure
 from outcore.runtime.unit.absent import unfreezing_refusal
 from outcore.runtime.unit.unit import Unit
-from outcore.torch_private import is_transformed, order_of, run_backward
+from outcore.torch_private import is_transformed, order_of, pytree, run_backward
 
 _LEAF: Any = type(torch.autograd.graph.get_gradient_edge(torch.empty(0, requires_grad=True)).node)
 _TAKERS = "outcore: calls that take it"
@@ -167,7 +167,12 @@ class UnitFunction(torch.autograd.Function):
 
 
 def find_leaves(
-    outputs: Sequence[torch.Tensor], inner: Sequence[torch.Tensor], params: Sequence[Parameter], start: int, where: str
+    outputs: Sequence[torch.Tensor],
+    inner: Sequence[torch.Tensor],
+    params: Sequence[Parameter],
+    start: int,
+    slot: range,
+    where: str,
 ) -> tuple[list[torch.Tensor], dict[int, int]]:
     """Leaves with gradient that results depend on.
 
@@ -179,14 +184,17 @@ def find_leaves(
         inner: The detached arguments.
         params: The unit's own.
         start: Sequence number at the start of the block; a node with a smaller one was made outside of it.
+        slot: Addresses that will hold other weights when the graph is walked.
         where: For the error.
 
     Raises:
-        UnsupportedError: A tensor that was computed outside of the block was captured.
+        UnsupportedError: A tensor that was computed outside of the block was captured, or a function holds a weight.
     """
     known = {id(t) for t in inner} | {id(p) for p in params}
     found, used = dict[int, torch.Tensor](), dict[int, int]()
     for node, edges in _nodes(outputs):
+        if slot and isinstance(node, BackwardCFunction):
+            _refuse_held_weights(node, slot, where)
         if order_of(node) < start:
             raise UnsupportedError(
                 f"{where} uses a tensor made outside of it ({node.name()}) by closure, so its gradient would be lost; "
@@ -284,6 +292,17 @@ def _add(ours: Sequence[tuple[int, list[torch.Tensor]]], grads: Sequence[torch.T
     for place, found in ours:
         if (grad := grads[place]) is not None:
             found.append(grad)
+
+
+def _refuse_held_weights(node: Any, slot: range, where: str) -> None:
+    for held in pytree.tree_leaves(vars(node)):
+        if isinstance(held, torch.Tensor) and not isinstance(held, Parameter) and storage_of(held):
+            if held.data_ptr() in slot:
+                raise UnsupportedError(
+                    f"{where}: {node.name()} holds a view of a weight, which will be another unit's in backward; "
+                    "call ctx.save_for_backward(), hold the parameter itself, or give this unit the policy recompute "
+                    "in the plan"
+                )
 
 
 def guarded_leaf(tensor: torch.Tensor, where: str) -> torch.Tensor:

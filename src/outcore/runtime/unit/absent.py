@@ -42,7 +42,7 @@ _TENSOR: Any = torch.Tensor
 _QUESTIONS = "shape dtype grad_dtype device requires_grad grad grad_fn ndim is_leaf layout is_sparse is_cuda is_cpu"
 _QUESTIONS += " is_meta is_quantized is_nested itemsize nbytes _version is_mkldnn is_xpu is_mps _backward_hooks"
 _QUESTIONS += " retains_grad output_nr _post_accumulate_grad_hooks"
-_METADATA: frozenset[Callable[..., Any]] = frozenset(
+METADATA: frozenset[Callable[..., Any]] = frozenset(
     [_getter(name) for name in _QUESTIONS.split()]
     + [_TENSOR.size, _TENSOR.numel, _TENSOR.nelement, _TENSOR.dim, _TENSOR.ndimension, _TENSOR.element_size]
     + [_TENSOR.is_floating_point, _TENSOR.is_complex, _TENSOR.__hash__, _TENSOR.__len__, _TENSOR.get_device]
@@ -70,7 +70,7 @@ class AbsentParameter(Parameter):
     ) -> Any:
         """Answer questions about metadata; otherwise become present or refuse."""
         kwargs = kwargs or {}
-        if func in _METADATA or _is_question(func, args, kwargs):
+        if func in METADATA or _is_question(func, args, kwargs):
             with without_torch_function():
                 return func(*args, **kwargs)
         if func in _BACKWARDS:
@@ -115,7 +115,7 @@ def _answered(name: str) -> property:
         with without_torch_function():
             known.__set__(self, value)
 
-    return property(ask, change if known.__set__ in _METADATA else known.__set__, known.__delete__)
+    return property(ask, change if known.__set__ in METADATA else known.__set__, known.__delete__)
 
 
 for _name in _ASKED_OFTEN.split():

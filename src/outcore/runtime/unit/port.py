@@ -41,12 +41,12 @@ class LivePort:
     ) -> Handle:
         """Queue an operation at the end of a lane, and count the bytes that it moves."""
         sources, targets = list(map(_memory, reads)), list(map(_memory, writes))
-        deed, moved = work.deed, work.moved
+        deed, moved, is_due = work.deed, work.moved, work.is_due
         if deed is None:
             deed = self._copy(sources, targets, work.is_wanted)
             moved = sum(map(_nbytes, writes))
         if moved is not None:
-            self._traffic.add(lane, moved)
+            is_due = self._traffic.add(lane, moved, is_due)
         return self._device.submit(
             lane,
             f"{kind} {unit.name}",
@@ -54,7 +54,7 @@ class LivePort:
             reads=list(map(_region, sources)),
             writes=list(map(_region, targets)),
             after=after,
-            is_due=work.is_due,
+            is_due=is_due,
         )
 
     def compute(
@@ -121,24 +121,31 @@ class LivePort:
 
 
 class Traffic:
-    """Counters, counted when an operation is submitted."""
+    """Counters, counted when an operation is submitted, and taken back if it is not due when its turn comes."""
 
     def __init__(self) -> None:
-        self._bytes = dict.fromkeys(Lane, 0)
+        self._bytes, self._skipped = dict.fromkeys(Lane, 0), dict.fromkeys(Lane, 0)
 
-    def add(self, lane: Lane, nbytes: int) -> None:
-        """Count bytes."""
+    def add(self, lane: Lane, nbytes: int, is_due: Answer | None = None) -> Answer | None:
+        """Count bytes. Returns what the lane is to ask in place of ``is_due``."""
         self._bytes[lane] += nbytes
+        if is_due is None:
+            return None
+        counted = [nbytes]
+
+        def answer() -> bool:
+            if is_due():
+                return True
+            while counted:
+                self._skipped[lane] += counted.pop()  # the thread of the lane alone writes it
+            return False
+
+        return answer
 
     def since(self, totals: Mapping[str, int]) -> dict[str, int]:
         """Lane name -> bytes that were counted after these ``totals``."""
         return {lane: nbytes - totals[lane] for lane, nbytes in self.totals().items()}
 
-    def take_back(self, nbytes: Mapping[str, int]) -> None:
-        """Bytes that were counted did not move after all."""
-        for lane, moved in nbytes.items():
-            self._bytes[Lane(lane)] -= moved
-
     def totals(self) -> dict[str, int]:
         """Lane name -> bytes."""
-        return {lane.value: nbytes for lane, nbytes in self._bytes.items()}
+        return {lane.value: nbytes - self._skipped[lane] for lane, nbytes in self._bytes.items()}

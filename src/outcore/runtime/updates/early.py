@@ -32,7 +32,6 @@ from outcore.order.attempts import Attempt, Attempts
 from outcore.order.ledger import Span
 from outcore.order.updates import UpdateOrder
 from outcore.runtime.gradients.of_unit import UnitGradients
-from outcore.runtime.unit.port import Traffic
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.updates.numbers import Numbers
 from outcore.runtime.updates.of_unit import Change, Copies, copy_all, pieces_of, run_on
@@ -53,19 +52,16 @@ class _Attempt(Attempt):
         )
         self.changes, self.gradients, self._workers = changes, gradients, workers
         self._versions = _versions(gradients)
-        self.moved: Mapping[str, int] = {}
-        """Lane -> bytes that it moves if it is made."""
         self._is_wanted = True
 
     def is_wanted(self) -> bool:
         """Not any more once ``step()`` asked for something else: what is under way ends, but does nothing."""
         return self._is_wanted
 
-    def forget(self) -> bool:
-        """It is not wanted. Returns whether it was made, or is under way."""
-        is_made = self.settle()
+    def forget(self) -> None:
+        """It is not wanted."""
+        self.settle()
         self._is_wanted = False
-        return is_made
 
     def is_what(self, changes: Mapping[int, Change]) -> bool:
         """Whether it did what ``step()`` asks for, factors apart, with what is there now."""
@@ -110,14 +106,13 @@ class EarlyUpdates:
         self,
         order: UpdateOrder[Handle],
         device: Device,
-        traffic: Traffic,
         workers: UpdateWorkers | None,
         hypers: Hypers,
         numbers: Numbers,
     ) -> None:
         """Args: hypers: Asked during backward."""
         self.numbers = numbers
-        self._order, self._device, self._traffic = order, device, traffic
+        self._order, self._device = order, device
         self._workers, self._hypers = workers, hypers
         self._attempts: dict[str, _Attempt] = {}
         self._of_step: Attempts | None = None
@@ -146,9 +141,7 @@ class EarlyUpdates:
         if changes and of_step.wants_next():
             attempt = self._attempts[unit.name] = _Attempt(gradients, changes, self._workers)
             of_step.add(attempt)
-            before = self._traffic.totals()
             self._order.attempt(unit.ledger, attempt)
-            attempt.moved = self._traffic.since(before)
 
     # In step().
 
@@ -194,8 +187,7 @@ class EarlyUpdates:
     def _drop(self, unit: Unit) -> None:
         attempt = self._attempts.pop(unit.name, None)
         if attempt is not None:
-            if not attempt.forget():
-                self._traffic.take_back(attempt.moved)
+            attempt.forget()
             self._order.forget_attempt(unit.ledger)
 
 
