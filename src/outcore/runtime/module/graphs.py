@@ -28,7 +28,7 @@ from outcore.runtime.unit.absent import unfreezing_refusal
 from outcore.runtime.unit.unit import Unit
 from outcore.torch_private import is_transformed, order_of, pytree, run_backward
 
-_LEAF: Any = type(torch.autograd.graph.get_gradient_edge(torch.empty(0, requires_grad=True)).node)
+_LEAF: Any = type(torch.autograd.graph.get_gradient_edge(torch.empty(0, device="cpu", requires_grad=True)).node)
 _TAKERS = "outcore: calls that take it"
 
 
