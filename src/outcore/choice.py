@@ -364,7 +364,7 @@ def _tier_of_activations(options: Options) -> AwayTier | None:
 
 
 def check_counts(options: Options) -> None:
-    """Refuse what is no number of micro-batches, or more of them than the sample has rows, and no reduction.
+    """Refuse what is no number of micro-batches, or more of them than the sample has rows, no sample, no reduction.
 
     Raises:
         ConfigError: Such an argument.
@@ -373,6 +373,11 @@ def check_counts(options: Options) -> None:
         count = getattr(options, name)
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
             raise ConfigError(f"prepare: expected {name} to be a positive integer or None, but got {count!r}")
+    if not isinstance(options.sample, Mapping | None):
+        raise ConfigError(
+            "prepare: expected sample to be keyword arguments of the model's forward, such as "
+            f"{{'input_ids': ids}}, but got a {type(options.sample).__name__}"
+        )
     if options.reduction not in get_args(Reduction):
         raise ConfigError(
             f"prepare: expected reduction to be one of {', '.join(get_args(Reduction))}, but got {options.reduction!r}"

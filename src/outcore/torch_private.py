@@ -48,7 +48,6 @@ _PRIVATE = (
     "Tensor._post_accumulate_grad_hooks",
     "Tensor._version",
     "UntypedStorage._cdata",
-    *["distributed.distributed_c10d._get_default_store"] * distributed.is_available(),
 )
 _OF_MODULES = ("_buffers", "_non_persistent_buffers_set", "_parameters")
 
@@ -66,11 +65,15 @@ def _has(module: Any, path: Sequence[str]) -> bool:
     return hasattr(module, last)
 
 
-if _missing := missing_names():
-    raise UnsupportedError(
-        f"expected a torch that outcore knows, but torch {torch.__version__} has no {', '.join(_missing)}; install an "
+def _unknown(names: Sequence[str]) -> str:
+    return (
+        f"expected a torch that outcore knows, but torch {torch.__version__} has no {', '.join(names)}; install an "
         "older torch, or a newer outcore"
     )
+
+
+if _missing := missing_names():
+    raise UnsupportedError(_unknown(_missing))
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _torch_c, _engine = _torch._C, _torch.autograd.Variable._execution_engine
@@ -145,5 +148,12 @@ def as_it_is(function: _Function) -> _Function:
 
 
 def store_of_ranks() -> Any:
-    """What all ranks can write to and read."""
-    return cast("Any", distributed.distributed_c10d)._get_default_store()
+    """What all ranks can write to and read. Looked at here: one process alone needs none.
+
+    Raises:
+        UnsupportedError: This torch has another way to it.
+    """
+    get = getattr(cast("Any", distributed).distributed_c10d, "_get_default_store", None)
+    if get is None:
+        raise UnsupportedError(_unknown(["torch.distributed.distributed_c10d._get_default_store"]))
+    return get()

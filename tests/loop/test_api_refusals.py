@@ -125,3 +125,10 @@ def test_out_of_device_memory_in_prepare(tmp_path, monkeypatch):
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
     with prepared(model, adamw(model), "disk", tmp_path) as (model, optimizer):
         train(model, optimizer)
+
+
+@pytest.mark.parametrize("sample", [(1,), torch.zeros(2, 3), "batch"], ids=["tuple", "tensor", "text"])
+def test_a_sample_is_keyword_arguments(sample, tmp_path):
+    model = make()
+    with pytest.raises(outcore.ConfigError, match="expected sample to be keyword arguments"):
+        outcore.prepare(model, adamw(model), budget=outcore.Budget(disk=str(tmp_path)), sample=sample)

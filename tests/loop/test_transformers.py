@@ -88,6 +88,16 @@ def test_generate_between_steps(kind, build, tmp_path):
 
 
 @ENDS
+def test_generate_with_compiled_blocks(kind, tmp_path):
+    """Training keeps caches from them, and generation does not."""
+    options = {"attention_mask": torch.ones_like(ids()), "max_new_tokens": 5, "do_sample": False}
+    want = make(llama).eval().generate(ids(), **options)
+    model = make(llama)
+    with prepared(model, adamw(model), kind, tmp_path, compile={"backend": "aot_eager"}) as (model, _):
+        assert torch.equal(model.eval().generate(ids(), **options), want)
+
+
+@ENDS
 @POLICY
 @pytest.mark.parametrize("build", [llama, gpt2], ids=["llama", "gpt2"])
 def test_caches_in_training(build, kind, policy, tmp_path):

@@ -94,11 +94,11 @@ def done(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[CompletedP
     wanted = {item.name for item in request.session.items}
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
         yield {
-            name: pool.submit(tests_of, RUNS[name]) for name in RUNS if f"test_on_the_simulated_gpu[{name}]" in wanted
+            name: pool.submit(_suite_of, RUNS[name]) for name in RUNS if f"test_on_the_simulated_gpu[{name}]" in wanted
         }
 
 
-def tests_of(run: list[Any]) -> CompletedProcess[str]:
+def _suite_of(run: list[Any]) -> CompletedProcess[str]:
     options = ["-q", "-p", "no:randomly", "-p", "no:cacheprovider", "-n0"]
     command = [sys.executable, str(FOLDER / "run.py"), "-m", "pytest", *options, *map(str, run)]
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}

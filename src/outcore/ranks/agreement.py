@@ -55,7 +55,11 @@ def agreed(world: World | None, call: str) -> Iterator[None]:
         yield
     except Exception as caught:
         error = caught
-    refuse_failed(world.all_of(None if error is None else str(error)), call, error)
+    try:
+        said = world.all_of(None if error is None else str(error))
+    except OtherRankError as lost:  # the others were on their way to something else
+        raise (error or lost) from lost
+    refuse_failed(said, call, error)
 
 
 def refuse_failed(said: Sequence[str | None], call: str, mine: Exception | None) -> None:

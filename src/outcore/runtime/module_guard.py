@@ -12,6 +12,7 @@ which come to the old one, would be lost.
 from __future__ import annotations
 
 import functools
+import os
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -256,9 +257,7 @@ class _RefuseMoves:
         for dtype, device, layout in dict.fromkeys((t.dtype, t.device, self._layout(t)) for t in tensors):
             probe = torch.empty_strided(*layout, dtype=dtype, device=device)
             result = function(probe)
-            # Accelerate calls the CPU of several ranks cpu:0, for which torch makes a copy.
-            is_same = probe.is_cpu and (result.device, result.dtype) == (probe.device, probe.dtype)
-            is_same = result is probe or (is_same and result.stride() == probe.stride())
+            is_same = result is probe or (probe.is_cpu and _copies(function, probe, result))
             if not is_same or (probe.is_cpu and probe.is_shared()):
                 raise UnsupportedError(
                     f"expected the prepared model to stay where and what it is ({probe.device}, {probe.dtype}), "
@@ -277,6 +276,13 @@ class _RefuseMoves:
         unit, i = engine.places[id(tensor)]
         spec = unit.spec.params[i]
         return spec.shape, spec.strides or row_major(spec.shape)
+
+
+def _copies(function: Callable[[torch.Tensor], torch.Tensor], probe: torch.Tensor, result: torch.Tensor) -> bool:
+    """Whether a tensor stays what it is, in other memory: for cpu:0, as Accelerate calls a rank's CPU, torch copies."""
+    kept = (result.device, result.dtype, result.stride()) == (probe.device, probe.dtype, probe.stride())
+    values = torch.frombuffer(bytearray(os.urandom(64)), dtype=torch.uint8)
+    return kept and torch.equal(function(values.view(probe.dtype)).view(torch.uint8), values)
 
 
 class _RefuseCopies:

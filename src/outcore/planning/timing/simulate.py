@@ -244,7 +244,11 @@ class PlayedClock:
 
     def _took_s(self) -> list[float]:
         """Seconds of each step but the first and the last, whose end is not known yet."""
-        ends = [self._player.played.end[i] for i in self._laying.laid.ends[:-1]]
+        last = self._laying.laid.ends[:-1]
+        if last:  # steps without attempts were not played yet
+            self._player.add()
+            self._player.run(last[-1])
+        ends = [self._player.played.end[i] for i in last]
         return [end - start for start, end in itertools.pairwise(ends)]
 
     def end_step(self, row: Sequence[Operation]) -> None:

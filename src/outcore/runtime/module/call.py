@@ -157,7 +157,7 @@ class UnitCall:
         with self._bound(phase), AutocastCacheOff():
             self._edits.begin()
             result = self._forward(*args, **kwargs)
-            tensors, _ = take_apart(result, self._where)
+            tensors, _ = take_apart(result, self._where, are_results=True)
             self._refuse_weights_outside(tensors)
             edits = self._edits.end()
         self._edits.write_home(edits)
@@ -244,7 +244,7 @@ class UnitCall:
                 f"{self._where} changed a list, dict or dataclass that it got as an argument, which recompute would "
                 "do twice; return what it adds"
             )
-        return take_apart((result, added), self._where)
+        return take_apart((result, added), self._where, are_results=True)
 
     def _refuse_weights_outside(self, outputs: Sequence[torch.Tensor]) -> None:
         buffer = None if self.unit.ledger.cut.is_resident else self.unit.device_buffer()

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from outcore.core.errors import ConfigError, UnsupportedError
-from outcore.planning.forward.alike import is_cache
 from outcore.planning.units.partition import Partition
 from outcore.runtime.recompute.autocast import CastsOfCompiled, CastsOfUnit
+from outcore.runtime.recompute.caches import is_own
 
 Forward = Callable[..., Any]
 CompileOptions = bool | Mapping[str, Any]
@@ -93,9 +93,9 @@ class Compiling:
         compiled = torch.compile(module.forward, **self._options)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            """Without caches: code would be made anew for each layer of one."""
-            named = {name: None if is_cache(value) else value for name, value in kwargs.items()}
-            return compiled(*[None if is_cache(value) else value for value in args], **named)
+            """In training without caches: code would be made anew for each layer of one."""
+            named = {name: None if is_own(value) else value for name, value in kwargs.items()}
+            return compiled(*[None if is_own(value) else value for value in args], **named)
 
         return run
 

@@ -256,7 +256,7 @@ class UseByUse:
         for count in uses:
             if count:
                 node, output = edges[place]
-                if count > 1 and type(node) is not _LEAF and node.metadata[_TAKERS][output] > 1:
+                if count > 1 and (type(node) is _LEAF or node.metadata[_TAKERS][output] > 1):
                     self.heard[len(self._counts)] = []
                 self._counts.append(count)
                 self.edges.append(edges[place])
@@ -270,7 +270,8 @@ class UseByUse:
             inner: The detached arguments that are used.
             outputs: Results.
         """
-        number_of, handles = {id(inner[number]): number for number in self.heard}, []
+        # What a hook of the block's own makes of a sum has no uses.
+        number_of, handles = {id(inner[i]): i for i in self.heard if not inner[i]._backward_hooks}, []
         for node, edges in _nodes(outputs):
             leaves = [(place, id(end.variable)) for place, (end, _) in enumerate(edges) if type(end) is _LEAF]
             if ours := [(place, self.heard[number_of[leaf]]) for place, leaf in leaves if leaf in number_of]:

@@ -43,7 +43,9 @@ class PlainCall(UnitCall):
             lease.release_in_backward()
 
         result = self._run_as_it_is(args, kwargs)
-        tensors = (result,) if isinstance(result, torch.Tensor) else take_apart(result, self._where)[0]
+        tensors = (
+            (result,) if isinstance(result, torch.Tensor) else take_apart(result, self._where, are_results=True)[0]
+        )
         for tensor in tensors:  # the graph owns the lease
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(in_backward)

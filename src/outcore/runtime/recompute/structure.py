@@ -86,7 +86,7 @@ class Structure(NamedTuple):
         """Whether a nest that ``fill`` made is still as it was made: nobody added, took out or replaced anything."""
         if self.is_fixed:
             return True
-        found, now = take_apart(nest, where)
+        found, now = take_apart(nest, where, are_results=True)  # a run may have filled its caches
         return (
             len(found) == len(tensors)
             and all(a is b for a, b in zip(found, tensors, strict=True))
@@ -94,8 +94,13 @@ class Structure(NamedTuple):
         )
 
 
-def take_apart(nest: Any, where: str) -> tuple[list[torch.Tensor], Structure]:
+def take_apart(nest: Any, where: str, *, are_results: bool = False) -> tuple[list[torch.Tensor], Structure]:
     """Take the tensors out of a nest of tuples, lists, dicts, dataclasses and registered containers.
+
+    Args:
+        nest: Of a call.
+        where: For errors.
+        are_results: It comes out of a block. Of filled key-value caches, which training does not have, None is left.
 
     Returns:
         The tensors, each once however often it stands in the nest, and what is left.
@@ -103,13 +108,14 @@ def take_apart(nest: Any, where: str) -> tuple[list[torch.Tensor], Structure]:
     Raises:
         UnsupportedError: A tensor that needs a gradient is hidden in an object that cannot be looked into.
     """
-    taking = _Taking(where)
+    taking = _Taking(where, are_results=are_results)
     content = taking.apart(nest)
     return taking.tensors, Structure(content, taking.is_fixed, taking.objects)
 
 
 class _Taking:
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, *, are_results: bool) -> None:
+        self._are_results = are_results
         self.tensors: list[torch.Tensor] = []
         self.is_fixed = True
         self.objects: list[Any] = []
@@ -135,8 +141,10 @@ class _Taking:
         return self._object_apart(value)
 
     def _object_apart(self, value: Any) -> Any:
-        if is_cache(value):  # a filled one is refused as an argument, and as a result nothing that training has
-            return None if is_filled(value) else _Cache(own_cache(value))
+        if is_cache(value) and not is_filled(value):
+            return _Cache(own_cache(value))
+        if is_cache(value) and self._are_results:
+            return None
         parts, spec = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
         if not (len(parts) == 1 and parts[0] is value):  # its class is registered
             self.is_fixed = False

@@ -70,12 +70,12 @@ def save_model(engine: Engine, directory: str | Path) -> None:
     Memory: host, one tensor at a time, or the group of tensors that become one in the checkpoint; all adapters.
     """
     engine.refuse_if_closed()
-    if Path(directory).is_file():
-        raise ConfigError(f"save_pretrained: expected a directory, but '{directory}' is a file")
     world = engine.access.world
     is_first = world is None or world.rank == 0
     if is_first or engine.has_cut_weights:
         with agreed(world if engine.has_cut_weights else None, "save_pretrained"):
+            if Path(directory).is_file():
+                raise ConfigError(f"save_pretrained: expected a directory, but '{directory}' is a file")
             _save(engine, directory, writes=is_first)
 
 
