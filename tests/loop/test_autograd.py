@@ -7,13 +7,14 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import outcore
 
-from .rig import BLOCKS, DEVICE, Block, Tower, adamw, agrees, batch, make, prepared, same, train
+from .rig import BLOCKS, DEVICE, WIDTH, Block, Tower, adamw, agrees, batch, make, prepared, same, train
 
 KIND = pytest.mark.parametrize("kind", ["device", "host"])
 POLICY = pytest.mark.parametrize("policy", ["keep", "recompute"])
@@ -325,3 +326,46 @@ def test_compiled(model, optimizer):
         optimizer.zero_grad()
         losses.append(loss.detach())
     return losses
+
+
+class Crossing(nn.Module):
+    """Uses what all blocks get twice, like keys and values of one encoder."""
+
+    def __init__(self):
+        super().__init__()
+        self.keys, self.values = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, memory):
+        return x + torch.tanh(self.keys(memory)) * self.values(memory)
+
+
+class Crossed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(Crossing() for _ in range(4))
+
+    def forward(self, memory, *, is_leaf):
+        memory = memory if is_leaf else self.first(memory)
+        x = torch.zeros_like(memory)
+        for block in self.blocks:
+            x = block(x, memory)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+@pytest.mark.parametrize("is_leaf", [False, True], ids=["computed", "leaf"])
+def test_what_several_units_get_is_added_use_by_use(policy, is_leaf, tmp_path):
+    def drive(model, optimizer):
+        seen = []
+        for seed in range(2):
+            memory = torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+            memory.requires_grad_(is_leaf)
+            loss = model(memory, is_leaf=is_leaf)
+            loss.backward(retain_graph=True)
+            loss.backward()
+            seen += [loss.detach(), memory.grad]
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    same(drive, "host", tmp_path, build=Crossed, units=[Crossing], policy=policy)

@@ -312,6 +312,12 @@ def submitted(
     def settled(early: EarlyUpdates) -> None:
         if early._attempts:
             watch.wait_for_backward()
+        for (
+            attempt
+        ) in early._attempts.values():  # so that no lane that is late in this run leaves one out of the next step
+            made = attempt.gradients.unit.ledger.next_weights.ready
+            if made is not None:
+                made.wait()
         settle(early)
 
     with pytest.MonkeyPatch.context() as patch:

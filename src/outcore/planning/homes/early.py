@@ -15,7 +15,7 @@ from outcore.spec.plan import Plan, Pool
 def with_early_updates(model: ModelSpec, plan: Plan, limits: Limits) -> Plan:
     """Let units be updated early: all that can be if there is room, else as many as there is room for, spread evenly.
 
-    How many of them backward then has time for, the run finds out (``runtime.updates.early``). They are spread, since
+    How many of them backward then has time for, the run finds out (``order.attempts``). They are spread, since
     forward waits for each of the others: it shall find them one at a time.
 
     Args:
