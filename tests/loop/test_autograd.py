@@ -358,7 +358,7 @@ def test_what_several_units_get_is_added_use_by_use(policy, is_leaf, tmp_path):
     def drive(model, optimizer):
         seen = []
         for seed in range(2):
-            memory = torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+            memory = torch.randn(3, 5, WIDTH, generator=torch.Generator(DEVICE).manual_seed(seed))
             memory.requires_grad_(is_leaf)
             loss = model(memory, is_leaf=is_leaf)
             loss.backward(retain_graph=True)

@@ -20,6 +20,7 @@ from transformers import (
 import outcore
 
 from .rig import DEVICE, KINDS, adamw, agrees, make, prepared, same
+from .test_compiling import _IS_SIMULATED as IS_SIMULATED
 
 KIND = pytest.mark.parametrize("kind", KINDS)
 ENDS = pytest.mark.parametrize("kind", ["device", "disk"])
@@ -87,6 +88,7 @@ def test_generate_between_steps(kind, build, tmp_path):
     same(drive, kind, tmp_path, build=build)
 
 
+@pytest.mark.skipif(IS_SIMULATED, reason="what dynamo asks a GPU is not simulated")
 @ENDS
 def test_generate_with_compiled_blocks(kind, tmp_path):
     """Training keeps caches from them, and generation does not."""
