@@ -26,6 +26,7 @@ KINDS = (*RESIDENT, "host", "disk")
 BLOCKS = ("device", "host", "host keep")
 """Where what happens inside of a block differs: weights that stay, that come and go, and come and go under a graph."""
 DEVICE = os.environ.get("OUTCORE_TEST_DEVICE", "cpu")
+IS_SIMULATED = DEVICE == "cuda" and not hasattr(torch._C, "_cuda_CUDAAllocator_AllocatorState")
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
 PLENTY = Limits(device_bytes=2**30, host_bytes=2**30, disk_bytes=None)
 

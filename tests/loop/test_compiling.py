@@ -22,12 +22,11 @@ from outcore.planning.homes.pools import Comfort
 from outcore.runtime.activations import away
 from outcore.runtime.activations.away import Away
 
-from .rig import DEVICE, Block, Tower, adamw, assert_same, batch, make, prepared, seen, train
+from .rig import DEVICE, IS_SIMULATED, Block, Tower, adamw, assert_same, batch, make, prepared, seen, train
 
 # The warnings are torch's own, in what compiles.
-_IS_SIMULATED = DEVICE == "cuda" and not hasattr(torch._C, "_cuda_CUDAAllocator_AllocatorState")
 pytestmark = [
-    pytest.mark.skipif(_IS_SIMULATED, reason="what dynamo asks a GPU is not simulated"),
+    pytest.mark.skipif(IS_SIMULATED, reason="what dynamo asks a GPU is not simulated"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
 ]

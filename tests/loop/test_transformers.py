@@ -19,8 +19,7 @@ from transformers import (
 
 import outcore
 
-from .rig import DEVICE, KINDS, adamw, agrees, make, prepared, same
-from .test_compiling import _IS_SIMULATED as IS_SIMULATED
+from .rig import DEVICE, IS_SIMULATED, KINDS, adamw, agrees, make, prepared, same
 
 KIND = pytest.mark.parametrize("kind", KINDS)
 ENDS = pytest.mark.parametrize("kind", ["device", "disk"])
