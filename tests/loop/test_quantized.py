@@ -202,6 +202,18 @@ def test_a_checkpoint_that_is_quantised_otherwise(folder, tmp_path):
     model = adapted(on_meta(checkpoint, "nf4 nested"))
     with pytest.raises(outcore.ConfigError, match=f"expected in '{name}' what bitsandbytes writes"):
         outcore.prepare(model, trained(model), weights=checkpoint)
+    weight = name.partition(".quant_state")[0]
+    for damage, said in (
+        ({f"{weight}.absmax": None}, "no absmax"),
+        ({f"{weight}.nested_quant_map": None}, "no nested_quant_map"),
+        ({f"{weight}.absmax": tensors[f"{weight}.absmax"][:-1].clone()}, "values in place of"),
+        ({weight: tensors[weight][:-1].clone()}, "values in place of"),
+    ):
+        changed = {name: tensor for name, tensor in {**tensors, **damage}.items() if tensor is not None}
+        save_file(changed, checkpoint / "model.safetensors", metadata={"format": "pt"})
+        model = adapted(on_meta(checkpoint, "nf4 nested"))
+        with pytest.raises(outcore.ConfigError, match=said):
+            outcore.prepare(model, trained(model), weights=checkpoint)
 
 
 def base_of(model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any, final
 
 import torch
@@ -51,11 +52,18 @@ class PackedWeights:
         name = group.sources[0][1]
         parts, shape = self._parts[name], self._directory.shape(name)
         if _SCALES in parts:
+            dtype, rows = self._directory.dtype(name), self._directory.shape(parts[_SCALES])
+            if dtype != torch.int8 or math.prod(rows) != shape[0]:
+                raise ConfigError(
+                    f"weights '{self._directory.path}': expected '{name}' in int8, with a scale for each of its "
+                    f"{shape[0]} rows, but got {dtype} and scales of shape {rows}; fetch the files again"
+                )
             is_by_row = _LAYOUT not in parts or not self._directory.read(parts[_LAYOUT]).any()
             return f"8 bits by row of shape {shape}" if is_by_row else "8 bits in another layout than by row"
         [state] = [part for part in parts.values() if _STATE in part]
         try:
             found = json.loads(self._directory.read(state).numpy().tobytes())
+            self._refuse_damaged(name, parts, found)
             nested = found["nested_blocksize"] if "nested_absmax" in parts else 0
             return _said(found["quant_type"], found["blocksize"], nested, found["shape"], self._directory.dtype(name))
         except (KeyError, TypeError, ValueError) as error:
@@ -63,6 +71,24 @@ class PackedWeights:
                 f"weights '{self._directory.path}': expected in '{state}' what bitsandbytes writes of a weight in 4 "
                 f"bits, but got {error!r}; fetch the files again"
             ) from error
+
+    def _refuse_damaged(self, name: str, parts: dict[str, str], found: dict[str, Any]) -> None:
+        """Raise a ValueError if parts are missing, or others than the description says."""
+        is_nested = "nested_absmax" in parts
+        needed = ["absmax", "quant_map", *["nested_absmax", "nested_quant_map"] * is_nested]
+        fields = ["dtype", *["nested_dtype", "nested_offset"] * is_nested]
+        if missing := [part for part in needed if part not in parts] + [
+            field for field in fields if field not in found
+        ]:
+            raise ValueError(f"no {', '.join(missing)}")
+        count = math.prod(found["shape"])
+        wanted = {name: -(-count // 2), parts["absmax"]: -(-count // found["blocksize"])}
+        for part, numel in wanted.items():
+            stored = math.prod(self._directory.shape(part)) * (
+                self._directory.dtype(part).itemsize if part == name else 1
+            )
+            if stored != numel:
+                raise ValueError(f"'{part}' with {stored} values in place of {numel}")
 
     def read(self, group: Group) -> dict[str, torch.Tensor]:
         """What the bytes of a weight mean, by the names that bitsandbytes gives it; nothing of other weights.
