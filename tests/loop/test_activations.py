@@ -585,7 +585,9 @@ def test_what_is_frozen_writes_no_more_than_the_plan_says(
     with outcore.prepare(model, optimizer, plan=plan, budget=budget, device=DEVICE) as (model, optimizer):
         for _ in range(3):
             before = optimizer.traffic()
-            model(**sample).loss.backward()
+            loss = model(**sample).loss
+            optimizer.engine.device.synchronize()  # a copy that has not begun when backward is there would be dropped
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             moved = {lane: nbytes - before[lane] for lane, nbytes in optimizer.traffic().items()}
