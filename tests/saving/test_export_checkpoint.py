@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks.conftest import launch
 from torch import nn
 
 import outcore
@@ -100,6 +101,48 @@ def test_for_torch(there: str, here: str, tmp_path: Path):
     with small.prepared(plain, tmp_path, here, optimizer=optimizer) as (model, streamed):
         assert small.train(model, streamed, range(2, 12)) == want[0]
         small.same(want[1], state_of(model, streamed))
+
+
+FULLY_SHARDED = """
+import warnings
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import distributed
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+
+from saving import small
+
+warnings.simplefilter("ignore")
+distributed.init_process_group("gloo")
+model = small.build("llama", seed=1)
+for layer in model.model.layers:
+    fully_shard(layer)
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+weights, states = get_state_dict(model, optimizer)
+found = {"model": weights, "optimizer": states}
+dcp.load(found, checkpoint_id=sys.argv[1])
+set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+states = optimizer.state_dict()["state"]
+flat = {f"{i}.{key}": value for i, values in states.items() for key, value in values.items()}
+whole = {name: getattr(t, "full_tensor", lambda t=t: t)() for name, t in {**dict(model.named_parameters()), **flat}.items()}
+torch.save(whole, f"{sys.argv[2]}/{distributed.get_rank()}.pt")
+"""
+
+
+@pytest.mark.skipif(small.DEVICE != "cpu", reason="over gloo, between processes on the CPU")
+def test_for_fully_sharded_modules(tmp_path: Path):
+    """FSDP2 on two ranks."""
+    with small.prepared(small.build("llama"), tmp_path, "disk", optimizer=None) as (model, optimizer):
+        small.train(model, optimizer, range(2))
+        outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=2, wait=True)
+        want = state_of(model, optimizer)
+    export_checkpoint(tmp_path / "c", tmp_path / "out", "dcp")
+    launch(FULLY_SHARDED, 2, [str(tmp_path / "out"), str(tmp_path)])
+    for rank in range(2):
+        small.same(want, torch.load(tmp_path / f"{rank}.pt"))
 
 
 def test_frozen_parameters_are_not_there(tmp_path: Path):
