@@ -126,8 +126,8 @@ found = {"model": weights, "optimizer": states}
 dcp.load(found, checkpoint_id=sys.argv[1])
 set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
 states = optimizer.state_dict()["state"]
-found = {f"{i}.{key}": value for i, values in states.items() for key, value in values.items()}
-found |= dict(model.named_parameters())
+found = dict(model.named_parameters())
+found |= {f"{i}.{key}": value for i, values in states.items() for key, value in values.items()}
 whole = {name: getattr(tensor, "full_tensor", lambda tensor=tensor: tensor)() for name, tensor in found.items()}
 torch.save(whole, f"{sys.argv[2]}/{distributed.get_rank()}.pt")
 """
