@@ -10,7 +10,7 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -24,7 +24,8 @@ from outcore.planning.homes.sending import Away
 from outcore.planning.paper.schedule import Circumstances, usual_visits
 from outcore.planning.search.candidates import Candidate
 from outcore.planning.search.job import Job
-from outcore.planning.search.search import search, simulated
+from outcore.planning.search.looks import Simulated
+from outcore.planning.search.search import search
 from outcore.planning.timing.known_hardware import known_hardware
 from outcore.planning.timing.rates import Rates
 from outcore.planning.timing.simulate import Simulation, simulate, steps_until_settled
@@ -81,6 +82,8 @@ class Forecast:
     """See ``DeviceFacts``."""
     keeps_what_fits: bool = True
     """Whether calls keep their activations while there is room, where the plan has them recomputed."""
+    simulated: Simulated = field(init=False, repr=False, compare=False, default_factory=dict)
+    """By now."""
 
     @property
     def _may_be_early(self) -> bool:
@@ -126,8 +129,8 @@ class Forecast:
         if self._may_be_early and not usual.rests_on_device:
             promised = dataclasses.replace(usual, accumulation_steps=job.micro_batches)
             other = with_early_updates(self.model, promised, job.within(job.ways[0]).limits)
-        found = search(job)
-        if found.simulation.step_s >= (1 - WORTH) * simulated(job, other).step_s:
+        found = search(job, self.simulated)
+        if found.simulation.step_s >= (1 - WORTH) * found.looks.simulation(other, job.ways[0]).step_s:
             return other, None
         promises = self._may_be_early and not found.plan.rests_on_device
         steps = job.micro_batches if promises else usual.accumulation_steps

@@ -16,7 +16,7 @@ from outcore.core.errors import ConfigError, DiskError
 from outcore.device.cpu import CpuDevice
 from outcore.device.faults import NO_FAULTS
 from outcore.planning.forward import watch
-from outcore.planning.search.search import simulated
+from outcore.planning.search.looks import Looks
 from outcore.planning.timing.known_hardware import known_hardware
 from outcore.planning.units.partition import partition
 from outcore.probe import kept
@@ -97,7 +97,7 @@ class TestTheFastest:
         plan, forecast = Planner(cut, options, device, limits, timed).placed().bare, timed.forecast()
         device.close()
         assert any(unit.states == "disk" for unit in plan.units)
-        assert forecast.simulate(plan).step_s == simulated(forecast.job(limits), plan).step_s
+        assert forecast.simulate(plan).step_s == Looks(forecast.job(limits)).simulation(plan, None).step_s
 
     @SUITS_THE_CPU
     def test_what_autocast_never_keeps_is_not_counted_on(self):

@@ -365,7 +365,7 @@ def planned(program: Program, visits: Sequence[Visit], rates: Rates) -> Planned:
     for length in lengths:
         begin = len(row)
         mine = operations[begin : begin + length]
-        row += [replace(op, after=tuple(begin + i for i in op.after)) for op in mine]
+        row += [op._replace(after=tuple(begin + i for i in op.after)) for op in mine]
         skipped.append({op.unit for op in mine if op.kind == "update early" and not op.nbytes})
     return Planned(row, skipped, played)
 
@@ -373,7 +373,7 @@ def planned(program: Program, visits: Sequence[Visit], rates: Rates) -> Planned:
 def with_phases(row: Sequence[Operation], visits: Sequence[Visit]) -> list[Operation]:
     """The engine says no more than that weights are used; why, the visits tell."""
     phases = itertools.cycle(visit.phase.value for visit in visits)
-    return [replace(op, kind=next(phases)) if op.kind == USE else op for op in row]
+    return [op._replace(kind=next(phases)) if op.kind == USE else op for op in row]
 
 
 def random_rates(model: ModelSpec, chance: random.Random) -> Rates:

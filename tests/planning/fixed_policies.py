@@ -23,7 +23,7 @@ from outcore.planning.homes.reservations import tier_bytes
 from outcore.planning.homes.sending import Away
 from outcore.planning.search.candidates import ALL_DISK, ALL_HOST, ROOMY, TIGHT, Choice, Kind
 from outcore.planning.search.job import Job
-from outcore.planning.search.search import simulated
+from outcore.planning.search.looks import Looks
 from outcore.spec.plan import Plan
 
 SMALL, MIDDLE, LARGE, EXPERTS, HUGE = (
@@ -128,7 +128,7 @@ def step_s(answer: Answer, fixed: Fixed) -> float | None:
         plan = fixed.plan(job)
     except PlanInfeasibleError:
         return None
-    return simulated(job if fixed.keeps else replace(job, keeps_what_fits=False), plan).step_s
+    return Looks(job if fixed.keeps else replace(job, keeps_what_fits=False)).simulation(plan, job.ways[0]).step_s
 
 
 def main() -> None:

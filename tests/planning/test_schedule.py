@@ -98,7 +98,7 @@ def test_a_schedule_is_what_steps_come_to(loop: tuple[ModelSpec, Plan, tuple[Vis
 
 def without_accesses(step: Schedule) -> Schedule:
     """Early updates let homes change places in every step."""
-    return replace(step, operations=tuple(replace(op, reads=(), writes=()) for op in step.operations))
+    return replace(step, operations=tuple(op._replace(reads=(), writes=()) for op in step.operations))
 
 
 def first_steps(spec: ModelSpec, the_plan: Plan, order: tuple[Visit, ...], num_steps: int) -> list[Schedule]:
@@ -112,7 +112,7 @@ def names(step: Schedule) -> set[str]:
 def of_the_step_before(step: Schedule, before: Schedule) -> Schedule:
     """Without what is over for longer than a step."""
     oldest = -len(before.operations)
-    operations = [replace(op, after=tuple(i for i in op.after if i >= oldest)) for op in step.operations]
+    operations = [op._replace(after=tuple(i for i in op.after if i >= oldest)) for op in step.operations]
     return replace(step, operations=tuple(operations))
 
 
@@ -131,7 +131,7 @@ def one_behind_the_other(steps: list[Schedule]) -> Iterator[Operation]:
     begin = 0
     for step in steps:
         for op in step.operations:
-            yield replace(op, after=tuple(begin + i for i in op.after))
+            yield op._replace(after=tuple(begin + i for i in op.after))
         begin += len(step.operations)
 
 

@@ -104,6 +104,13 @@ class WeightsHome:
 
 def weights_home(spec: UnitSpec, unit: UnitPlan) -> WeightsHome:
     """Under a plan."""
+    key = unit.partition, unit.gather, unit.weights == "device"
+    if key not in spec.homes:  # plans of hundreds of units are worked out again and again
+        spec.homes[key] = _weights_home(spec, unit)
+    return spec.homes[key]
+
+
+def _weights_home(spec: UnitSpec, unit: UnitPlan) -> WeightsHome:
     sharers = {"replicate": 1, "node": spec.ranks_per_node, "world": spec.num_ranks}[unit.partition]
     copies, is_one_copy = spec.num_ranks // sharers, unit.gather == "host" and sharers > 1
     is_cut, taken = sharers > 1 and not is_one_copy, copies * (spec.run_bytes + spec.frozen_run_bytes)

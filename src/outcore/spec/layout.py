@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from types import MappingProxyType
 from typing import NamedTuple
 
 from outcore.core.quantities import PAGE_BYTES, PARAM_ALIGN_BYTES, align_up
@@ -89,7 +91,8 @@ class StateSpec:
         return self.start + self.nbytes
 
 
-def lay_out_states(spec: UnitSpec, names: Iterable[str], *, is_compact: bool = False) -> dict[str, StateSpec]:
+@functools.lru_cache(2**12)  # plans of hundreds of units are worked out again and again
+def lay_out_states(spec: UnitSpec, names: tuple[str, ...], *, is_compact: bool = False) -> Mapping[str, StateSpec]:
     """The states of a unit, by name, in the order in which they lie behind one another.
 
     Args:
@@ -105,7 +108,7 @@ def lay_out_states(spec: UnitSpec, names: Iterable[str], *, is_compact: bool = F
         else:
             states[name] = StateSpec(name, start, *_own_layout(spec, forms), forms)
         start = states[name].stop
-    return states
+    return MappingProxyType(states)
 
 
 def _form(param: ParamSpec, name: str, *, is_compact: bool) -> StateForm | None:
@@ -152,7 +155,7 @@ def _owned(spec: UnitSpec, index: int, form: StateForm | None, rank: int) -> tup
     return 0, math.prod(form.shape) if numel or (not spec.trainable[index].numel and rank == 0) else 0
 
 
-def states_of(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> dict[str, StateSpec]:
+def states_of(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> Mapping[str, StateSpec]:
     """The states that a unit has under a plan."""
     is_compact = has_compact(spec, unit)
     masters = ("master", CODES) if is_compact else ("master",) if has_master(unit, model.precision) else ()

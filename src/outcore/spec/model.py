@@ -35,11 +35,11 @@ one does not, since bits 12 and 27 cancel.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from outcore.core.quantities import PAGE_BYTES, PARAM_ALIGN_BYTES, align_up
 
@@ -216,6 +216,14 @@ class UnitSpec:
         flags = [p.requires_grad for p in self.params]
         if flags != sorted(flags, reverse=True):
             raise AssertionError(f"unit '{self.name}': trainable parameters must come first")
+
+    def __hash__(self) -> int:  # of all fields it would take as long as what is remembered of the unit
+        return hash((self.name, self.weight_bytes, self.update_bytes, self.rank))
+
+    @cached_property
+    def homes(self) -> dict[Hashable, Any]:
+        """For ``weights_home``: what it has worked out."""
+        return {}
 
     @cached_property
     def trainable(self) -> tuple[ParamSpec, ...]:

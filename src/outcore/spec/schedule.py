@@ -84,8 +84,7 @@ class Access(NamedTuple):
     stop: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Operation:
+class Operation(NamedTuple):
     """One operation of a lane, or of compute."""
 
     lane: str

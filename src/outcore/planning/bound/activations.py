@@ -16,6 +16,8 @@ def list_activations(times: Times, work: Work) -> None:
         times: Of the plan.
         work: Grows.
     """
+    if not any(plan.saved_bytes for _, plan in times.pairs):
+        return
     kept = sum(p.num_slots for p in times.plan.pools if (p.tier, p.kind) == ("host", "activations"))
     are_equal = len({(plan.activations, plan.saved_bytes) for spec, plan in times.pairs if spec.name}) == 1
     brought = [0.0] * len(times.visits)

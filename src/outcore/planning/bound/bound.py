@@ -72,7 +72,11 @@ def bound_of(
 
     Cost: 100 units some 80 ms; with 48 nodes 20 ms.
     """
-    work = work_of(model, plan, rates, visits, circumstances or Circumstances())
+    return bound_from(work_of(model, plan, rates, visits, circumstances or Circumstances()), rates, max_nodes)
+
+
+def bound_from(work: Work, rates: Rates, max_nodes: int) -> Bound:
+    """The same of work that was listed. Args: as of ``bound_of``."""
     total_s = {**work.total_s, **{s.name: _taken(s.parts, work.total_s) for s in rates.shared}}
     busiest = max(total_s, key=total_s.__getitem__)
     found = _Graph(work, rates, max_nodes).longest_cycle()
@@ -81,14 +85,9 @@ def bound_of(
     return Bound(*found, total_s)
 
 
-def busiest_s(
-    model: ModelSpec, plan: Plan, rates: Rates, visits: Sequence[Visit], circumstances: Circumstances
-) -> tuple[float, float]:
-    """A lower bound that is worked out sooner: seconds of what has most to do; and of all, to tell equals apart.
-
-    Args: as of ``bound_of``.
-    """
-    total_s = work_of(model, plan, rates, visits, circumstances).total_s
+def busiest_s(work: Work, rates: Rates) -> tuple[float, float]:
+    """A lower bound that is worked out sooner: seconds of what has most to do; and of all, to tell equals apart."""
+    total_s = work.total_s
     return max([*total_s.values(), *(_taken(s.parts, total_s) for s in rates.shared)]), sum(total_s.values())
 
 

@@ -78,7 +78,7 @@ class _Gradients:
         Slots on the way to disk are free.
         """
         for unit in units:
-            exchange_s, left_s, added_s = self._times.exchanged_s(unit)
+            exchange_s, left_s, added_s = unit.costs.exchanged_s
             is_there, tail_s = sums_on_device(unit.spec, unit.plan), self._times.from_gradients_s(unit)
             round_s = added_s + (left_s if is_there else 0.0)  # sums follow one another
             for i, made in enumerate(unit.made):
@@ -90,8 +90,8 @@ class _Gradients:
                     continue
                 if left_s:
                     self._work.add("d2h", left_s, arrived, unit.first, added_s + after_s)
-                self._work.add(self._times.adder(unit), added_s, arrived.plus(left_s), unit.first, after_s)
-        exchanged = [_Pass(u, m, m, m, self._times.left_s(u), 0, 0, 0, 0) for u in units if u.spec.name for m in u.made]
+                self._work.add(unit.costs.adder, added_s, arrived.plus(left_s), unit.first, after_s)
+        exchanged = [_Pass(u, m, m, m, u.costs.left_s, 0, 0, 0, 0) for u in units if u.spec.name for m in u.made]
         for name, number, filled in self._filled(exchanged):
             self._wait(f"reduce with {name}", [(p.left_s, p.made, then) for p, then in filled], number - 1)
 
@@ -148,7 +148,7 @@ class _Gradients:
 
     def _read_for_update(self, passes: Sequence[_Pass]) -> None:
         late = [each.unit for each in passes if not each.unit.is_read_again]
-        freed_s = min(map(self._times.update_s, late), default=math.inf)
+        freed_s = min((unit.costs.update_s for unit in late), default=math.inf)
         for each in passes:
             unit, read_s = each.unit, self._read_s(each.unit)
             written, rest_s = each.at_hand.plus(each.write_s), self._rest_s(unit)
@@ -164,7 +164,7 @@ class _Gradients:
 
     def _rest_s(self, unit: Trained) -> float:
         """From the beginning of an update until the unit's next visit."""
-        return self._times.update_s(unit) + self._times.from_update_s(unit)
+        return unit.costs.update_s + unit.costs.from_update_s
 
     def _read_s(self, unit: Trained) -> float:
         return self._times.rates.move_s("disk_read", unit.spec.update_bytes)

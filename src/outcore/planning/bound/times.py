@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
+from outcore.planning.bound.costs import Costs
 from outcore.planning.paper.schedule import Circumstances
 from outcore.planning.paper.weight_cache import changed_units
-from outcore.planning.timing.rates import Link, Pace, Rates
-from outcore.spec.cut import weights_home
-from outcore.spec.layout import Staging, staging, starts_from_weights, states_bytes, sums_on_device
+from outcore.planning.timing.rates import Pace, Rates
 from outcore.spec.model import ModelSpec, UnitSpec
-from outcore.spec.plan import Gather, Partition, Plan, PoolKind, Tier, UnitPlan
+from outcore.spec.plan import Plan, PoolKind, Tier, UnitPlan
 from outcore.spec.schedule import ROOT, Phase, Visit
 
 
@@ -34,6 +32,7 @@ class Trained(NamedTuple):
 
     spec: UnitSpec
     plan: UnitPlan
+    costs: Costs
     made: list[Moment]
     """Of each backward pass: its gradient is complete."""
     first: int
@@ -44,19 +43,11 @@ class Trained(NamedTuple):
     """Early for sure: gradients that rest on disk are read for it."""
     after: Moment
     """When the update's weights may leave, and a late one begin."""
-    states_bytes: int
-    staging: Staging
 
-
-@functools.lru_cache(maxsize=2**12)  # asked again and again for one model with many plans
-def _sizes(
-    spec: UnitSpec, homes: tuple[Tier, Tier, Tier], cut: tuple[Partition, Gather], model: ModelSpec
-) -> tuple[int, Staging]:
-    """Args: model: Without units, which take time to compare."""
-    (weights, gradients, states), (partition, gather) = homes, cut
-    alone = UnitPlan(name=spec.name, weights=weights, gradients=gradients, states=states)
-    alone = replace(alone, partition=partition, gather=gather)
-    return states_bytes(spec, alone, model), staging(spec, alone, model)
+    @property
+    def home(self) -> Moment:
+        """When the last gradient is where the update finds it."""
+        return self.made[-1].plus(self.costs.home_s)
 
 
 class Times:
@@ -68,13 +59,14 @@ class Times:
         self.model, self.plan, self.rates, self.visits = model, plan, rates, visits
         self.pairs = list(zip(model.units, plan.units, strict=True))
         self._pace, self._circumstances = Pace(model, plan, rates, clips=circumstances.clips), circumstances
-        self._alone = replace(model, units=())
         names = [unit.name for unit in model.units]
-        self._walked_s = [self._pace.backward_s(name) for name in names]
-        self._called_s = [self._pace.forward_s(name) for name in names]
+        self._each_s = [list(map(seconds, names)) for seconds in (self._pace.forward_s, self._pace.backward_s)]
+        """By whether it is backward, and unit."""
         self._collected_s = [self._collecting_s(*pair) for pair in self.pairs]
         """By unit: of what compute does with its gradients in a backward visit, and in the last one of a pass."""
         self._ends = self._ends_of_passes()
+        self.costs = [self._costs(i) for i in range(len(self.pairs))]
+        """By unit."""
         self.used_s = [self._used_s(visit) for visit in visits]
         """By visit: of forward or backward."""
         self.compute_s = [self._visit_s(i) for i in range(len(visits))]
@@ -82,6 +74,16 @@ class Times:
         attempts = any(plan.units[i].early for i in changed_units(model, visits))
         self.is_behind = attempts or not rates.host_runs_ahead
         """Whether all that ``step()`` submits begins behind the last backward."""
+        self.pool = functools.cache(self._pool)
+        """(Tier, kind, bytes that a unit needs) -> size and number of the slots that it uses."""
+
+    def _costs(self, index: int) -> Costs:
+        """See ``Costs``: with these rates many plans are asked about."""
+        model, (spec, plan), is_added = self.model, self.pairs[index], len(self._ends.get(index, ())) > 1
+        known, key = self.rates.known, (spec, plan, is_added, model.precision, model.state_names)
+        if key not in known:
+            known[key] = Costs.of(spec, plan, model, self.rates, is_added=is_added)
+        return known[key]
 
     @property
     def waits(self) -> bool:
@@ -109,7 +111,7 @@ class Times:
         return ends
 
     def _used_s(self, visit: Visit) -> float:
-        return (self._walked_s if visit.phase is Phase.BACKWARD else self._called_s)[visit.unit]
+        return self._each_s[visit.phase is Phase.BACKWARD][visit.unit]
 
     def _visit_s(self, i: int) -> float:
         """Of a visit, with what compute does with gradients then. The root's are the last in a pass."""
@@ -187,26 +189,23 @@ class Times:
             is_early = plan.early and spec.name not in (overtaken or ())
             after = Moment(last, compute_s[last]) if self.waits else made[-1]
             first = firsts.get(index, last + period)
-            homes, cut = (plan.weights, plan.gradients, plan.states), (plan.partition, plan.gather)
-            sizes = _sizes(spec, homes, cut, self._alone)
             is_sure = is_early and overtaken is not None
-            found[index] = Trained(spec, plan, made, first, is_early, is_sure, after, *sizes)
+            found[index] = Trained(spec, plan, self.costs[index], made, first, is_early, is_sure, after)
         return found
 
-    def pool(self, tier: Tier, kind: PoolKind, nbytes: int) -> tuple[int, int]:
-        """Size and number of the slots that a unit uses."""
+    def _pool(self, tier: Tier, kind: PoolKind, nbytes: int) -> tuple[int, int]:
         pools = [p for p in self.plan.pools if (p.tier, p.kind) == (tier, kind) and p.slot_bytes >= nbytes]
         size = min(pool.slot_bytes for pool in pools)
         return size, sum(pool.num_slots for pool in pools if pool.slot_bytes == size)
 
     def from_gradients_s(self, unit: Trained) -> float:
         """From gradients at home to the unit's next visit."""
-        return self.brought_s(unit) + self.update_s(unit) + self.from_update_s(unit)
+        return self.brought_s(unit) + unit.costs.update_s + unit.costs.from_update_s
 
     def brought_s(self, unit: Trained) -> float:
         """Between gradients at home and an update: what an early one reads again, and one on the device must get."""
         if unit.plan.update == "device":
-            return self.rates.move_s("h2d", self.staged_bytes(unit)) if unit.plan.gradients == "host" else 0.0
+            return unit.costs.staged_s if unit.plan.gradients == "host" else 0.0
         if unit.is_read_again and unit.plan.gradients == "disk":
             nbytes = unit.spec.update_bytes if len(unit.made) > 1 else unit.spec.bucket_bytes
             return self.rates.move_s("disk_write", nbytes) + self.rates.move_s("disk_read", unit.spec.update_bytes)
@@ -215,72 +214,3 @@ class Times:
     def asked_for(self, unit: Trained, ready: Moment) -> Moment:
         """When something can begin for an update, of what is ready. Args: ready: Whoever asks."""
         return max(ready, unit.after) if self.is_behind and not unit.is_early else ready
-
-    def home(self, unit: Trained) -> Moment:
-        """When the last gradient is where the update finds it."""
-        if unit.spec.num_ranks > 1:
-            return unit.made[-1].plus(sum(self.exchanged_s(unit)))
-        if unit.plan.gradients == "device":
-            return unit.made[-1]
-        added_s = self.rates.move_s("update", unit.spec.update_bytes) if len(unit.made) > 1 else 0.0
-        return unit.made[-1].plus(self.rates.move_s("d2h", unit.spec.bucket_bytes) + added_s)
-
-    def exchanged_s(self, unit: Trained) -> tuple[float, float, float]:
-        """Of gradients between ranks, of their way to host memory, and of adding up those of all ranks."""
-        rates, spec = self.rates, unit.spec
-        nbytes = {"device": 0, "host": spec.bucket_bytes, "disk": spec.bucket_bytes}[unit.plan.gradients]
-        left_s = rates.move_s("d2h", spec.update_bytes if sums_on_device(spec, unit.plan) else nbytes)
-        return rates.exchange_s(spec), left_s, rates.add_s(self.adder(unit), spec)
-
-    def adder(self, unit: Trained) -> Link:
-        """Where gradients of all ranks are added up."""
-        is_there = unit.plan.gradients == "device" or sums_on_device(unit.spec, unit.plan)
-        return "device_update" if is_there else "update"
-
-    def left_s(self, unit: Trained) -> float:
-        """Until gradients have left a bucket."""
-        is_alone = unit.spec.num_ranks == 1
-        return self.rates.move_s("d2h", unit.spec.bucket_bytes) if is_alone else self.rates.exchange_s(unit.spec)
-
-    def gathered_s(self, unit: Trained) -> float:
-        """Of what the others have updated."""
-        return self.rates.gather_s(unit.spec, unit.plan)
-
-    def update_s(self, unit: Trained) -> float:
-        """Of the update alone."""
-        link = "compute" if unit.plan.states == "device" else self.updater(unit)
-        return self.rates.update_s(link, unit.spec)  # type: ignore[arg-type]
-
-    def updater(self, unit: Trained) -> str:
-        """Its link, if states do not live on the device."""
-        return "device_update" if unit.plan.update == "device" else "update"
-
-    def from_update_s(self, unit: Trained) -> float:
-        """From an update to the unit's next visit: new weights on their way."""
-        return self.gathered_s(unit) + self.sent_s(unit) + sum(self.bring_s(unit.spec, unit.plan))
-
-    def sent_s(self, unit: Trained) -> float:
-        """Of new weights on their way home, if the update does not write them there."""
-        plan, rates, nbytes = unit.plan, self.rates, weights_home(unit.spec, unit.plan).updated_bytes
-        if plan.states == "device" or (plan.weights == "host" and plan.update == "host"):
-            return 0.0
-        if plan.update == "device":
-            return rates.move_s("compute" if plan.weights == "device" else "d2h", nbytes)
-        return rates.move_s("disk_write" if plan.weights == "disk" else "h2d", nbytes)
-
-    def old_weights_s(self, unit: Trained) -> float:
-        """Of reading weights from disk for an update that starts from them."""
-        is_read = unit.plan.weights == "disk" and starts_from_weights(unit.spec, unit.plan, self.model.precision)
-        return self.rates.move_s("disk_read", weights_home(unit.spec, unit.plan).updated_bytes) if is_read else 0.0
-
-    def bring_s(self, spec: UnitSpec, plan: UnitPlan) -> tuple[float, float, float]:
-        """Of reading weights from disk, of fetching them, and of putting together what ranks have of them."""
-        nbytes = weights_home(spec, plan).nbytes
-        read_s = self.rates.move_s("disk_read", nbytes) if plan.weights == "disk" else 0.0
-        fetch_s = 0.0 if plan.weights == "device" else self.rates.move_s("h2d", nbytes)
-        return read_s, fetch_s, self.rates.link_s(spec, plan)
-
-    def staged_bytes(self, unit: Trained) -> int:
-        """What goes to an update on the device."""
-        states, gradients, weights, _ = (stop - start for start, stop in unit.staging)
-        return states + gradients + weights * starts_from_weights(unit.spec, unit.plan, self.model.precision)

@@ -97,16 +97,16 @@ class _Listing:
     # Updates.
 
     def _update(self, unit: Trained) -> None:
-        seconds, tail_s, home = self._times.update_s(unit), self._times.from_update_s(unit), self._times.home(unit)
+        seconds, tail_s, home = unit.costs.update_s, unit.costs.from_update_s, unit.home
         brought_s = self._times.brought_s(unit)
         self.work.chains.append((home.visit, unit.first, home.head_s + brought_s + seconds + tail_s))
         begin = home.plus(brought_s) if unit.is_early else unit.after
         if not unit.is_early and home.visit == begin.visit:
             begin = max(begin, home.plus(brought_s))
         self.work.chains.append((begin.visit, unit.first, begin.head_s + seconds + tail_s))
-        link = "compute" if unit.plan.states == "device" else self._times.updater(unit)
+        link = "compute" if unit.plan.states == "device" else unit.costs.updater
         self.work.add(link, seconds, begin, unit.first, tail_s)
-        if gathered_s := self._times.gathered_s(unit):
+        if gathered_s := unit.costs.gathered_s:
             self.work.add("gather", gathered_s, begin.plus(seconds), unit.first, tail_s - gathered_s)
         if unit.plan.states == "device":
             return
@@ -118,8 +118,8 @@ class _Listing:
 
     def _sent(self, unit: Trained, begin: Moment) -> None:
         """New weights, if they must be sent; behind the update, and behind ``step()``."""
-        seconds, tail_s = self._times.sent_s(unit), sum(self._times.bring_s(unit.spec, unit.plan))
-        updated_s = self._times.update_s(unit) + self._times.gathered_s(unit)
+        seconds, tail_s = unit.costs.sent_s, sum(unit.costs.bring_s)
+        updated_s = unit.costs.update_s + unit.costs.gathered_s
         if not seconds:
             return
         updated = begin.plus(updated_s)
@@ -136,7 +136,7 @@ class _Listing:
 
     def _on_host(self, unit: Trained, begin: Moment) -> None:
         spec, plan, rates = unit.spec, unit.plan, self._times.rates
-        update_s, tail_s = self._times.update_s(unit), self._times.from_update_s(unit)
+        update_s, tail_s = unit.costs.update_s, unit.costs.from_update_s
         if plan.gradients == "device":
             seconds = rates.move_s("d2h", spec.update_bytes)
             asked = self._times.asked_for(unit, unit.made[-1])
@@ -144,12 +144,12 @@ class _Listing:
             if plan.early and not unit.is_early:  # it was copied for an update that was overtaken
                 self.work.add("d2h", seconds, unit.made[-1], unit.made[0].visit + len(self._times.visits) + 1, 0.0)
             self._hold("gradients", spec.update_bytes, _Held(seconds, update_s, 0.0), unit, tail_s)
-        nbytes = unit.states_bytes
+        nbytes = unit.costs.states_bytes
         if plan.states != "disk" or not nbytes:
             return
         held = _Held(rates.move_s("disk_read", nbytes), update_s, rates.move_s("disk_write", nbytes))
         self._hold("states", nbytes, held, unit, tail_s)
-        self.work.total_s["disk_read"] += held.before_s + self._times.old_weights_s(unit)
+        self.work.total_s["disk_read"] += held.before_s + unit.costs.old_weights_s
         self.work.total_s["disk_write"] += held.after_s
         self._read_s[self._times.pool("host", "states", nbytes)].append(held.before_s)
         self._ahead("disk_read", "states", nbytes, held, unit, tail_s)
@@ -160,9 +160,9 @@ class _Listing:
 
     def _staged(self, unit: Trained, begin: Moment) -> None:
         rates = self._times.rates
-        update_s, tail_s, sent_s = self._times.update_s(unit), self._times.from_update_s(unit), self._times.sent_s(unit)
-        states, _, _, scratch = unit.staging
-        there_s = rates.move_s("h2d", self._times.staged_bytes(unit))
+        update_s, tail_s, sent_s = unit.costs.update_s, unit.costs.from_update_s, unit.costs.sent_s
+        states, _, _, scratch = unit.costs.staging
+        there_s = unit.costs.staged_s
         home_s = rates.move_s("d2h", states[1] - states[0])
         held = _Held(there_s, update_s, home_s)
         self._ahead("h2d", "staging", scratch[1], held, unit, tail_s)
@@ -170,7 +170,7 @@ class _Listing:
         then_s = self._behind_s(held, tail_s)
         self.work.jobs.append(Job("d2h", home_s, *begin.plus(update_s), unit.first, then_s, slots))
         if unit.plan.gradients == "host" or self._times.is_behind:  # else states may come before the gradient is made
-            asked = self._times.asked_for(unit, self._times.home(unit))
+            asked = self._times.asked_for(unit, unit.home)
             other = Job("h2d", there_s, *asked, unit.first, update_s + tail_s, instead_of=slots)
             self.work.jobs.append(other)
         self.work.total_s["h2d"] += there_s
@@ -178,7 +178,7 @@ class _Listing:
         if unit.plan.weights == "device":  # new weights are copied beside the way home of states
             self._hold("staging", scratch[1], _Held(there_s, update_s, max(home_s, sent_s)), unit, tail_s)
         else:
-            sent_s += self._times.gathered_s(unit)
+            sent_s += unit.costs.gathered_s
             self._hold("staging", scratch[1], _Held(there_s, update_s + sent_s, home_s), unit, tail_s - sent_s)
 
     # Slots.
@@ -232,7 +232,7 @@ class _Listing:
     # Weights.
 
     def _fetches(self, trained: Mapping[int, Trained]) -> None:
-        times, brought = self._times, [self._times.bring_s(*pair) for pair in self._times.pairs]
+        times, brought = self._times, [costs.bring_s for costs in self._times.costs]
         streamed = [i for i, pair in enumerate(times.pairs) if in_slot(*pair, "device")]
         for size in sorted(set(slot_sizes(times.plan, "device"))):
             mine = [
@@ -264,7 +264,7 @@ class _Listing:
 
     def _first(self, link: str, unit: Trained, seconds: float) -> Job:
         """Of updated weights: they come behind the update."""
-        brought, place = self._times.bring_s(unit.spec, unit.plan), _BRINGING.index(link)
-        head_s = self._times.gathered_s(unit) + self._times.sent_s(unit) + sum(brought[:place])
-        ready = unit.after.plus(head_s if unit.is_early else head_s + self._times.update_s(unit))
+        brought, place = unit.costs.bring_s, _BRINGING.index(link)
+        head_s = unit.costs.gathered_s + unit.costs.sent_s + sum(brought[:place])
+        ready = unit.after.plus(head_s if unit.is_early else head_s + unit.costs.update_s)
         return Job(link, seconds, *ready, unit.first, sum(brought[place + 1 :]))

@@ -113,6 +113,15 @@ class Sending:
 
     def unit(self, plan: UnitPlan) -> UnitPlan:
         """The plan of one unit. What saves nothing that can leave stays."""
+        if plan not in self._known:  # of hundreds of units, asked again and again
+            self._known[plan] = self._unit(plan)
+        return self._known[plan]
+
+    @cached_property
+    def _known(self) -> dict[UnitPlan, UnitPlan]:
+        return {}
+
+    def _unit(self, plan: UnitPlan) -> UnitPlan:
         nbytes = self.saved.get(plan.name, 0)
         tier: Tier = self.tier if nbytes else "device"
         policy: Policy = self.policy if plan.name in self.units else "recompute"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from outcore.order.attempts import Attempt, Attempts
 from outcore.order.ledger import After, Dependency, Home, Ledger, Slot, Span
@@ -15,7 +15,7 @@ from outcore.spec.schedule import Access, Kind, Operation
 from outcore.spec.timeline import COMPUTE, HOST
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Entry:
     """What stands for an operation: its place in the row, and its lane."""
 
@@ -78,6 +78,8 @@ class Paper:
         """That the next fetches and reads make."""
         self.in_time: InTime | None = None
         """If played time decides which updates inside backward are made."""
+        self.says_where = True
+        """What operations read and write."""
         self._begin = 0
         self._names = names
         self._computed = Entry(-1, COMPUTE)
@@ -139,29 +141,27 @@ class Paper:
         after: After[Entry],
         moved: int | None = None,
     ) -> Entry:
-        place: dict[str, Any] = {}
-        if self.move is not None:
-            evicts = self.move.evicts
-            place = {"slot": self.move.slot, "evicts": None if evicts is None else self._names[evicts]}
-        begin, order = self._begin, {entry.index for value in after.values() for entry in _entries(value)}
+        begin, order, move = self._begin, set[int](), self.move
+        for dependency in after.values():
+            if isinstance(dependency, Entry):
+                order.add(dependency.index - begin)
+            elif dependency is not None:
+                order.update([entry.index - begin for entry in dependency if entry is not None])
         self.row.append(
             Operation(
-                lane=lane,
-                kind=kind,
-                unit=unit,
-                nbytes=sum([span.nbytes for span in writes]) if moved is None else moved,
-                after=tuple([index - begin for index in sorted(order) if index >= 0]),
-                reads=tuple([Access(span.of.name, span.start, span.stop) for span in reads]),
-                writes=tuple([Access(span.of.name, span.start, span.stop) for span in writes]),
-                **place,
+                lane,
+                kind,
+                unit,
+                sum([span.nbytes for span in writes]) if moved is None else moved,
+                tuple([index for index in sorted(order) if index >= -begin]),
+                None if move is None else move.slot,
+                None if move is None or move.evicts is None else self._names[move.evicts],
+                _accesses(reads) if self.says_where else (),
+                _accesses(writes) if self.says_where else (),
             )
         )
-        return Entry(self._begin + len(self.row) - 1, lane)
+        return Entry(begin + len(self.row) - 1, lane)
 
 
-def _entries(dependency: Dependency[Entry]) -> Iterable[Entry]:
-    if dependency is None:
-        return ()
-    if isinstance(dependency, Entry):
-        return (dependency,)
-    return [entry for entry in dependency if entry is not None]
+def _accesses(spans: Sequence[Span]) -> tuple[Access, ...]:
+    return tuple([Access(span.of.name, span.start, span.stop) for span in spans])

@@ -86,7 +86,7 @@ def schedule(
         if (before.held_device, before.held_host) == (step.held_device, step.held_host):
             break
     oldest = -len(before.operations)  # what is over for longer orders nothing
-    operations = (replace(op, after=tuple(i for i in op.after if i >= oldest)) for op in step.operations)
+    operations = (op._replace(after=tuple(i for i in op.after if i >= oldest)) for op in step.operations)
     return replace(step, operations=tuple(operations))
 
 
@@ -97,6 +97,8 @@ def consecutive(
     held: Held,
     circumstances: Circumstances | None = None,
     clock: Clock | None = None,
+    *,
+    says_where: bool = True,
 ) -> Iterator[Schedule]:
     """Schedules of steps with the same visits, one behind the other, without end.
 
@@ -107,18 +109,21 @@ def consecutive(
         held: What slots for weights hold when the first one begins.
         circumstances: None: as they are by default.
         clock: Decides which early updates are made. The caller plays what it does not.
+        says_where: Operations say what they read and write.
     """
-    moves = weight_moves(model, plan, visits, held)  # refuses a plan without slots for weights
+    known = {held: weight_moves(model, plan, visits, held)}  # refuses a plan without slots for weights
     steps = _Steps(model, plan, held, circumstances or Circumstances(), clock)
+    steps.paper.says_where = says_where
     names = [unit.name for unit in model.units]
     ahead = _ahead_of(visits)
     while True:
+        if held not in known:
+            known[held] = weight_moves(model, plan, visits, held)
         steps.paper.begin_step()
-        steps.lay_out(visits, ahead, moves)
+        steps.lay_out(visits, ahead, known[held])
         on_device, on_host = (tuple(None if i is None else names[i] for i in units) for units in held)
         yield Schedule(operations=tuple(steps.paper.row), held_device=on_device, held_host=on_host)
-        held = moves.held
-        moves = weight_moves(model, plan, visits, held)
+        held = known[held].held
 
 
 @dataclass(slots=True)

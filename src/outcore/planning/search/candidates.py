@@ -20,7 +20,7 @@ from outcore.planning.homes.sending import Away
 from outcore.planning.homes.share import can_be_staged, spread
 from outcore.spec.cut import is_resident, shared
 from outcore.spec.model import ModelSpec
-from outcore.spec.plan import Plan, Policy, Tier, UnitPlan
+from outcore.spec.plan import Plan, Policy, Pool, Tier, UnitPlan
 
 
 class Kind(NamedTuple):
@@ -66,6 +66,18 @@ class Candidate:
     saves: Away | None = None
     """What some units save beyond their arguments, or off the device; None: they do not."""
 
+    @functools.cached_property
+    def order(self) -> tuple[object, ...]:
+        """Of equally good ones."""
+        return self.kinds, repr((self.comfort, self.share, self.early, self.late, self.saves))
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.kinds, self.comfort, self.share, self.early, self.late, self.saves))
+
+    def __hash__(self) -> int:  # of hundreds of units, asked again and again
+        return self._hash
+
 
 class _Footprint(NamedTuple):
     """What one unit takes."""
@@ -103,7 +115,7 @@ class Choice:
         first = {shape: i for i, shape in reversed(list(enumerate(shapes)))}
         self._alike = [first[shape] for shape in shapes]
         self._footprint = functools.cache(self._measure)
-        self._how = functools.cache(self._tell)
+        self._how, self._taken = functools.cache(self._tell), functools.cache(self._take)
         # A slot for staging holds all states of a unit: embeddings would make every slot as large as they are.
         sizes = Counter(u.update_bytes for u in model.units[1:] if u.update_bytes)
         self._most_staged_bytes = 2 * max(sizes, key=lambda nbytes: (sizes[nbytes], nbytes), default=0)
@@ -115,7 +127,7 @@ class Choice:
         return Plan(
             precision=self._model.precision,
             units=units,
-            pools=tuple(build_pools(self._needs(candidate), candidate.comfort)),
+            pools=self._taken(candidate)[0],
             prefetch_depth=candidate.comfort.prefetch_depth if fetches else 0,
             last_updated_first=round(candidate.late * len(units[1:])),
             accumulation_steps=self._accumulation_steps,
@@ -125,25 +137,26 @@ class Choice:
 
     def tier_bytes(self, candidate: Candidate) -> dict[Tier, int]:
         """Bytes that a candidate takes on each tier."""
+        return self._taken(candidate)[1]
+
+    def _take(self, candidate: Candidate) -> tuple[tuple[Pool, ...], dict[Tier, int]]:
+        """Slots, and the bytes of all."""
         total: dict[Tier, int] = {"device": 0, "host": 0, "disk": 0}
-        for key, count in self._counted(candidate).items():
-            for tier, nbytes in self._footprint(*key).nbytes.items():
+        needs, hows = Needs(), zip(self._alike, self._how(candidate), strict=True)
+        for key, count in Counter([(i, *how) for i, how in hows]).items():
+            footprint = self._footprint(*key)
+            needs.add(footprint.needs, count)
+            for tier, nbytes in footprint.nbytes.items():
                 total[tier] += count * nbytes
-        for pool in build_pools(self._needs(candidate), candidate.comfort):
+        pools = tuple(build_pools(needs, candidate.comfort))
+        for pool in pools:
             total[pool.tier] += pool.total_bytes
-        return total
-
-    def _needs(self, candidate: Candidate) -> Needs:
-        needs = Needs()
-        for key, count in self._counted(candidate).items():
-            needs.add(self._footprint(*key).needs, count)
-        return needs
-
-    def _counted(self, candidate: Candidate) -> Counter[tuple[int, Kind, bool, bool]]:
-        return Counter((i, *how) for i, how in zip(self._alike, self._how(candidate), strict=True))
+        return pools, total
 
     def _tell(self, candidate: Candidate) -> list[tuple[Kind, bool, bool]]:
         """Of every unit: its homes, and whether it is updated on the device, or inside backward."""
+        if not candidate.share and not candidate.early:
+            return [(kind, False, False) for kind in candidate.kinds]
         units = [self._unit(i, kind) for i, kind in zip(self._alike, candidate.kinds, strict=True)]
         small = (spec.update_bytes <= self._most_staged_bytes for spec in self._model.units)
         pairs = enumerate(zip(units, small, strict=True))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 
-from outcore.planning.bound.bound import Bound, bound_of, busiest_s
+from outcore.planning.bound.bound import Bound, bound_from, bound_of, busiest_s
+from outcore.planning.bound.jobs import Work
+from outcore.planning.bound.work import work_of
 from outcore.planning.homes.placement import place
 from outcore.planning.homes.sending import Away
 from outcore.planning.paper.schedule import Circumstances, usual_visits
@@ -12,12 +14,11 @@ from outcore.planning.search.candidates import Candidate, Choice
 from outcore.planning.search.job import Job
 from outcore.planning.timing.simulate import Simulation, simulate, steps_until_settled
 from outcore.spec.plan import Plan, Pool, Tier, UnitPlan
-from outcore.spec.timeline import WRITES_TO_DISK
 
 _Key = tuple[tuple[UnitPlan, ...], tuple[Pool, ...], int, int]
 Simulated = dict[_Key, Simulation]
 """Simulations of plans, at the same rates."""
-_COARSE = 24
+_COARSE, _RECENT = 24, 64
 _WEAR = 0.005
 """Of the time that the drive writes: a plan must gain so much by it. What is written wears the drive, for nothing where
 host memory has room and a step is as short without."""
@@ -40,14 +41,16 @@ class Looks:
         # Cached per object: functools.cache on the methods would keep every search alive.
         self.plan = functools.cache(self.choice.plan)
         """The candidate written down, without activations that leave."""
+        self._work = functools.lru_cache(_RECENT)(self._list)
         self.busiest = functools.cache(self._busiest)
         self.coarse_s = functools.cache(self._coarse_s)
-        self.taken = functools.cache(self.choice.tier_bytes)
-        """Bytes by tier, without activations."""
+        self._runs: dict[tuple[int, Away | None], tuple[Plan, Plan]] = {}  # by the plan's id, with the plan
         self.fits = functools.cache(self._fits)
         self.seconds = functools.cache(self._seconds)
         """See ``cost_s``."""
         self.room = functools.cache(lambda away: job.within(away).room)
+        self.first_way = job.ways[0]
+        """With activations: that of the rule's plan."""
 
     @functools.cached_property
     def today(self) -> Plan:
@@ -69,47 +72,52 @@ class Looks:
 
     def missing(self, candidate: Candidate) -> dict[Tier, int]:
         """Bytes above the limits, by tier."""
-        taken, room = self.taken(candidate), self.room(candidate.saves)
+        taken, room = self.choice.tier_bytes(candidate), self.room(candidate.saves)
         return {tier: taken[tier] - most for tier, most in room.items() if taken[tier] > most}
 
     def _fits(self, candidate: Candidate) -> bool:
         """Within the limits."""
         return not self.missing(candidate)
 
+    def run(self, plan: Plan, away: Away | None) -> Plan:
+        """With activations: see ``Job.as_run``."""
+        key = id(plan), away
+        if key not in self._runs:
+            self._runs[key] = plan, self._job.as_run(plan, away)
+        return self._runs[key][1]
+
     def simulation(self, plan: Plan, away: Away | None) -> Simulation:
         """When steps have settled: the first ones of plans that use the disk may be far longer, or shorter."""
-        run, job = self._job.as_run(plan, away), self._job
-        if _key(run) not in self._simulated:
+        run, job = self.run(plan, away), self._job
+        key = run.units, run.pools, run.prefetch_depth, run.last_updated_first
+        if key not in self._simulated:
             warm_up = steps_until_settled(run)
-            self._simulated[_key(run)] = simulate(
+            self._simulated[key] = simulate(
                 job.model, run, job.rates, self._visits, self._circumstances, warm_up=warm_up
             )
-        return self._simulated[_key(run)]
+        return self._simulated[key]
 
-    def bound(self, plan: Plan, away: Away | None, max_nodes: int | None = None) -> Bound:
+    def bound(self, plan: Plan, away: Away | None) -> Bound:
         """Of a plan."""
-        nodes = {} if max_nodes is None else {"max_nodes": max_nodes}
-        run, job = self._job.as_run(plan, away), self._job
-        return bound_of(job.model, run, job.rates, self._visits, self._circumstances, **nodes)
+        job = self._job
+        return bound_of(job.model, self.run(plan, away), job.rates, self._visits, self._circumstances)
 
     def cost_s(self, plan: Plan, away: Away | None) -> float:
         """What a search makes least: seconds of a step, simulated, and a little for what the drive writes."""
         found = self.simulation(plan, away)
-        written_s = sum(span.duration_s for span in found.timeline.spans if span.lane in WRITES_TO_DISK)
-        return found.step_s + _WEAR * written_s / found.num_steps
+        return found.step_s + _WEAR * found.written_s
 
     def _seconds(self, candidate: Candidate) -> float:
         return self.cost_s(self.plan(candidate), candidate.saves)
 
     def _coarse_s(self, candidate: Candidate) -> float:
         """No step is shorter."""
-        return self.bound(self.plan(candidate), candidate.saves, _COARSE).seconds
+        return bound_from(self._work(candidate), self._job.rates, _COARSE).seconds
 
     def _busiest(self, candidate: Candidate) -> tuple[float, float]:
         """A bound that is sooner worked out."""
-        run, job = self._job.as_run(self.plan(candidate), candidate.saves), self._job
-        return busiest_s(job.model, run, job.rates, self._visits, self._circumstances)
+        return busiest_s(self._work(candidate), self._job.rates)
 
-
-def _key(plan: Plan) -> _Key:
-    return plan.units, plan.pools, plan.prefetch_depth, plan.last_updated_first
+    def _list(self, candidate: Candidate) -> Work:
+        job, run = self._job, self.run(self.plan(candidate), candidate.saves)
+        return work_of(job.model, run, job.rates, self._visits, self._circumstances)

@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import bisect
 import functools
-import gc
 import itertools
+import math
 import random
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from outcore.core.collecting import rarely_collecting
 from outcore.core.errors import PlanInfeasibleError
 from outcore.core.quantities import format_bytes
 from outcore.planning.bound.bound import Bound
 from outcore.planning.homes.sending import Away
 from outcore.planning.homes.share import balanced_share
-from outcore.planning.paper.schedule import Circumstances, usual_visits
 from outcore.planning.search.candidates import (
     ALL_DEVICE,
     ALL_DISK,
@@ -38,7 +37,7 @@ from outcore.planning.search.candidates import (
 )
 from outcore.planning.search.job import Job
 from outcore.planning.search.looks import Looks, Simulated
-from outcore.planning.timing.simulate import Simulation, simulate, steps_until_settled
+from outcore.planning.timing.simulate import Simulation
 from outcore.spec.plan import Plan
 
 _SIMULATED_UNITS, _MOST_SIMULATED = 1500, 200
@@ -62,8 +61,6 @@ _GAIN = 1e-4
 """Smaller ones are not worth another plan."""
 _BINDS = 0.03
 """Other orders of updates are tried where gradients and updates each bind a larger part of a step."""
-_YOUNG = 200_000
-"""New objects before Python looks for circles; its own number is some hundred."""
 _BALANCED_BYTES = (16.0, 14.0)  # fp32 master, moments and gradient there; master, moments and a bf16 weight back
 
 
@@ -85,51 +82,50 @@ class Found:
     candidate: Candidate
     """The plan in few words; where the rule's plan won, what is most like it."""
     simulation: Simulation
-    bound: Bound
-    runners_up: tuple[RunnerUp, ...]
     num_simulated: int
+    bare: Plan
+    """The plan without activations that leave."""
+    looks: Looks = field(repr=False, compare=False)
+    """With which the rest is worked out when somebody asks."""
+
+    @functools.cached_property
+    def bound(self) -> Bound:
+        """Of a step of the plan."""
+        return self.looks.bound(self.bare, self.candidate.saves)
+
+    @functools.cached_property
+    def runners_up(self) -> tuple[RunnerUp, ...]:
+        """Simple plans."""
+        return tuple(_runners_up(self))
 
 
-@contextmanager
-def _rarely_collecting() -> Iterator[None]:
-    """Let Python look for circles of objects less often; a third of a search goes into that otherwise."""
-    before = gc.get_threshold()
-    try:
-        gc.set_threshold(max(before[0], _YOUNG) if before[0] else 0, *before[1:])
-        yield
-    finally:
-        gc.set_threshold(*before)
-
-
-@_rarely_collecting()
-def search(job: Job) -> Found:
+@rarely_collecting()
+def search(job: Job, simulated: Simulated | None = None) -> Found:
     """Find a plan.
+
+    Args:
+        job: What it is for.
+        simulated: What was simulated before for jobs that differ in limits alone; grows.
 
     Raises:
         PlanInfeasibleError: Nothing fits.
 
     Cost: 100 units some 4 s.
     """
-    return _Search(job).found()
+    return _Search(job, simulated).found()
 
 
-def simulated(job: Job, plan: Plan) -> Simulation:
-    """Steps of a plan. Args: job: What it was made for. plan: Without activations that leave: in the first way."""
-    visits, circumstances = usual_visits(job.model, job.micro_batches), Circumstances(clips=job.clipping)
-    run = job.as_run(plan, job.ways[0])
-    return simulate(job.model, run, job.rates, visits, circumstances, warm_up=steps_until_settled(run))
-
-
-@_rarely_collecting()
-def explain(job: Job, plan: Plan, candidate: Candidate | None = None) -> Found:
+@rarely_collecting()
+def explain(job: Job, plan: Plan, candidate: Candidate | None = None, simulated: Simulated | None = None) -> Found:
     """What is predicted of a plan that was chosen, beside the simple ones.
 
     Args:
         job: What it was made for.
         plan: Without the activations that leave.
         candidate: The same in few words, if that is known.
+        simulated: As of ``search``.
     """
-    search = _Search(job)
+    search = _Search(job, simulated)
     return search.explain(plan, candidate or search.like(plan, job.ways[0]))
 
 
@@ -140,7 +136,7 @@ class Estimate(NamedTuple):
     candidate: Candidate
 
 
-@_rarely_collecting()
+@rarely_collecting()
 def estimate(job: Job, known: Iterable[Candidate], simulated: Simulated | None = None) -> Estimate | None:
     """About what ``search`` would find, sooner.
 
@@ -148,7 +144,7 @@ def estimate(job: Job, known: Iterable[Candidate], simulated: Simulated | None =
         job: Much like one that was searched.
         known: What is good for jobs like it. The estimate is no slower than any of these that fits, or, where none
             fits, than the rule's plan.
-        simulated: What was simulated before for jobs that differ in limits alone; grows.
+        simulated: As of ``search``.
 
     Returns:
         None: Nothing fits.
@@ -182,16 +178,29 @@ class _Search:
             return self.explain(looks.plan(everything), everything)
         firsts = [] if self._is_small else self._firsts()
         ways = self._job.ways if self._is_small else [candidate.saves for candidate in firsts]
-        fillings = sorted(set(self._fillings(ways)), key=lambda c: (looks.coarse_s(c), looks.busiest(c), repr(c)))
-        best = self._fastest([*firsts, *fillings[: self._budget // 4]], _STARTS)
+        fillings = self._lowest(set(self._fillings(ways)), self._budget // 4)
+        best = self._fastest([*firsts, *fillings], _STARTS)
         rest, units = self._budget - self._budget // 4, len(self._job.model.units) - 1
         turns = (rest // 2, rest // 4, rest // 4) if rest > _FEW else (rest,)
         changed = [self._descend(start, most) for start, most in zip(best, turns, strict=False)]
         if self._is_small and changed and units > _FEW_UNITS:
             changed.append(self._kick(min(changed, key=looks.seconds)))
-        uniform = [candidate for candidate in self._uniform(None).values() if self._fits(candidate)]
+        uniform = [candidate for candidate in _uniform(looks, None).values() if self._fits(candidate)]
         plans = [*((looks.plan(candidate), candidate) for candidate in self._fastest([*changed, *uniform], 1)), today]
         return self.explain(*min(plans, key=lambda pair: looks.cost_s(pair[0], pair[1].saves)))
+
+    def _lowest(self, candidates: Iterable[Candidate], most: int) -> list[Candidate]:
+        """Those with the lowest bounds. The bound is worked out where the sooner one, which is no higher, may do."""
+        looks, found = self._looks, list[Candidate]()
+
+        def rank(candidate: Candidate) -> tuple[float, tuple[float, float], tuple[object, ...]]:
+            return looks.coarse_s(candidate), looks.busiest(candidate), candidate.order
+
+        for candidate in sorted(candidates, key=lambda c: (looks.busiest(c), c.order)):
+            if len(found) == most and looks.busiest(candidate)[0] > looks.coarse_s(found[-1]):
+                break
+            found = sorted([*found, candidate], key=rank)[:most]
+        return found
 
     def _fastest(self, ordered: Iterable[Candidate], most: int) -> list[Candidate]:
         """Some of the fastest. Args: ordered: By their bounds, so that most need not be simulated."""
@@ -203,7 +212,7 @@ class _Search:
 
     def _keeps_all(self, candidate: Candidate) -> bool:
         """Or nobody knows what there is to keep."""
-        units = self._job.as_run(self._looks.plan(candidate), candidate.saves).units
+        units = self._looks.run(self._looks.plan(candidate), candidate.saves).units
         return len(self._job.ways) == 1 or all(unit.policy == "keep" for unit in units)
 
     def like(self, plan: Plan, away: Away | None) -> Candidate:
@@ -212,9 +221,8 @@ class _Search:
 
     def explain(self, plan: Plan, candidate: Candidate) -> Found:
         """Args: candidate: The plan in few words."""
-        looks, saves = self._looks, candidate.saves
-        bound, runners_up = looks.bound(plan, saves), tuple(self._runners_up(plan, saves))
-        return Found(plan, candidate, looks.simulation(plan, saves), bound, runners_up, looks.num_simulated)
+        looks = self._looks
+        return Found(plan, candidate, looks.simulation(plan, candidate.saves), looks.num_simulated, plan, looks)
 
     def estimate(self, known: Iterable[Candidate]) -> Estimate:
         """Of what is known, what is like it, and fillings: the best of a few."""
@@ -222,27 +230,36 @@ class _Search:
         everything = self._choice.uniform(ALL_DEVICE, saves=self._job.ways[0])
         if self._fits(everything) and self._keeps_all(everything):
             return Estimate(looks.simulation(looks.plan(everything), everything.saves).step_s, everything)
-        fitting = [candidate for candidate in known if self._fits(candidate)]
-        others = [best for away in self._job.ways for best in self._soonest(away, known)[:1]]
-        plans = [(looks.plan(candidate), candidate) for candidate in (*fitting, *others)]
+        fitting = self._fastest(filter(self._fits, known), 1)
+        enough_s = looks.seconds(fitting[0]) if fitting else math.inf
+        others = [best for away in self._job.ways for best in self._soonest(away, known, enough_s)]
+        plans = [(looks.plan(candidate), candidate) for candidate in self._fastest([*fitting, *others], 1)]
         plans += [] if fitting else [(looks.today, self.like(looks.today, self._job.ways[0]))]
         best, candidate = min(plans, key=lambda pair: looks.cost_s(pair[0], pair[1].saves))
         return Estimate(looks.simulation(best, candidate.saves).step_s, candidate)
 
-    def _soonest(self, away: Away | None, known: Iterable[Candidate] = ()) -> list[Candidate]:
-        """A few fillings with activations that leave in one way, those with the lowest bounds first."""
-        looks, starts = self._looks, [candidate for candidate in known if candidate.saves == away]
+    def _soonest(
+        self, away: Away | None, known: Iterable[Candidate] = (), enough_s: float = math.inf
+    ) -> list[Candidate]:
+        """A filling with activations that leave in one way: of a few, the one with the lowest bound.
+
+        Args:
+            away: The way.
+            known: What is good for jobs like it.
+            enough_s: What cannot take less is of no use; then none may be left.
+        """
+        looks, starts = self._looks, [replace(candidate, saves=away) for candidate in known]
+        starts = [*starts, *(replace(start, share=self._share) for start in starts or self._far(away))]
         starts += self._far(away)
-        starts += [replace(start, share=self._share) for start in starts]
         filled = {self._fill(start, near) for start in starts for near in KINDS[:4]}
-        others = sorted(filter(self._fits, filled), key=lambda c: (looks.busiest(c), repr(c)))[:_ESTIMATED]
-        return sorted(others, key=looks.coarse_s)
+        others = sorted(filter(self._fits, filled), key=lambda c: (looks.busiest(c), c.order))[:_ESTIMATED]
+        return self._lowest((other for other in others if looks.busiest(other)[0] < enough_s), 1)
 
     # Finding some.
 
     def _firsts(self) -> list[Candidate]:
         """One filling with each of the ways of activations that are fastest."""
-        first = [best for away in dict.fromkeys(self._job.ways) for best in self._soonest(away)[:1]]
+        first = [best for away in dict.fromkeys(self._job.ways) for best in self._soonest(away)]
         return self._fastest(sorted(first, key=self._looks.coarse_s), _MOST_WAYS)
 
     def _fillings(self, ways: Iterable[Away | None]) -> Iterator[Candidate]:
@@ -251,7 +268,7 @@ class _Search:
         yield from filter(self._fits, [today])
         for away in dict.fromkeys(ways):
             fitting = filter(self._fits, dict.fromkeys(self._filled(away)))
-            ordered = sorted(fitting, key=lambda c: (self._looks.busiest(c), repr(c)))
+            ordered = sorted(fitting, key=lambda c: (self._looks.busiest(c), c.order))
             for filled in ordered[: _FILLINGS_OF_SMALL if self._is_small else _FILLINGS]:
                 yield from self._eager(filled)
 
@@ -300,7 +317,7 @@ class _Search:
         def filled(number: int) -> Candidate:
             return replace(candidate, kinds=(*kinds[:first], *(kind,) * number, *kinds[first + number :]))
 
-        before, after = (looks.taken(filled(number)) for number in (0, count))
+        before, after = (looks.choice.tier_bytes(filled(number)) for number in (0, count))
         grows = [tier for tier in before if after[tier] > before[tier]]
         numbers, missing = range(count + 1), looks.missing
         lacking = bisect.bisect_right(numbers, 0, key=lambda n: any(tier in grows for tier in missing(filled(n))))
@@ -376,28 +393,28 @@ class _Search:
                 yield from (self._shed(other, kind) for kind in far)
         yield from self._choice.pairs(best) if self._is_small and not alone else ()
 
-    # Saying why.
 
-    def _uniform(self, away: Away | None) -> dict[str, Candidate]:
-        named = {"everything on the device": ALL_DEVICE, "all in host memory": ALL_HOST, "all on disk": ALL_DISK}
-        named["states on disk, the rest in host memory"] = Kind("host", "host", "disk")
-        return {name: self._choice.uniform(kind, saves=away) for name, kind in named.items()}
+def _uniform(looks: Looks, away: Away | None) -> dict[str, Candidate]:
+    named = {"everything on the device": ALL_DEVICE, "all in host memory": ALL_HOST, "all on disk": ALL_DISK}
+    named["states on disk, the rest in host memory"] = Kind("host", "host", "disk")
+    return {name: looks.choice.uniform(kind, saves=away) for name, kind in named.items()}
 
-    def _runners_up(self, plan: Plan, away: Away | None) -> Iterator[RunnerUp]:
-        looks, step_s = self._looks, self._looks.simulation(plan, away).step_s
-        others: Iterable[tuple[str, Plan, Away | None]] = [("filled tier by tier", looks.today, self._job.ways[0])]
-        for name, candidate in self._uniform(away).items():
-            missing = looks.missing(candidate)
-            if missing:
-                needs = ", ".join(f"{format_bytes(nbytes)} of {tier}" for tier, nbytes in missing.items())
-                yield RunnerUp(name, None, f"does not fit: it lacks {needs}")
-            else:
-                others = itertools.chain(others, [(name, looks.plan(candidate), away)])
-        for name, other, way in others:
-            simulation = looks.simulation(other, way)
-            binds = max(simulation.binding, key=simulation.binding.__getitem__, default="compute")
-            slower = simulation.step_s / step_s - 1 if step_s else 0.0
-            same = "equally fast" if slower > -_GAIN else f"predicted {-slower:.1%} faster"
-            reason = f"{slower:.1%} slower: {binds} binds" if slower > _GAIN else same
-            if (other.units, other.pools, way) != (plan.units, plan.pools, away):
-                yield RunnerUp(name, simulation.step_s, reason)
+
+def _runners_up(found: Found) -> Iterator[RunnerUp]:
+    looks, away, step_s = found.looks, found.candidate.saves, found.simulation.step_s
+    others: Iterable[tuple[str, Plan, Away | None]] = [("filled tier by tier", looks.today, looks.first_way)]
+    for name, candidate in _uniform(looks, away).items():
+        missing = looks.missing(candidate)
+        if missing:
+            needs = ", ".join(f"{format_bytes(nbytes)} of {tier}" for tier, nbytes in missing.items())
+            yield RunnerUp(name, None, f"does not fit: it lacks {needs}")
+        else:
+            others = itertools.chain(others, [(name, looks.plan(candidate), away)])
+    for name, other, way in others:
+        simulation = looks.simulation(other, way)
+        binds = max(simulation.binding, key=simulation.binding.__getitem__, default="compute")
+        slower = simulation.step_s / step_s - 1 if step_s else 0.0
+        same = "equally fast" if slower > -_GAIN else f"predicted {-slower:.1%} faster"
+        reason = f"{slower:.1%} slower: {binds} binds" if slower > _GAIN else same
+        if (other.units, other.pools, way) != (found.bare.units, found.bare.pools, away):
+            yield RunnerUp(name, simulation.step_s, reason)

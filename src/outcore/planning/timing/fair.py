@@ -9,7 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from outcore.planning.timing.rates import LINKS, Rates
+from outcore.planning.timing.rates import LINK_OF, LINKS, Rates
+from outcore.spec.timeline import LANES
+
+_NONE, _MOST = len(LINKS), len(LANES) + 1
+_NUMBERS = {lane: LINKS.index(link) for lane, link in LINK_OF.items()}
+ONE = (*(_MOST**i for i in range(_NONE)), 0)
+"""By the number of a link: one operation on it, in a number whose digits count operations."""
+
+
+def link_number(lane: str) -> int:
+    """The place of a lane's link in ``LINKS``, or behind the last where it has none."""
+    return _NUMBERS.get(lane, _NONE)
 
 
 class _Room(NamedTuple):
@@ -19,26 +30,20 @@ class _Room(NamedTuple):
     """By link: what an operation at full speed takes."""
 
 
-class Fair:
-    """Speeds of operations on links, for any number of them. Each answer is worked out once."""
+class Fair(dict[int, Sequence[float]]):
+    """Speeds of operations by the number of their link; 1: as if alone. By sums of ``ONE``, each worked out once."""
 
     def __init__(self, rates: Rates) -> None:
+        super().__init__()
         numbers = range(len(LINKS))
         self._rooms = [_Room(tuple(float(i == j) for j in numbers)) for i in numbers]
         self._rooms += [_Room(tuple(shared.parts.get(link, 0.0) for link in LINKS)) for shared in rates.shared]
         firsts = [next((s.parts[link] for s in rates.shared if s.parts.get(link)), 1.0) for link in LINKS]
         self._steps = [1.0 / first for first in firsts]  # rise so, and all take equally much of what they share first
-        self._known: dict[tuple[int, ...], Sequence[float]] = {}
 
-    def speeds(self, counts: tuple[int, ...]) -> Sequence[float]:
-        """The speed of an operation on each link; 1: as if it were alone.
-
-        Args:
-            counts: Operations on each link, in the order of ``LINKS``.
-        """
-        if counts not in self._known:
-            self._known[counts] = self._fill(counts)
-        return self._known[counts]
+    def __missing__(self, counts: int) -> Sequence[float]:
+        self[counts] = (*self._fill(tuple(counts // one % _MOST for one in ONE[:_NONE])), 1.0)
+        return self[counts]
 
     def _fill(self, counts: tuple[int, ...]) -> Sequence[float]:
         speeds = [0.0] * len(counts)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from outcore.order.attempts import Attempt
-from outcore.planning.timing.fair import Fair
-from outcore.planning.timing.rates import LINK_OF, LINKS, Rates
+from outcore.planning.timing.fair import ONE, Fair, link_number
+from outcore.planning.timing.rates import LINK_OF, Rates
 from outcore.spec.timeline import COMPUTE, HOST, Span, Timeline
 
 _ROUNDING = 1e-12
@@ -31,10 +31,10 @@ class Task(NamedTuple):
 class Played:
     """When each task began and ended, and which one it waited for last (-1: none)."""
 
-    tasks: Sequence[Task]
-    start: Sequence[float]
-    end: Sequence[float]
-    cause: Sequence[int]
+    tasks: list[Task]
+    start: list[float]
+    end: list[float]
+    cause: list[int]
 
     def timeline(self) -> Timeline:
         """Spans of lanes and compute, and what compute waited for."""
@@ -53,6 +53,11 @@ class Played:
     def _wait(self, index: int, since_s: float) -> Span:
         cause = self.tasks[self.cause[index]]
         return Span(cause.lane, cause.name, since_s, self.start[index])
+
+    def busy_s(self, lanes: Collection[str], start_s: float, end_s: float) -> float:
+        """Of all operations of some lanes, in a window. Args: lanes: Which."""
+        spans = ((self.start[i], self.end[i]) for i, task in enumerate(self.tasks) if task.lane in lanes)
+        return sum(max(min(end, end_s) - max(start, start_s), 0.0) for start, end in spans)
 
     def binding(self, last: int, start_s: float) -> dict[str, float]:
         """Walk back from the end of a task, from each to the one that it waited for: link -> part of the time."""
@@ -117,8 +122,7 @@ class Player:
     """Plays tasks. Their list may grow when some have run."""
 
     def __init__(self, tasks: list[Task], rates: Rates) -> None:
-        self._tasks, self._start, self._end, self._cause = tasks, list[float](), list[float](), list[int]()
-        self.played = Played(tasks, self._start, self._end, self._cause)
+        self.played = Played(tasks, [], [], [])
         self.turns = _Turns()
         self._waiting: list[int] = []
         """By task: how many it waits for."""
@@ -127,81 +131,93 @@ class Player:
         self._last_of: dict[str, int] = {}
         """Lane -> its last task."""
         self._ready: list[int] = []
-        self._running: dict[int, float] = {}
-        """Task -> seconds left, at full speed."""
-        self._fair, self._counts = Fair(rates), [0] * len(LINKS)
+        self._left: list[float] = []
+        """By task: seconds, at full speed."""
+        self._links: list[int] = []
+        """By task: the number of its link."""
+        self._running: list[int] = []
+        self._speeds, self._counts = Fair(rates), 0
         self._now, self._latest = 0.0, -1
 
     def is_over(self, index: int) -> bool:
         """Whether a task is."""
-        return self._end[index] >= 0
+        return self.played.end[index] >= 0
 
     def add(self) -> None:
         """The list has grown."""
-        for i in range(len(self._waiting), len(self._tasks)):
-            task = self._tasks[i]
-            first = set(task.after)
-            if task.lane in self._last_of:
-                first.add(self._last_of[task.lane])
-            self._last_of[task.lane] = i
-            left = [other for other in first if self._end[other] < 0]
-            for other in left:
-                self._successors[other].append(i)
-            self._waiting.append(len(left))
-            self._successors.append([])
-            self._start.append(0.0)
-            self._end.append(-1.0)
-            self._cause.append(self._latest)
-            if not left:
+        played, last_of, successors, begin = self.played, self._last_of, self._successors, len(self._waiting)
+        new, end = played.tasks[begin:], played.end
+        played.start.extend([0.0] * len(new))
+        end += [-1.0] * len(new)
+        played.cause.extend([self._latest] * len(new))
+        self._left += [task.seconds for task in new]
+        self._links += [link_number(task.lane) for task in new]
+        successors += [[] for _ in new]
+        for i, task in enumerate(new, start=begin):
+            lane, first = task.lane, set(task.after)
+            if lane in last_of:
+                first.add(last_of[lane])
+            last_of[lane] = i
+            waits = 0
+            for other in first:
+                if end[other] < 0:
+                    successors[other].append(i)
+                    waits += 1
+            self._waiting.append(waits)
+            if not waits:
                 self._ready.append(i)
 
-    def decide(self, index: int, attempt: Attempt, submitted: int | None) -> None:
+    def decide(self, index: int, attempt: Attempt, submitted: Iterable[int]) -> None:
         """A task was added that is one of an attempt. Args: submitted: What the host did before."""
-        before = next((i for i in range(index - 1, -1, -1) if self._tasks[i].lane == self._tasks[index].lane), None)
-        self.turns.add(index, attempt, {i for i in (before, submitted) if i is not None and self._end[i] < 0})
+        tasks, end = self.played.tasks, self.played.end
+        before = next((i for i in range(index - 1, -1, -1) if tasks[i].lane == tasks[index].lane), None)
+        first = (*submitted, *([] if before is None else [before]))
+        self.turns.add(index, attempt, {i for i in first if end[i] < 0})
 
     def run(self, until: int | None = None) -> None:
         """Until a task is over; None: until all are."""
-        tasks, start, end, cause, waiting = self._tasks, self._start, self._end, self._cause, self._waiting
-        successors, ready, running, counts = self._successors, self._ready, self._running, self._counts
-        links = [LINKS.index(LINK_OF[task.lane]) if task.lane in LINK_OF else None for task in tasks]
-        now = self._now
+        start, end, cause = self.played.start, self.played.end, self.played.cause
+        waiting, successors = self._waiting, self._successors
+        ready, running, over, left, links = self._ready, self._running, list[int](), self._left, self._links
+        now, counts = self._now, self._counts
         while (ready or running) and (until is None or end[until] < 0):
             if self.turns.come:
                 self._skip()
             while ready:
                 index = ready.pop()
                 start[index] = now
-                running[index] = tasks[index].seconds
-                link = links[index]
-                if link is not None:
-                    counts[link] += 1
-            speeds = self._fair.speeds(tuple(counts))
-            lasts = [left / (1.0 if (link := links[i]) is None else speeds[link]) for i, left in running.items()]
-            passed = min(lasts)
-            now += passed
-            for (index, left), seconds in zip(list(running.items()), lasts, strict=True):
-                if seconds <= passed * (1 + _ROUNDING):
-                    del running[index]
-                    end[index], self._latest = now, index
-                    link = links[index]
-                    if link is not None:
-                        counts[link] -= 1
-                    for other in successors[index]:
-                        waiting[other] -= 1
-                        if not waiting[other]:
-                            cause[other] = index
-                            ready.append(other)
-                    self.turns.over(index)
-                else:
-                    running[index] = left * (1 - passed / seconds)
-        self._now = now
+                counts += ONE[links[index]]
+                (running if left[index] else over).append(index)
+            if not over:
+                speeds = self._speeds[counts]
+                lasts = [left[i] / speeds[links[i]] for i in running]
+                passed = min(lasts)
+                now, enough, going_on = now + passed, passed * (1 + _ROUNDING), []
+                for index, seconds in zip(running, lasts, strict=True):
+                    if seconds <= enough:
+                        over.append(index)
+                    else:
+                        left[index] *= 1 - passed / seconds
+                        going_on.append(index)
+                running = going_on
+            for index in over:
+                end[index], self._latest = now, index
+                counts -= ONE[links[index]]
+                for other in successors[index]:
+                    waiting[other] -= 1
+                    if not waiting[other]:
+                        cause[other] = index
+                        ready.append(other)
+                self.turns.over(index)
+            over.clear()
+        self._now, self._counts, self._running = now, counts, running
 
     def _skip(self) -> None:
         """What is not made is over at once, and waits for nothing more."""
+        tasks = self.played.tasks
         for index in self.turns.take():
-            self._tasks[index] = self._tasks[index]._replace(seconds=0.0, nbytes=0)
+            tasks[index], self._left[index] = tasks[index]._replace(seconds=0.0, nbytes=0), 0.0
             if self._waiting[index] > 0:
                 self._waiting[index] = -1  # never 0 again
-                self._cause[index] = self._latest
+                self.played.cause[index] = self._latest
                 self._ready.append(index)

@@ -8,9 +8,10 @@ turn may share something (``Shared``): both directions of a bus, reading and wri
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from functools import cached_property
+from typing import Any, Literal, get_args
 
 from outcore.spec.cut import weights_home
 from outcore.spec.lanes import Lane
@@ -85,6 +86,11 @@ class Rates:
     host_runs_ahead: bool = True
     """Compute is given its work, as an accelerator is; False: the thread that submits computes."""
 
+    @cached_property
+    def known(self) -> dict[Hashable, Any]:
+        """What was worked out with these rates, for whoever will ask it again."""
+        return {}
+
     def move_s(self, link: Link | Way, nbytes: int) -> float:
         """Seconds to move bytes, alone."""
         return nbytes / self.bytes_per_s.get(link, math.inf) + (self.latency_s.get(link, 0.0) if nbytes else 0.0)
@@ -95,6 +101,8 @@ class Rates:
 
     def gather_s(self, spec: UnitSpec, plan: UnitPlan) -> float:
         """Seconds in which a rank gets new weights of those that have the same runs, alone: where they are made."""
+        if spec.num_ranks == 1:
+            return 0.0
         home = weights_home(spec, plan)
         way: Way = "gather" if home.num_sharers == 1 else "copies"
         where: Way = ("host gather" if way == "gather" else "host copies") if _gathers_on_host(plan) else way
@@ -102,6 +110,8 @@ class Rates:
 
     def link_s(self, spec: UnitSpec, plan: UnitPlan) -> float:
         """Seconds in which a rank gets the others' runs of weights that are cut, alone."""
+        if spec.num_ranks == 1:
+            return 0.0
         home = weights_home(spec, plan)
         nbytes = spec.weight_bytes - home.nbytes if home.is_cut else 0
         return self.move_s("node link" if plan.partition == "node" else "link", nbytes)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from outcore.order.attempts import Attempt
@@ -22,7 +23,7 @@ from outcore.planning.timing.rates import Pace, Rates
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
 from outcore.spec.schedule import Operation, Phase, Schedule, Visit
-from outcore.spec.timeline import COMPUTE, HOST, Timeline
+from outcore.spec.timeline import COMPUTE, HOST, WRITES_TO_DISK, Timeline
 
 WARM_UP, MEASURED = 2, 2
 """Steps before those that count, and those: what slots keep may take turns between two kinds of steps."""
@@ -40,12 +41,19 @@ class Simulation:
 
     step_s: float
     """Seconds from one step to the next."""
-    timeline: Timeline
-    """The steps that count."""
+    written_s: float
+    """Seconds of a step in which drives write."""
     binding: Mapping[str, float]
     """Link -> its part of the chain of operations that makes a step as long as it is. The parts add up to 1."""
-    num_steps: int = MEASURED
+    num_steps: int
     """That count."""
+    again: Callable[[], PlayedSteps] = field(repr=False, compare=False)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The steps that count, played again: of most plans nobody asks for it."""
+        steps = self.again()
+        return steps.played.timeline().between(steps.start_s, steps.end_s)
 
 
 def simulate(
@@ -69,11 +77,15 @@ def simulate(
 
     Cost: 100 units and one micro-batch 0.1 s for the schedule, 0.05 s for playing it.
     """
-    steps = play_steps(model, plan, rates, visits, circumstances, warm_up=warm_up)
-    step_s = (steps.end_s - steps.start_s) / steps.num_steps
-    timeline = steps.played.timeline().between(steps.start_s, steps.end_s)
-    binding = steps.played.binding(steps.laid.ends[-1], steps.start_s)
-    return Simulation(step_s, timeline, binding, steps.num_steps)
+    again = partial(play_steps, model, plan, rates, visits, circumstances, warm_up=warm_up, says_where=False)
+    steps = again()
+    return Simulation(
+        step_s=(steps.end_s - steps.start_s) / steps.num_steps,
+        written_s=steps.played.busy_s(WRITES_TO_DISK, steps.start_s, steps.end_s) / steps.num_steps,
+        binding=steps.played.binding(steps.laid.ends[-1], steps.start_s),
+        num_steps=steps.num_steps,
+        again=again,
+    )
 
 
 def steps_until_settled(plan: Plan) -> int:
@@ -112,17 +124,18 @@ def play_steps(
     circumstances: Circumstances | None = None,
     *,
     warm_up: int = WARM_UP,
+    says_where: bool = True,
 ) -> PlayedSteps:
-    """Play steps, with every operation: see ``simulate``."""
+    """Play steps, with every operation: see ``simulate``. Args: says_where: Operations say what they read and write."""
     circumstances = circumstances or Circumstances()
     given = (model, plan, visits, nothing_held(plan), circumstances)
     pace, num_steps = Pace(model, plan, rates, clips=circumstances.clips), MEASURED
     if circumstances.overtaken is None and any(unit.early for unit in plan.units):
         clock = PlayedClock(pace, rates)
-        num_steps = clock.settle(consecutive(*given, clock), warm_up)
+        num_steps = clock.settle(consecutive(*given, clock, says_where=says_where), warm_up)
         operations, laid, played = clock.played()
     else:
-        steps = _repeated(step.operations for step in consecutive(*given))
+        steps = _repeated(step.operations for step in consecutive(*given, says_where=says_where))
         rows = list(itertools.islice(steps, warm_up + num_steps))
         operations, laid = [op for row in rows for op in row], tasks_of(rows, pace, rates)
         played = play(laid.tasks, rates)
@@ -140,10 +153,23 @@ def _repeated(rows: Iterable[Sequence[Operation]]) -> Iterator[Sequence[Operatio
     for row in rows:
         yield row
         seen.append(row)
-        orders.append([(op.lane, op.kind, op.unit, op.nbytes, op.after) for op in row])
+        orders.append([op[:5] for op in row])  # all but slots
         for period in (1, 2):
             if len(orders) > 2 * period - 1 and orders[-period:] == orders[-2 * period : -period]:
                 yield from itertools.cycle(seen[-period:])
+
+
+class _Part(NamedTuple):
+    """What is the same of an operation whenever it is laid out."""
+
+    lane: str
+    name: str
+    seconds: float
+    nbytes: int
+    is_submitted: bool
+    """By a host that takes time for visits."""
+    launch_s: float
+    uses_activations: bool
 
 
 class _Laying:
@@ -152,41 +178,48 @@ class _Laying:
     def __init__(self, pace: Pace, rates: Rates) -> None:
         self._pace, self._rates = pace, rates
         self.laid = Laid([], [], [])
-        self.submitted: list[int | None] = []
+        self.submitted: list[tuple[int, ...]] = []
         """By task: the last thing that the host did before it submitted it."""
         self._begin, self._end = 0, -1
-        self._did: int | None = None
+        self._did: tuple[int, ...] = ()
+        self._known: dict[tuple[object, ...], _Part] = {}
 
     def add(self, operations: Iterable[Operation]) -> None:
         """More of a step."""
-        pace, rates, (tasks, _, places) = self._pace, self._rates, self.laid
-        begin, end, did = self._begin, self._end, self._did
+        host_visit_s, runs_ahead, (tasks, _, places) = self._pace.host_visit_s, self._rates.host_runs_ahead, self.laid
+        begin, end, did, submitted, known = self._begin, self._end, self._did, self.submitted, self._known
         for op in operations:
-            is_visit = rates.host_runs_ahead and op.kind in _VISITS
-            if is_visit and pace.host_visit_s:
-                self.submitted.append(did)
-                did = len(tasks)
-                tasks.append(Task(HOST, f"submit {op.name}", pace.host_visit_s, 0, ()))
-            after = [places[begin + i] for i in op.after if begin + i >= 0]
-            after += [] if did is None else [did]
-            task = Task(op.lane, op.name, pace.seconds(op), op.nbytes, tuple(after))
-            if op.kind == _USE_ACTIVATIONS:  # the backward that was begun goes on when they are there
+            what = op[:4]  # lane, kind, unit and bytes
+            if what not in known:
+                known[what] = self._part(op)
+            lane, name, seconds, nbytes, is_submitted, launch_s, uses_activations = known[what]
+            if is_submitted:
+                submitted.append(did)
+                did = (len(tasks),)
+                tasks.append(Task(HOST, f"submit {name}", host_visit_s, 0, ()))
+            after = tuple([places[begin + i] for i in op.after if begin + i >= 0])
+            if uses_activations:  # the backward that was begun goes on when they are there
                 begun = tasks[end]
-                tasks[end], task = begun._replace(seconds=0.0), task._replace(name=begun.name, seconds=begun.seconds)
+                tasks[end], name, seconds = begun._replace(seconds=0.0), begun.name, begun.seconds
             place = len(tasks)
-            self.submitted.append(did)
-            tasks.append(task)
+            submitted.append(did)
+            tasks.append(Task(lane, name, seconds, nbytes, after + did))
             places.append(place)
-            if op.lane == COMPUTE:
+            if lane == COMPUTE:
                 end = place
-            if op.lane == HOST or (op.lane == COMPUTE and not rates.host_runs_ahead):
-                did = place
-            if is_visit and (launch_s := pace.launch_s(op.unit, op.kind)):  # while they run, the first of them already
-                before = () if did is None else (did,)
-                self.submitted.append(did)
-                did = len(tasks)
-                tasks.append(Task(HOST, f"launch {op.name}", launch_s, 0, before))
+            if lane == HOST or (lane == COMPUTE and not runs_ahead):
+                did = (place,)
+            if launch_s:  # while they run, the first of them already
+                submitted.append(did)
+                tasks.append(Task(HOST, f"launch {name}", launch_s, 0, did))
+                did = (place + 1,)
         self._end, self._did = end, did
+
+    def _part(self, op: Operation) -> _Part:
+        pace, is_visit = self._pace, self._rates.host_runs_ahead and op.kind in _VISITS
+        launch_s = pace.launch_s(op.unit, op.kind) if is_visit else 0.0
+        is_submitted, uses_activations = is_visit and pace.host_visit_s > 0, op.kind == _USE_ACTIVATIONS
+        return _Part(op.lane, op.name, pace.seconds(op), op.nbytes, is_submitted, launch_s, uses_activations)
 
     def end_step(self) -> None:
         """What comes next is of another one."""
@@ -265,5 +298,5 @@ class PlayedClock:
         laid, skipped = self._laying.laid, self._player.turns.skipped
         nothing: Mapping[str, Any] = {"nbytes": 0, "after": (), "reads": (), "writes": ()}
         pairs = zip(self._operations, laid.places, strict=True)
-        operations = [replace(op, **nothing) if place in skipped else op for op, place in pairs]
+        operations = [op._replace(**nothing) if place in skipped else op for op, place in pairs]
         return operations, laid, self._player.played

@@ -1,0 +1,85 @@
+"""How long the work of a unit takes alone, under its plan: worked out once for all plans that have the unit so."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Self
+
+from outcore.planning.timing.rates import Link, Rates
+from outcore.spec.cut import weights_home
+from outcore.spec.layout import Staging, staging, starts_from_weights, states_bytes, sums_on_device
+from outcore.spec.model import ModelSpec, UnitSpec
+from outcore.spec.plan import UnitPlan
+
+
+class Costs(NamedTuple):
+    """Seconds, and the bytes behind them."""
+
+    left_s: float
+    """Until gradients have left a bucket."""
+    exchanged_s: tuple[float, float, float]
+    """Of gradients between ranks, of their way to host memory, and of adding up those of all ranks."""
+    adder: Link
+    """Where gradients of all ranks are added up."""
+    home_s: float
+    """From the last gradient until it is where the update finds it."""
+    updater: Link
+    """Its link, if states do not live on the device."""
+    update_s: float
+    """Of the update alone."""
+    gathered_s: float
+    """Of what the others have updated."""
+    sent_s: float
+    """Of new weights on their way home, if the update does not write them there."""
+    bring_s: tuple[float, float, float]
+    """Of reading weights from disk, of fetching them, and of putting together what ranks have of them."""
+    old_weights_s: float
+    """Of reading weights from disk for an update that starts from them."""
+    staged_s: float
+    """Of what goes to an update on the device."""
+    states_bytes: int
+    staging: Staging
+
+    @classmethod
+    def of(cls, spec: UnitSpec, plan: UnitPlan, model: ModelSpec, rates: Rates, *, is_added: bool) -> Self:
+        """Args: is_added: Gradients of several passes are."""
+        weights, stages = weights_home(spec, plan), staging(spec, plan, model)
+        old_bytes = weights.updated_bytes if starts_from_weights(spec, plan, model.precision) else 0
+        is_on_device, is_on_disk = plan.weights == "device", plan.weights == "disk"
+        updater: Link = "device_update" if plan.update == "device" else "update"
+        adder: Link = "device_update" if plan.gradients == "device" or sums_on_device(spec, plan) else "update"
+        bucket_s = rates.move_s("d2h", spec.bucket_bytes)
+        sums_s = rates.move_s("d2h", spec.update_bytes) if sums_on_device(spec, plan) else bucket_s
+        exchange_s, home_s = rates.exchange_s(spec), 0.0
+        exchanged_s = (exchange_s, 0.0 if plan.gradients == "device" else sums_s, rates.add_s(adder, spec))
+        if spec.num_ranks > 1:
+            home_s = sum(exchanged_s)
+        elif plan.gradients != "device":
+            home_s = bucket_s + (rates.move_s("update", spec.update_bytes) if is_added else 0.0)
+        sent: Link = "compute" if is_on_device else "d2h"
+        if plan.update != "device":
+            sent = "disk_write" if is_on_disk else "h2d"
+        is_there = plan.states == "device" or (plan.weights == "host" and plan.update == "host")
+        return cls(
+            left_s=bucket_s if spec.num_ranks == 1 else exchange_s,
+            exchanged_s=exchanged_s,
+            adder=adder,
+            home_s=home_s,
+            updater=updater,
+            update_s=rates.update_s("compute" if plan.states == "device" else updater, spec),
+            gathered_s=rates.gather_s(spec, plan),
+            sent_s=0.0 if is_there else rates.move_s(sent, weights.updated_bytes),
+            bring_s=(
+                rates.move_s("disk_read", weights.nbytes) if is_on_disk else 0.0,
+                0.0 if is_on_device else rates.move_s("h2d", weights.nbytes),
+                rates.link_s(spec, plan),
+            ),
+            old_weights_s=rates.move_s("disk_read", old_bytes) if is_on_disk else 0.0,
+            staged_s=rates.move_s("h2d", sum(stop - start for start, stop in stages[:2]) + old_bytes),
+            states_bytes=states_bytes(spec, plan, model),
+            staging=stages,
+        )
+
+    @property
+    def from_update_s(self) -> float:
+        """From an update to the unit's next visit: new weights on their way."""
+        return self.gathered_s + self.sent_s + sum(self.bring_s)
