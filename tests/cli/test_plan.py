@@ -20,7 +20,6 @@ from outcore.core.errors import ConfigError
 from outcore.core.quantities import parse_bytes
 from outcore.device.cpu import CpuDevice
 from outcore.forecast import Loop, token_batch
-from outcore.integrations.versions import scores_in_tiles
 from outcore.planning.forward import watch
 from outcore.planning.timing.known_hardware import known_hardware
 from outcore.probe import kept
@@ -149,7 +148,7 @@ def test_a_run_with_these_budgets_would_follow_the_same_plan(
         precision="bf16",
         device="cpu",
         hardware=machine,
-        loop=Loop(2, is_promised=True, makes_logits=not scores_in_tiles()),
+        loop=Loop(2, is_promised=True, makes_logits=False),
     )
     assert found.found.plan == plan
     assert found.policies.keys() == ways
@@ -318,6 +317,9 @@ def test_optimizers_whose_parameters_ranks_cut_elsewhere_or_not_at_all(command: 
         (("--hardware", "h100", "--device-memory", "10KiB"), "no placement fits"),
         (("--hardware", "h100", "--master-format", "bf16"), "expected master_format to be one of fp32, compact"),
         (("--hardware", "h100", "--optim", "galore_adamw"), "--optim: expected one of adamw_torch_fused, adamw_torch,"),
+        (("--hardware", "h100", "--seq-len", "1000000000"), "expected at most 67,108,864 tokens in a micro-batch"),
+        (("--hardware", "h100", "--grad-accum", "100000"), "--grad-accum: expected at most 1,024 micro-batches"),
+        (("--hardware", "h100", "--nodes", "10000000"), "--nodes, --gpus-per-node: expected at most 16,384 ranks"),
     ],
 )
 def test_bad_input_is_one_message(command: Run, config_json: Path, options: tuple[str, ...], message: str):

@@ -19,6 +19,7 @@ import typer
 
 from outcore.cli.train.methods import FINE_TUNING, PREFERENCES, Method
 from outcore.cli.train.settings import options
+from outcore.core.collecting import rarely_collecting
 from outcore.core.errors import ConfigError, OutcoreError, PlanInfeasibleError
 from outcore.core.extra import TRAINING, refuse_missing
 
@@ -143,7 +144,7 @@ def plan(  # noqa: PLR0913 (one option each)
         raise ConfigError("--fit: expected it without --out and --html, which are for one model; leave them out")
     from outcore.cli.train.output.notices import notices
 
-    with notices():
+    with rarely_collecting(), notices():
         from outcore.cli.plan.answer import Question  # whose libraries talk as they are imported
 
         asked = Question(

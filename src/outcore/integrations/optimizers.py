@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
 
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.optim import Lion, Rule, State
@@ -110,7 +109,7 @@ def optimizer_for(args: Any, model: nn.Module | None = None) -> tuple[type[torch
     """
     name = getattr(args.optim, "value", args.optim)
     if name in _WITH_ARGS:
-        return Trainer.get_optimizer_cls_and_kwargs(args, model)
+        return _of_trainer(args, model)
     if args.optim_args:
         raise UnsupportedError(
             f"training arguments: expected no optim_args with optim '{name}', for which Transformers does not use "
@@ -122,6 +121,12 @@ def optimizer_for(args: Any, model: nn.Module | None = None) -> tuple[type[torch
         options["betas"] = args.adam_beta1, args.adam_beta2
     if named.kind is torch.optim.AdamW:
         options["eps"] = args.adam_epsilon
+    return _with_format(named, options, model)
+
+
+def _with_format(
+    named: _Named, options: dict[str, Any], model: nn.Module | None
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     if named.state_format == "fp32":
         return named.kind, options
     modules = () if model is None else (m for m in model.modules() if isinstance(m, nn.Embedding))
@@ -130,15 +135,22 @@ def optimizer_for(args: Any, model: nn.Module | None = None) -> tuple[type[torch
     return kind, {**options, "state_format": named.state_format, "apart": apart}
 
 
+def _of_trainer(args: Any, model: nn.Module | None) -> tuple[Any, Any]:
+    from transformers import Trainer  # whose import takes a second, which a plan need not wait for
+
+    return Trainer.get_optimizer_cls_and_kwargs(args, model)
+
+
 def optimizer_named(name: str, model: nn.Module, master_format: str = "fp32") -> torch.optim.Optimizer:
-    """With the settings that training arguments have by themselves.
+    """To see what it keeps for each parameter.
 
     Raises:
         ConfigError: Another name.
     """
     if name not in OPTIMIZERS:
         raise ConfigError(f"--optim: expected one of {', '.join(OPTIMIZERS)}, but got '{name}'")
-    kind, options = optimizer_for(TrainingArguments(optim=name, use_cpu=True, report_to="none"), model)
+    named = _NAMED[name]
+    kind, options = _with_format(named, {"lr": 1e-3, **named.options}, model)
     optimizer = kind([param for param in model.parameters() if param.requires_grad], **options)
     for group in optimizer.param_groups:
         group["master_format"] = master_format
@@ -148,7 +160,7 @@ def optimizer_named(name: str, model: nn.Module, master_format: str = "fp32") ->
 def optimizer_or_other(args: Any, model: nn.Module | None = None) -> tuple[Any, Any]:
     """The same for any name, as the Trainer asks for it."""
     is_ours = getattr(args.optim, "value", args.optim) in OPTIMIZERS
-    return optimizer_for(args, model) if is_ours else Trainer.get_optimizer_cls_and_kwargs(args, model)
+    return optimizer_for(args, model) if is_ours else _of_trainer(args, model)
 
 
 @functools.cache

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import os
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast, get_args
 
@@ -28,7 +27,6 @@ from outcore.device.device import ACCELERATOR_SHARE
 from outcore.device.opening import open_device, usual_device
 from outcore.forecast import NO_TIMES, Loop, hardware_for, token_batch
 from outcore.integrations.optimizers import optimizer_named
-from outcore.integrations.versions import scores_in_tiles
 from outcore.optim.rules import rule_for
 from outcore.planning.forward.activations import footprint_of
 from outcore.planning.forward.footprint import as_run
@@ -56,6 +54,8 @@ from outcore.together import among, fastest, of_a_node, sharings_over_links
 
 _DEVICE_SHARE, _HOST_SHARE, _DISK_SHARE = 0.9, 0.8, 0.9
 """Of a machine's memory, where no option says otherwise: the rest is for the driver and for other programs."""
+_MOST_TOKENS, _MOST_MICRO_BATCHES, _MOST_RANKS = 2**26, 2**10, 2**14
+"""More would take minutes and gigabytes to plan for, and nobody trains so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +83,16 @@ class Question:
     nodes: int = 1
     gpus_per_node: int = 1
     """Ranks of a node. Batch and device memory are those of one, host memory and disk those of a node."""
+
+    def __post_init__(self) -> None:
+        tokens, ranks = self.batch_size * self.seq_len, self.nodes * self.gpus_per_node
+        for flags, number, most, of in (
+            ("--batch-size, --seq-len", tokens, _MOST_TOKENS, "tokens in a micro-batch"),
+            ("--grad-accum", self.grad_accum, _MOST_MICRO_BATCHES, "micro-batches in a step"),
+            ("--nodes, --gpus-per-node", ranks, _MOST_RANKS, "ranks"),
+        ):
+            if number > most:
+                raise ConfigError(f"{flags}: expected at most {most:,} {of}, but got {number:,}; plan for fewer")
 
     @property
     def ranks(self) -> Ranks:
@@ -270,8 +280,9 @@ class _Asking:
     def __init__(self, question: Question, cut: Partition, hardware: Hardware, limits: Limits) -> None:
         self._question, self._cut, self._hardware, self._limits = question, cut, hardware, limits
         self._machine, self._guess = _Machine.of(hardware), ""
-        # As in a run of outcore train, where TRL is there and has that.
-        self._loop = Loop(question.grad_accum, clips=question.clipping, is_promised=True, makes_logits=_makes_logits())
+        # As in a run of outcore train: TRL, if it is there, works losses out in tiles.
+        makes_logits = find_spec("trl") is None
+        self._loop = Loop(question.grad_accum, clips=question.clipping, is_promised=True, makes_logits=makes_logits)
         self._profile_of = functools.cache(self._profile)
 
     def answer(self) -> Answer:
@@ -297,7 +308,9 @@ class _Asking:
             ranks=asked.ranks,
         )
         bare = dataclasses.replace(placed.bare, plain=placed.plan.plain)
-        found = dataclasses.replace(explain(setting.job(), bare, placed.candidate), plan=placed.plan)
+        forecast = timed.forecast()
+        simulated = None if forecast is None else forecast.simulated
+        found = dataclasses.replace(explain(setting.job(), bare, placed.candidate, simulated), plan=placed.plan)
         return Answer(question=asked, setting=setting, found=found, sending=sending, guess=self._guess)
 
     def _placed(self, options: Options, timed: Timed) -> Placed:
@@ -342,13 +355,6 @@ class _Asking:
             self._guess = str(error)
         model, seq_len = cut.modules[0], self._question.seq_len
         return Profile(unit_work(model, cut.spec, batch_size=batch_size, seq_len=seq_len), None)
-
-
-def _makes_logits() -> bool:
-    """Whether a run of ``outcore train`` does."""
-    with suppress(ImportError):
-        importlib.import_module("trl.trainer.utils")
-    return not scores_in_tiles()
 
 
 def _precision(name: str) -> Precision:

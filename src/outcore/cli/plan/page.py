@@ -31,6 +31,23 @@ _SAVED = {
     "select": "what is dear to compute kept",
     "recompute": "computed again in backward, its arguments kept",
 }
+_LANES = {
+    "h2d": "brings bytes from host memory to the device",
+    "write_back": "brings new weights there",
+    "d2h": "takes gradients and activations to host memory",
+    "update": "is what the processor updates and adds up",
+    "states_h2d": "brings states to an update on the device",
+    "device_update": "is that update",
+    "states_d2h": "takes states and new weights back",
+    "weights_read": "reads weights from disk",
+    "states_read": "reads states and gradients",
+    "disk_write": "writes gradients, weights and activations to disk",
+    "states_write": "writes states",
+    "reduce": "exchanges gradients between ranks",
+    "gather": "exchanges new weights",
+    "link": "puts cut weights together",
+}
+"""What each does."""
 _EFFORTS = {1: "an option of the run", 2: "a part that is added", 3: "a part that is replaced", 4: "another device"}
 
 
@@ -75,7 +92,7 @@ def facts_of(answer: Answer) -> dict[str, Any]:
         "timeline": _timeline(answer),
         "time_text": (
             f"{simulation.num_steps} steps of {simulation.step_s:.4g} s each, lane by lane, and below what is in use "
-            f"on each tier. {_binds(answer)}"
+            f"on each tier. {_binds(answer)} {_lanes_text(answer)}"
         ),
         "lanes": list(_lanes(answer)),
         "curves": _curves(answer),
@@ -119,10 +136,14 @@ def _asked(answer: Answer) -> str:
 def _facts(answer: Answer) -> Iterator[tuple[str, str, str]]:
     found = answer.found
     step_s = found.simulation.step_s
-    yield "Step", f"{step_s:.4g} s", f"no order of this plan's operations takes less than {found.bound.seconds:.4g} s"
+    yield (
+        "Step, predicted",
+        f"{step_s:.4g} s",
+        f"no order of this plan's operations takes less than {found.bound.seconds:.4g} s",
+    )
     ranks = answer.setting.ranks
     of_all = f" of {ranks.size} ranks" if ranks.size > 1 else ""
-    yield "Tokens", f"{answer.tokens_per_s:,.0f} / s", f"{answer.setting.tokens:,} per step{of_all}"
+    yield "Tokens, predicted", f"{answer.tokens_per_s:,.0f} / s", f"{answer.setting.tokens:,} per step{of_all}"
     binds = sorted(found.simulation.binding.items(), key=lambda item: -item[1])
     rest = ", ".join(f"{link.replace('_', ' ')} {part:.0%}" for link, part in binds[1:3] if part >= 0.01)
     if binds:
@@ -229,6 +250,11 @@ def _timeline(answer: Answer) -> dict[str, Any]:
 
 def _rounded(seconds: float) -> float:
     return float(f"{seconds:.6g}")
+
+
+def _lanes_text(answer: Answer) -> str:
+    said = [f"{lane} {_LANES[lane]}" for lane in answer.busy_s() if lane in _LANES]
+    return "Rows that are busy at once work side by side" + (f": {'; '.join(said)}." if said else ".")
 
 
 def _binds(answer: Answer) -> str:

@@ -22,6 +22,7 @@ from outcore.cli.train.data.records import COLUMNS, Kind, Record, Rows
 from outcore.cli.train.methods import FINE_TUNING, Method
 from outcore.core.errors import ConfigError
 
+datasets.disable_progress_bars()
 _HUB_NAME = re.compile(r"(?P<id>[\w.-]+(/[\w.-]+)?)(:((?P<config>[\w.-]+):)?(?P<split>\w+(\[.*\])?))?")
 _BATCH_ROWS, _BATCH_BYTES = 1000, 2**22  # what is written at once, and so what is decoded at once later
 

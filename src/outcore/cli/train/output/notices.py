@@ -1,4 +1,4 @@
-"""What libraries have to say, said once, in one line each, and without their progress bars."""
+"""What libraries have to say, said once, in one line each."""
 
 from __future__ import annotations
 
@@ -24,10 +24,8 @@ def notices(*, are_shown: bool = True) -> Iterator[None]:
 
     Args: are_shown: Else they go nowhere.
     """
-    import datasets
     from transformers.utils import logging as transformers_logging
 
-    datasets.disable_progress_bars()
     transformers_logging.disable_progress_bar()
     handler = _Once(are_shown=are_shown)
     loggers, talkative = [logging.getLogger(name) for name in LIBRARIES], logging.getLogger(_TALKATIVE)
