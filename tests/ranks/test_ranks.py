@@ -90,7 +90,7 @@ SAVED = "from ranks.saved import main; main()"
 def test_saved_by_three_and_loaded_by_others(tmp_path):
     saved = [json.loads(said) for said in launch(SAVED, 3, ["save", str(tmp_path)])]
     assert saved[1:] == saved[:1] * 2
-    for num_ranks in (1, 2, 3, 5):
+    for num_ranks in (1, 2, 5):
         for said in launch(SAVED, num_ranks, ["load", str(tmp_path)]):
             loaded = json.loads(said)
             assert loaded == [case[: len(loaded[0])] for case in saved[0]], num_ranks
