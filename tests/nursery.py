@@ -60,11 +60,17 @@ class Popen(subprocess.Popen):
 
 
 def run(
-    command: list[str], *, check: bool, capture_output: bool = False, timeout: float | None = None, **options: Any
+    command: list[str],
+    *,
+    check: bool,
+    capture_output: bool = False,
+    timeout: float | None = None,
+    kind: type[Popen] = Popen,
+    **options: Any,
 ) -> subprocess.CompletedProcess[str]:
     """As ``subprocess.run([sys.executable, ...])``."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} if capture_output else {}
-    with Popen(command, **options, **pipes) as process:
+    with kind(command, **options, **pipes) as process:
         try:
             done = subprocess.CompletedProcess(command, 0, *process.communicate(timeout=timeout))
         except BaseException:
@@ -76,8 +82,8 @@ def run(
     return done
 
 
-class _Worker(Popen):
-    """Of pytest-xdist: has a nursery of its own from the start."""
+class Worker(Popen):
+    """Has a nursery of its own from the start, as those of pytest-xdist."""
 
     is_worker = True
 
@@ -89,22 +95,22 @@ def fork_workers() -> None:
     class Gateway(gateway_io.Popen2IOMaster):
         def __init__(self, command: list[str], execmodel: Any) -> None:
             python, *_, code = command
-            self.popen = _Worker([python, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            self.popen = Worker([python, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             gateway_base.Popen2IO.__init__(self, self.popen.stdin, self.popen.stdout, execmodel=execmodel)
 
     gateway_io.Popen2IOMaster = Gateway
 
 
-given: socket.socket | None = None
-"""The nursery that a worker has."""
+given: dict[bool, socket.socket] = {}
+"""The nursery that a worker has, by whether it has a simulated GPU."""
 
 
 @functools.cache
 def _nursery(*, simulated: bool) -> socket.socket:
     """Kept until this process ends, and the nursery with it."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # or its orphans would go to the system's first process
-    if given is not None and not simulated:
-        return given
+    if simulated in given:
+        return given[simulated]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, *[str(SIMULATED)] * simulated, __file__, str(theirs.fileno())]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -133,7 +139,7 @@ def main() -> None:
             job, fds = _born(theirs)
         else:
             theirs.close()
-            importlib.import_module("nursery").given = ours
+            importlib.import_module("nursery").given["simulator" in sys.modules] = ours
             atexit.register(ours.close)
     if job is not None:
         for number, fd in enumerate(fds):

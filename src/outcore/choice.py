@@ -37,6 +37,9 @@ from outcore.spec.plan import POLICIES, AwayTier, Plan, UnitPlan
 
 _DEVICE_SHARE = 0.9  # of what is free, where no budget says otherwise: the rest is for the driver and fragmentation
 _HOST_SHARE = 0.8
+_BESIDE_BYTES, _BESIDE_UNITS = 64 * 2**20, 4
+"""What each of several ranks takes beside budgets, for which those shares would not do: its threads and libraries, and
+on the CPU fresh gradients of a unit, in so many times its weights."""
 
 
 Reduction = Literal["exact", "fast"]
@@ -392,21 +395,20 @@ def check_counts(options: Options) -> None:
         )
 
 
-def limits_of(budget: Budget, device: Device, *, num_sharers: int = 1) -> Limits:
+def limits_of(budget: Budget, device: Device, *, num_sharers: int = 1, unit_bytes: int = 0) -> Limits:
     """The most to take on each tier: what the budget says, else most of what is free now.
 
     Args:
         budget: Of host and disk for all processes on this machine together.
         device: Of this process, with memory of its own or the host's.
         num_sharers: So many processes.
+        unit_bytes: Weights of the largest unit, where they are known.
     """
-    free_host = host_free_bytes()
+    beside = _BESIDE_BYTES + (_BESIDE_UNITS * unit_bytes if device.has_host_memory else 0)
+    free_host = max(0, host_free_bytes() - (num_sharers * beside if num_sharers > 1 else 0))
     shared = 0.5 if device.has_host_memory else 1.0  # what is free is free for both tiers
-    device_bytes = (
-        budget.device
-        if budget.device is not None
-        else int(_DEVICE_SHARE * shared * device.memory_bytes()) // (num_sharers if device.has_host_memory else 1)
-    )
+    free_device = free_host // num_sharers if device.has_host_memory else device.memory_bytes()
+    device_bytes = budget.device if budget.device is not None else int(_DEVICE_SHARE * shared * free_device)
     host_bytes = budget.host if budget.host is not None else int(_HOST_SHARE * shared * free_host)
     disk_bytes = budget.disk_bytes
     if budget.disk is not None and disk_bytes is None:

@@ -81,7 +81,9 @@ def chosen(cut: Partition, options: Options, device: Device, world: World | None
     ranks = Ranks(world.size // per_node, per_node)
     is_fast = options.reduction == "fast"
     cut = among(cut, ranks, world.rank, keeps_buckets=is_fast)
-    limits = least_limits(world, limits_of(options.budget, device, num_sharers=world.local_size))
+    largest = max(unit.weight_bytes for unit in cut.spec.units)
+    mine = limits_of(options.budget, device, num_sharers=world.local_size, unit_bytes=largest)
+    limits = least_limits(world, mine)
     can_share, made = _can_share(world), ""
     if world.rank == 0:
         with of_a_node(world.local_size):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -16,8 +15,6 @@ import pytest
 import torch
 
 from outcore.cli import main as cli
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # libraries read it when they are imported
 
 _RENAMED_IN = (5, 23)
 _VERSION = tuple(int(part) for part in version("transformers").split(".")[:2])
@@ -50,12 +47,6 @@ class Outcome:
 
 
 Run = Callable[..., Outcome]
-
-
-@pytest.fixture(autouse=True)
-def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    if "huggingface_hub.constants" in sys.modules:  # another test may have imported it before
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
 @pytest.fixture

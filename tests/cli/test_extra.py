@@ -43,7 +43,7 @@ RUN = "from outcore.cli.start import main; sys.argv[1:] = {arguments!r}; main()"
 
 
 def python(code: str, blocked: tuple[str, ...], folder: Path) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "BLOCKED": " ".join(blocked), "HF_HUB_OFFLINE": "1"}
+    env = {**os.environ, "BLOCKED": " ".join(blocked)}
     return subprocess.run(
         [sys.executable, "-c", HOOK + code], env=env, cwd=folder, capture_output=True, text=True, check=False
     )

@@ -207,7 +207,6 @@ class TestHub:
     @pytest.fixture(autouse=True)
     def _cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
     def cached(self, tmp_path: Path, name: str, model: Path) -> Path:
         """What ``huggingface_hub`` leaves behind after it has fetched a model."""

@@ -29,6 +29,7 @@ SETS = (
 )
 TESTS = (
     *("tests/integrations", "tests/saving/test_loading.py", "tests/saving/test_export.py"),
+    *("tests/ranks/test_trainer.py", "tests/ranks/test_commands.py"),
     *("tests/cli/test_train.py", "tests/cli/test_settings.py", "tests/cli/test_extra.py", "tests/cli/test_dpo.py"),
 )
 OTHERWISE = (

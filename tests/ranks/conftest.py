@@ -28,7 +28,7 @@ def launch(
 
     Args:
         limit_s: For all.
-        is_fresh: They share no memory with a parent.
+        is_fresh: They share no memory with a parent, and sets of strings have another order on each.
     """
     ended = launch_and_wait(
         code, num_ranks, arguments, timeout_s=timeout_s, limit_s=limit_s, is_fresh=is_fresh, **environment
@@ -61,20 +61,23 @@ def start(
     code: str, num_ranks: int, arguments: Sequence[str], *, timeout_s: float, is_fresh: bool = False, **environment: str
 ) -> list[subprocess.Popen]:
     """Processes that a launcher would start."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     common = {**os.environ, "OMP_NUM_THREADS": "1", "OUTCORE_RANKS_TIMEOUT_S": str(timeout_s)}
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(num_ranks)}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(num_ranks)}
     common |= {"LOCAL_WORLD_SIZE": str(num_ranks), **environment}
     simulated = [str(nursery.SIMULATED)] if os.environ.get("OUTCORE_TEST_DEVICE") == "cuda" else []
     return [
         (subprocess if is_fresh else nursery).Popen(
             [sys.executable, *simulated, "-c", f"import sys; sys.path.insert(0, {str(TESTS)!r})\n{code}", *arguments],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONHASHSEED": str(rank)},
             stdout=-1,
             stderr=-1,
             text=True,
         )
         for rank in range(num_ranks)
     ]
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])

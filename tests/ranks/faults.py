@@ -242,6 +242,20 @@ def _ask(model: Any, optimizer: Any) -> None:
         optimizer.state_dict()
 
 
+def stays_away(folder: str) -> None:
+    """From what is the first that all do, in a process that lives on."""
+    distributed.init_process_group("gloo")
+    os.environ[TIMEOUT] = str(TIMEOUT_S)
+    distributed.barrier()
+    if RANK == FAULT.rank:
+        say("reached")
+        time.sleep(2 * TIMEOUT_S)
+    try:
+        prepared(folder)
+    except outcore.OutcoreError as error:
+        say("error", str(error))
+
+
 def fails_in_prepare(folder: str) -> None:
     """On one rank; all hear of it, and may begin again."""
     with At(IN_PREPARE[FAULT.point], FAULT.count, _full):
@@ -304,7 +318,7 @@ def does_alone(folder: str) -> None:
     ends(model, work)
 
 
-KINDS = (dies, stalls, is_interrupted, skips, asks, fails_in_prepare, fills_the_drive, does_alone)
+KINDS = (dies, stalls, is_interrupted, skips, asks, stays_away, fails_in_prepare, fills_the_drive, does_alone)
 FAULT = Fault("dies")
 
 

@@ -167,6 +167,35 @@ def test_what_one_rank_alone_does_wrong_it_says(files, tmp_path):
     assert "KeyError: 'on one rank'" in other[2]
 
 
+NO_FOLDER = """
+import os
+from pathlib import Path
+mkdir = Path.mkdir
+def full(self, *args, **options):
+    if self.name == ".model-partial":
+        raise OSError(28, "No space left on device")
+    return mkdir(self, *args, **options)
+Path.mkdir = full
+"""
+
+
+def test_others_hear_that_there_is_no_folder_for_the_model(files, tmp_path):
+    """Where weights are cut over ranks they would wait for rank 0 to read them."""
+    arguments = ["train", *files, *MEMORY, *RUN, "--out", str(tmp_path / "out"), "--steps", "1", "--save-every", "1"]
+    first, other = launch_and_wait(NO_FOLDER + MAIN, 2, arguments, timeout_s=60)
+    assert (first[0], *other) == (1, 1, "", ""), (first, other)
+    assert "expected room at" in first[2]
+    assert "checkpoint-1 holds everything up to step 1" in first[2]
+
+
+def test_ranks_of_a_dry_run_read_the_data_for_themselves(files, tmp_path):
+    ended = train(2, tmp_path / "out", files, "--steps", "1", "--dry-run")
+    assert [status for status, *_ in ended] == [0, 0], ended
+    assert "of each of 2 ranks:" in ended[0][1]
+    assert ended[1][1:] == ("", "")
+    assert not (tmp_path / "out").exists()
+
+
 class Store:
     """Of torch, as far as it is asked; one rank."""
 
@@ -184,6 +213,11 @@ class Store:
 def test_ranks_are_told_of_any_size():
     store = TCPStore("localhost", 0, 2, is_master=True, wait_for_workers=False)
     teller, hearer = Crew(0, 2, store), Crew(1, 2, store)
+    late = threading.Timer(0.2, hearer.gather)
+    late.start()
+    teller.gather()
+    assert store.check(["outcore/came/1"])
+    late.join()
     values = [b"0123456789abcdef" * 2**20, "short"]
     for value in values:
         teller.tell(value)

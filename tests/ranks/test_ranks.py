@@ -98,7 +98,7 @@ def test_saved_by_three_and_loaded_by_others(tmp_path):
 
 
 def test_a_save_that_fails_on_one_rank_fails_on_all(tmp_path):
-    launch(SAVED, 2, ["fail", str(tmp_path)])
+    launch(SAVED, 2, ["fail", str(tmp_path)], is_fresh=True)
 
 
 FAULTS = [
@@ -109,6 +109,7 @@ FAULTS = [
     Fault("skips", "backward", 1),
     Fault("asks", "norm"),
     Fault("asks", "gradient", rank=2),
+    Fault("stays_away"),
     Fault("fails_in_prepare", "model"),
     Fault("fails_in_prepare", "homes", rank=0, homes="disk"),
     Fault("fails_in_prepare", "homes", partition="world"),

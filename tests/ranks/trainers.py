@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import os
 import sys
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
+import pytest
 import torch
 from integrations.rig import Plain, language, llama, lora, sft, token_dataset
 from plans import forced
@@ -18,13 +21,16 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import outcore
 from outcore.integrations.transformers import OutcoreMixin
+from outcore.memory.files import weights_file
 from outcore.planning.homes.pools import LEAST
 
-from .cases import blocked_norm
+from .cases import DEVICE, begin, blocked_norm
 
 RANK, NUM_RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 MICRO_BATCHES = 8
 """Of a step. An epoch has 12, so that the last step of each has 4."""
+LARGEST_SCALE = 2.0**21
+"""First steps overflow with it."""
 TEXTS = [f"line {i} " + "abc " * (i % 5 + 1) for i in range(24)]
 
 
@@ -39,6 +45,8 @@ class Job(NamedTuple):
     partition: str = "replicate"
     masters: str | None = None
     """``master_format`` of bf16 weights."""
+    is_scaled: bool = False
+    """fp16 with a gradient scaler, on accelerators."""
 
 
 class Normed(Trainer):
@@ -80,6 +88,24 @@ def count_calls(model: nn.Module, _: Any) -> None:
         model.seen.add_(RANK + 1)
 
 
+def fails_and_goes_on(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drive of rank 0 is full in the midst of the third save: all hear of it, and go on from the second."""
+    write, calls = weights_file._write_all, itertools.count()
+
+    def full(file: Any, memory: memoryview) -> None:
+        if trainer.state.global_step == 3 and next(calls) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(file, memory)
+
+    monkeypatch.setattr(weights_file, "_write_all", full)
+    with pytest.raises(outcore.OutcoreError, match="No space left on device"):
+        trainer.train()
+    assert RANK or next(calls) == 4
+    there = {path.name for path in Path(trainer.args.output_dir).iterdir()}
+    assert there == {"checkpoint-1", "checkpoint-2"}
+    trainer.train(resume_from_checkpoint=True)
+
+
 def run(job: Job, folder: Path) -> dict[str, Any]:
     """Train. Returns what was logged; weights come into a file."""
     datasets.disable_progress_bars()
@@ -91,7 +117,9 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
         "save_total_limit": 3,
         "metric_for_best_model": "eval_loss",
         "save_strategy": "steps" if job.is_streamed else "no",
-        "use_cpu": True,
+        "use_cpu": DEVICE == "cpu",
+        "ddp_backend": "gloo" if NUM_RANKS > 1 else None,
+        "fp16": job.is_scaled,
     }
     side = Streamed(folder, job) if job.is_streamed else Plain()
     model = llama(attention_dropout=job.dropout, seed=3 + RANK if job.is_streamed else 3)  # all begin as rank 0 does
@@ -105,19 +133,27 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
         kind = Trainer if job.is_streamed or NUM_RANKS > 1 else Normed
         parts = {"train_dataset": token_dataset(TEXTS)}
         trainer = language(side, folder / job.name, kind=kind, model=model, parts=parts, **changes)
-    trainer.train(resume_from_checkpoint=None if job.resume is None else str(folder / job.resume))
+    scaler = trainer.accelerator.scaler
+    if scaler is not None:
+        scaler.load_state_dict({**scaler.state_dict(), "scale": LARGEST_SCALE})
+    if job.kind == "full":
+        with pytest.MonkeyPatch.context() as patch:
+            fails_and_goes_on(trainer, patch)
+    else:
+        trainer.train(resume_from_checkpoint=None if job.resume is None else str(folder / job.resume))
     state = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
     if RANK == 0:
         torch.save(state, folder / f"{job.name}.pt")
     if job.is_streamed:
         outcore.close(trainer.model, keep_weights=False)
     own = model.seen.item() if job.kind == "buffers" else 0.0
-    return {"own": own, "logs": trainer.state.log_history, "best": trainer.state.best_model_checkpoint}
+    scale = None if scaler is None else scaler.state_dict()["scale"]
+    return {"own": own, "scale": scale, "logs": trainer.state.log_history, "best": trainer.state.best_model_checkpoint}
 
 
 def main() -> None:
     folder, *jobs = sys.argv[1:]
-    torch.set_num_threads(1)
+    begin()
     for text in jobs:
         job = Job(*json.loads(text))
         Path(folder, f"{job.name}.{RANK}.json").write_text(json.dumps(run(job, Path(folder))))

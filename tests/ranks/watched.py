@@ -23,10 +23,7 @@ _STARTING = threading.Lock()
 """The nursery gives one birth at a time."""
 MARGIN_S = 5.0
 INTERRUPT_S = 1.0
-_LOST = re.compile(
-    r"rank (\d): expected all ranks to (?:exchange gradients|gather weights) of unit '.+' on lane (?:reduce|gather)"
-    r"|rank (\d): expected (?:all ranks to|the same backward on all ranks)"
-)
+_LOST = re.compile(r"rank (\d): expected (?:all ranks to|the same backward on all ranks)")
 _ALONE = {
     "zero": "with the same gradients held before",
     "factor": "what they were multiplied by",
@@ -189,6 +186,8 @@ def _names_what_happened(fault: Fault, number: int, text: str) -> bool:
         return "No space left on device" in text and (number == fault.rank or f"rank {fault.rank} said" in text)
     if fault.kind == "is_interrupted":
         return True
-    if fault.kind == "does_alone":  # who has noticed it ends the others
-        return _LOST.search(text) is not None
-    return _LOST.search(text) is not None and (number == fault.rank or f"rank {fault.rank}" in text)
+    speaker = _LOST.search(text)
+    if speaker is None or int(speaker[1]) != number:
+        return False
+    others = text[speaker.end() :]
+    return fault.kind == "does_alone" or number == fault.rank or f"rank {fault.rank}" in others

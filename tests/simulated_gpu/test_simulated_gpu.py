@@ -66,6 +66,7 @@ RUNS = {
     "engine": ["-m", "gpu", GPU / "test_engine_cuda.py", "-k", ENGINE],
     "loop": ["-k", CALLS, *LOOP, BLOCKS],
     "memory": ["-m", "gpu", FOLDER / "memory_tests.py", FOLDER / "footprint_tests.py"],
+    "ranks": ["-m", "gpu", FOLDER / "ranks_tests.py"],
     "machine": [
         *("-m", "gpu", FOLDER / "devices_tests.py", FOLDER / "machine_tests.py"),
         *(GPU / "test_device_cuda.py", GPU / "test_recorder_cuda.py", GPU / "test_update_memory.py"),
@@ -104,6 +105,7 @@ def _suite_of(run: list[Any]) -> CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     return nursery.run(
         command,
+        kind=nursery.Worker,  # ranks are forked from what it has imported
         cwd=FOLDER.parent.parent,
         env=env | {"OMP_NUM_THREADS": "1", "OUTCORE_TEST_DEVICE": "cuda"},
         capture_output=True,

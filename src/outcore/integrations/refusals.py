@@ -54,7 +54,6 @@ def refuse_unranked(args: TrainingArguments) -> None:
     if args.world_size == 1:
         return
     refused = {
-        "fp16": (getattr(args, "fp16", False), "use bf16=True, which needs no scaler"),
         "save_on_each_node": (args.save_on_each_node, "drop it; all ranks write one folder, which all must see"),
         "accelerator_config.split_batches": (
             args.accelerator_config.split_batches,

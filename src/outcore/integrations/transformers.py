@@ -40,7 +40,7 @@ from outcore.integrations.refusals import (
     refuse_unscaled,
 )
 from outcore.integrations.saves import TrainerSaves
-from outcore.integrations.scaling import step_with
+from outcore.integrations.scaling import share_scale, step_with
 from outcore.integrations.streamed_checkpoints import StreamedCheckpoints
 from outcore.integrations.versions import scores_in_tiles
 from outcore.runtime.module_guard import attachment_of
@@ -139,6 +139,8 @@ class OutcoreMixin(StreamedCheckpoints):
         super().create_accelerator_and_postprocess()
         refuse_accelerator(self.accelerator)
         refuse_unranked(self.args)
+        if self.accelerator.scaler is not None:
+            share_scale(self.accelerator.scaler, self.args.world_size)
         if self.model is not None:
             refuse_model(self.model, has_scaler=self.accelerator.scaler is not None)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 
-from outcore.core.errors import ConfigError
+from outcore.core.errors import ConfigError, OutcoreError
 from outcore.core.ranks import OtherRankError
 from outcore.ranks.world import World
 from outcore.spec.budget import Limits
@@ -60,6 +61,22 @@ def agreed(world: World | None, call: str) -> Iterator[None]:
     except OtherRankError as lost:  # the others were on their way to something else
         raise (error or lost) from lost
     refuse_failed(said, call, error)
+
+
+@contextmanager
+def read_by_all(items: Iterable[object]) -> Iterator[None]:
+    """Behind the block, what it left of them is read. Where it fails, the other ranks still give their parts.
+
+    Args:
+        items: To read each of them is a collective.
+    """
+    try:
+        yield
+    except Exception:
+        with suppress(OutcoreError):  # the first error is the one to tell
+            deque(items, maxlen=0)
+        raise
+    deque(items, maxlen=0)
 
 
 def refuse_failed(said: Sequence[str | None], call: str, mine: Exception | None) -> None:

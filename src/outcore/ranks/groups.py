@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -25,6 +26,8 @@ gather_single: Callable[..., object] = (
 )
 """Another name before torch 2.13."""
 _Address = tuple[str, int]
+_LOOK_S = 0.01
+"""Between two looks into the store."""
 
 
 class _Socket(NamedTuple):
@@ -138,9 +141,33 @@ class Links:
 class Notes:
     """What each rank began last, in torch's store, for the errors of those that wait for it in vain."""
 
+    _num_met = 0
+    """So many times all ranks have met in this process."""
+
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
         self._store = store_of_ranks()
+
+    def meet(self, timeout_s: float) -> None:
+        """All ranks are in ``prepare``. Signals are obeyed meanwhile, as they are not where torch makes groups.
+
+        Raises:
+            RuntimeError: One did not come in time, or the store has ended with its rank.
+        """
+        keys = [f"outcore/met/{Notes._num_met}/{rank}" for rank in range(self._size)]
+        end_s = time.monotonic() + timeout_s
+        self._store.set(keys[self._rank], "")
+        self.note("prepare")
+        try:
+            while not (is_met := self._store.check(keys)) and time.monotonic() < end_s:
+                time.sleep(_LOOK_S)
+        except BaseException:
+            self._store.delete_key(keys[self._rank])
+            raise
+        if not is_met:
+            self._store.delete_key(keys[self._rank])
+            raise RuntimeError("not all have come")
+        Notes._num_met += 1
 
     def note(self, where: str) -> None:
         """What this rank begins."""
@@ -155,7 +182,7 @@ class Notes:
     def _noted(self, rank: int) -> str:
         try:
             key = f"outcore/{rank}"
-            return f"in {self._store.get(key).decode()}" if self._store.check([key]) else "in prepare"
+            return f"in {self._store.get(key).decode()}" if self._store.check([key]) else "not in prepare yet"
         except RuntimeError:  # the store has ended with the rank that had it
             return "unknown"
 

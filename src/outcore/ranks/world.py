@@ -55,9 +55,10 @@ class World:
         self._notes = Notes(self.rank, self.size)
         self.note = self._notes.note
         """Of what this rank begins. Others that wait for it in vain say it."""
-        self._groups = Groups(datetime.timedelta(seconds=timeout_s()))
-        self._control = self._groups.new("gloo")
-        self._is_kept = False
+        self._groups, self._is_kept = Groups(datetime.timedelta(seconds=timeout_s())), False
+        with self._doing("call prepare"):
+            self._notes.meet(timeout_s())
+            self._control = self._groups.new("gloo")
         self._cuts: dict[tuple[int, bool], Links] = {}
         """By how many ranks have weights together: this rank's (True), or those with the same part of them."""
         self.last_step = ""
@@ -372,6 +373,7 @@ def join_world(torch_device: torch.device | str | None) -> bool:
 
     Raises:
         ConfigError: A launcher that does not say where the ranks meet.
+        OtherRankError: Not all came there.
     """
     if not distributed.is_available():
         return False
@@ -384,7 +386,14 @@ def join_world(torch_device: torch.device | str | None) -> bool:
                 "them, or a process group that is there already, but there is neither; start with torchrun, or without "
                 "WORLD_SIZE"
             )
-        distributed.init_process_group(backends(torch_device))
+        try:
+            distributed.init_process_group(backends(torch_device), timeout=datetime.timedelta(seconds=timeout_s()))
+        except RuntimeError as error:
+            raise OtherRankError(
+                f"rank {os.environ.get('RANK')}: expected to meet {os.environ['WORLD_SIZE']} ranks at "
+                f"{os.environ['MASTER_ADDR']} within {timeout_s():g} s ({TIMEOUT}), but: {error}; look at what the "
+                "others say, and start all again"
+            ) from error
     return num_ranks() > 1
 
 

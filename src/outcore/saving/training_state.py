@@ -22,6 +22,7 @@ from outcore.memory.files.checkpoint_folder import read_manifest
 from outcore.memory.files.weights_file import WeightsDirectory, write_safetensors
 from outcore.memory.files.weights_layout import TensorSpec
 from outcore.optim.formats import NOT_TAKEN_OVER
+from outcore.ranks.agreement import read_by_all
 from outcore.runtime.engine import Engine
 from outcore.runtime.module_guard import engine_of
 from outcore.runtime.optimizer import StreamedOptimizer
@@ -74,10 +75,10 @@ def save_states(optimizer: StreamedOptimizer, directory: str | Path) -> None:
     trained = dict(trained_params(optimizer))
     specs = [spec for name, (unit, i) in trained.items() for spec in _specs(name, unit, i)]
     metadata, values = described_states(optimizer), _values(engine, trained)
-    if engine.access.world is None or engine.access.world.rank == 0:
-        write_safetensors(directory, specs, values, stem=STATES, metadata=metadata)
-    for _ in values:
-        """Other ranks read along."""
+    world = engine.access.world
+    with read_by_all(values if world is not None else ()):
+        if world is None or world.rank == 0:
+            write_safetensors(directory, specs, values, stem=STATES, metadata=metadata)
 
 
 def described_states(optimizer: StreamedOptimizer, *, step: int | None = None) -> dict[str, str]:

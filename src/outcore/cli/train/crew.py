@@ -28,7 +28,7 @@ _PIECE_BYTES = 4 * 2**20
 """The most that is put into the store at once: it takes no values of more than 8 MiB."""
 _OWN_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """Environment variable of a launcher that has the store."""
-_SAID, _HEARD, _TOLD = "outcore/said", "outcore/heard/", "outcore/told/"
+_SAID, _HEARD, _TOLD, _CAME = "outcore/said", "outcore/heard/", "outcore/told/", "outcore/came/"
 
 
 class SaidElsewhereError(OutcoreError):
@@ -77,6 +77,14 @@ class Crew:
     def is_first(self) -> bool:
         """Whether this process owns what the run writes, and speaks."""
         return self.rank == 0
+
+    def gather(self) -> None:
+        """All have in memory what they import: before, nobody knows what is free. Rank 0 waits for them, a while."""
+        if self.size > 1:
+            keys = [f"{_CAME}{rank}" for rank in range(self.size)]
+            self._store.set(keys[self.rank], "")
+            if self.is_first:
+                self._wait(keys, _PATIENCE_S)
 
     def leave(self) -> None:
         """The run is over on this rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -30,19 +31,23 @@ def follow_train(settings: Settings, crew: Crew) -> None:
     Raises:
         SaidElsewhereError: Rank 0 failed.
     """
+    crew.gather()
     job = Job.told(settings, crew.hear())
+    if settings.dry_run:  # rank 0 has its data in a folder of its own, maybe on another machine, and only for a while
+        with tempfile.TemporaryDirectory() as cache:
+            job.trainer(job.load_data(Path(cache)), ()).end()
+        return
     data = crew.hear()
     with preemption_of(job, settings.out) as preemption:
-        trainer = job.trainer(data, () if settings.dry_run else (preemption,))
+        trainer = job.trainer(data, (preemption,))
         try:
-            if settings.dry_run:
-                return
             trainer.preemption = preemption
             todo: Todo = crew.hear()
             if todo.evaluates:
                 trainer.evaluate_again(todo.checkpoint)
             if todo.trains:
                 trainer.train(resume_from_checkpoint=None if todo.checkpoint is None else str(todo.checkpoint))
+                crew.hear()  # of a folder for the model
                 outcore.save_pretrained(trainer.model, settings.out)
         finally:
             crew.has_begun = preemption.has_begun

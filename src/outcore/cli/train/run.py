@@ -73,6 +73,7 @@ def run_train(settings: Settings, crew: Crew = ALONE) -> None:
     with _explained(output):
         if settings.replan and crew.size > 1:
             raise ConfigError("--replan: expected one rank, since ranks plan once, but there are several; leave it out")
+        crew.gather()
         budget = free_budget(settings.budget, device=settings.device)
         job = Job.of(dataclasses.replace(settings, budget=budget))
         output.refuse_full(job.written_bytes())
@@ -82,7 +83,7 @@ def run_train(settings: Settings, crew: Crew = ALONE) -> None:
             _changes(record, output.checkpoint)
         crew.tell(job.plans)
         if settings.dry_run:
-            _dry_run(terminal, job, output, record, crew)
+            _dry_run(terminal, job, output, record)
             return
         with output.opened() as cache:
             data = job.load_data(cache)
@@ -127,11 +128,10 @@ def _give_freed_memory_back() -> None:
         libc.malloc_trim(0)
 
 
-def _dry_run(terminal: Terminal, job: Job, output: OutputFolder, record: RunRecord, crew: Crew) -> None:
+def _dry_run(terminal: Terminal, job: Job, output: OutputFolder, record: RunRecord) -> None:
     """Do all that comes before training, in a folder of its own."""
     with tempfile.TemporaryDirectory() as cache:
         data = job.load_data(Path(cache))
-        crew.tell(data)
         _say(terminal, "Plan", job.plan_table())
         elsewhere = dataclasses.replace(job, settings=dataclasses.replace(job.settings, out=Path(cache)))
         with _trainer(terminal, elsewhere, data, record, None) as (trainer, _):
@@ -180,6 +180,7 @@ def _go_on(run: _Run) -> None:
 def _end(run: _Run, job: Job, trainer: Any, skipped: int = 0) -> None:
     """Args: skipped: Steps without an update that came before this trainer."""
     with run.output.new_model() as folder:
+        run.crew.tell(None)
         outcore.save_pretrained(trainer.model, folder)
         job.tokenizer.save_pretrained(folder)
     _say_end(run, job, trainer, skipped + trainer.num_skipped)

@@ -7,7 +7,6 @@ are settled on meta tensors, and the weights then read from their homes as they 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from torch import nn
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.memory.files.staged_files import staged_files
 from outcore.memory.files.weights_file import write_safetensors
-from outcore.ranks.agreement import agreed
+from outcore.ranks.agreement import agreed, read_by_all
 from outcore.runtime.engine import Engine
 from outcore.runtime.unit.unit import Beneath
 from outcore.runtime.values.edits import take_edits
@@ -89,15 +88,15 @@ def _save(engine: Engine, directory: str | Path, *, writes: bool) -> None:
         for group in groups:
             made = group.convert(lambda name: without_bytes(state[name]))
             specs += [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in made.items()]
-        if writes:
-            write_safetensors(directory, specs, _converted(engine, groups, state))
-        else:
-            deque(_converted(engine, groups, state), maxlen=0)
+        tensors = _converted(engine, groups, state)
+        with read_by_all(tensors if engine.has_cut_weights else ()):
+            if writes:
+                write_safetensors(directory, specs, tensors)
+    adapters = adapter_values(engine)
     if not writes:
-        adapter_values(engine)
         return
     with staged_files(directory, edited=["README.md"] if saves_adapters(model) else []) as staged:  # the model card
-        save_beside_weights(engine, staged)
+        _save_beside(model, staged, adapters)
 
 
 def saves_adapters(model: nn.Module) -> bool:
@@ -121,8 +120,14 @@ def save_beside_weights(
         _library_save(model, folder, dict.fromkeys(names, torch.empty(0)))
         for inside in adapters:
             (folder / inside / ADAPTER_FILE).unlink()
-    elif saves_adapters(model):
-        _library_save(model, folder, adapter_values(engine))
+    else:
+        _save_beside(model, folder, adapter_values(engine))
+
+
+def _save_beside(model: nn.Module, folder: Path, adapters: Mapping[str, torch.Tensor]) -> None:
+    """Args: adapters: Values of them all, where these are what is saved."""
+    if saves_adapters(model):
+        _library_save(model, folder, adapters)
     elif is_pretrained_model(model):
         _library_save(model, folder, {})
         for path in folder.glob("model*.safetensors*"):

@@ -193,10 +193,17 @@ class OutputFolder:
 
     @contextmanager
     def new_model(self) -> Iterator[Path]:
-        """A folder that becomes ``model/`` when the block ends without an error, in place of an older one."""
+        """A folder that becomes ``model/`` when the block ends without an error, in place of an older one.
+
+        Raises:
+            ConfigError: It cannot be made.
+        """
         partial, model = self.path / f".{MODEL}-partial", self.path / MODEL
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
+        try:
+            partial.mkdir()
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
         yield partial
         shutil.rmtree(model, ignore_errors=True)
         partial.rename(model)
