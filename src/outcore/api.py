@@ -354,7 +354,7 @@ def _prepare_rank(
             engine.states.check(param, values)
         first_values.take_over(engine.device.torch_device)
         for weight in cut.quantized:
-            weight.take_over()
+            weight.take_over(engine.device.torch_device)
         engine.attach(of_first_rank(world, model, first_values.of), compiling)
         streamed = None if optimizer is None else StreamedOptimizer(engine, optimizer)
         if resumed is not None and streamed is not None:

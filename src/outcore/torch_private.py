@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from outcore.core.errors import UnsupportedError
 
@@ -90,6 +91,8 @@ copy_each: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] = _t
 """Copy into the tensors of a list those of another, in one call."""
 subclassed: Callable[[type, torch.Tensor, bool], Any] = _torch.Tensor._make_subclass
 """A tensor of another class over the same memory, and whether it requires gradients."""
+is_wrapper: Callable[[object], bool] = is_traceable_wrapper_subclass
+"""Whether a tensor is of a class that says what it is made of, and how it is put together again."""
 without_memory: Callable[..., Any] = _torch.Tensor._make_wrapper_subclass
 """A tensor of a class that says where its values are."""
 

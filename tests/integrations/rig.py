@@ -30,6 +30,7 @@ import outcore
 from outcore.api import plan_for, prepare_in_loop
 from outcore.integrations import transformers as integration
 from outcore.integrations.transformers import OutcoreMixin
+from outcore.planning.units.wrapped import tensors_in
 from outcore.runtime.module_guard import attachment_of
 
 ON_CPU = os.environ.get("OUTCORE_TEST_DEVICE", "cpu") == "cpu"
@@ -137,7 +138,11 @@ def logs(trainer: Trainer) -> list[dict[str, Any]]:
 
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """On the host, where those of a prepared model come to."""
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()}
+    return {
+        name if inner is tensor else f"{name} {i}": inner.detach().to("cpu", copy=True)
+        for name, tensor in model.state_dict().items()
+        for i, inner in enumerate(tensors_in(tensor))
+    }
 
 
 def tiers(model: torch.nn.Module) -> set[str]:

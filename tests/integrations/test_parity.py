@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import get_peft_model
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 import outcore
 from outcore.runtime.module_guard import attachment_of
@@ -136,6 +136,19 @@ def test_quantized_base(kind, tmp_path):
         model = AutoModelForCausalLM.from_pretrained(name, quantization_config=BitsAndBytesConfig(**kind))
         more = {"peft_config": lora(), "eval_dataset": None}  # evaluation repacks the plain one's weights
         return sft(side, folder, model=model, parts=more, eval_strategy="no")
+
+    same(job, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")  # torchao's
+def test_base_of_torchao(tmp_path):
+    way = pytest.importorskip("torchao.quantization").Int8WeightOnlyConfig
+    name = saved_model(tmp_path / "model")
+
+    def job(side, folder):
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_pretrained(name, quantization_config=TorchAoConfig(way()))
+        return sft(side, folder, model=model, parts={"peft_config": lora()})
 
     same(job, tmp_path)
 

@@ -7,8 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from plans import forced
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
@@ -19,7 +18,23 @@ from outcore.planning.units.partition import partition
 from outcore.saving.checkpoint import load_checkpoint, save_checkpoint
 from outcore.saving.export_checkpoint import export_checkpoint
 
-from .rig import DEVICE, assert_same, make, prepared
+from .qlora import (
+    COMPILED,
+    ELSEWHERE,
+    LORA,
+    PIECES,
+    TRACED,
+    WHERE,
+    adapted,
+    base_of,
+    drive,
+    is_the_plain_loop,
+    same_in_pieces,
+    saved,
+    sizable,
+    trained,
+)
+from .rig import DEVICE, assert_same, prepared
 from .test_transformers import ids
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -41,61 +56,19 @@ KINDS = {
     "fp4 nested": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True),
     "int8": BitsAndBytesConfig(load_in_8bit=True),
 }
-LORA = LoraConfig(task_type="CAUSAL_LM", r=4, lora_dropout=0.1, target_modules="all-linear", init_lora_weights=False)
-WHERE = ("device", "plain", "host", "host keep", "disk", "disk keep")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A checkpoint in bf16."""
-    path = tmp_path_factory.mktemp("base")
-    make(sizable, torch.bfloat16).save_pretrained(path)
-    return path
+    return saved(tmp_path_factory.mktemp("base"))
 
 
-def sizable():
-    """As wide as a block of 64 weights."""
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=61, num_hidden_layers=3, attention_dropout=0.1, **sizes))
+def loaded(folder, kind, dtype=torch.bfloat16):
+    return adapted(unadapted(folder, kind, dtype))
 
 
-def quantized(folder, kind):
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, quantization_config=copy.deepcopy(KINDS[kind])
-    )
-    return adapted(model)
-
-
-def adapted(model):
-    torch.manual_seed(12)
-    return get_peft_model(model, copy.deepcopy(LORA)).train()
-
-
-def loaded(folder, kind):
-    torch.manual_seed(11)
-    return quantized(folder, kind)
-
-
-def trained(model, **options):
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, **options)
-
-
-def drive(model, optimizer):
-    """Between forward and backward something else passes through the slots."""
-    seen = []
-    for i in range(2):
-        loss = model(input_ids=ids(i), labels=ids(i)).loss
-        with torch.no_grad():
-            model(input_ids=ids(i + 1))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.append(loss.detach())
-    return seen
-
-
-def plain(folder, kind):
-    model = loaded(folder, kind)
+def plain(folder, kind, dtype=torch.bfloat16):
+    model = loaded(folder, kind, dtype)
     torch.manual_seed(5)
     return drive(model, trained(model, fused=True)), dict(model.state_dict())
 
@@ -119,42 +92,33 @@ def test_trained_as_in_the_plain_loop(kind, where, folder, tmp_path):
         assert_same(state, dict(model.state_dict()), "prepared again")
 
 
-ELSEWHERE = [
-    # homes, policy, activations
-    ("host", "keep", "disk"),
-    ("host", "select", "host"),
-]
-COMPILED = [("nf4 nested", "host", "recompute", "device"), ("int8", "disk", "keep", "host")]
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(("kind", "where"), [("nf4 nested", "disk keep"), ("fp4", "host"), ("int8", "host keep")])
+def test_computed_in_other_dtypes(kind, where, dtype, folder, tmp_path):
+    want, state = plain(folder, kind, dtype)
+    model = loaded(folder, kind, dtype)
+    with prepared(model, trained(model), where, tmp_path) as (model, optimizer):
+        torch.manual_seed(5)
+        assert_same(want, drive(model, optimizer))
+        assert_same(state, dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("kind", ["nf4 nested", "int8"])
+@pytest.mark.parametrize("how", PIECES)
+def test_a_batch_in_pieces(how, kind, folder, tmp_path):
+    same_in_pieces(loaded(folder, kind), loaded(folder, kind), tmp_path, **how)
 
 
 @pytest.mark.parametrize("kind", ["nf4 nested", "int8"])
 @pytest.mark.parametrize(("where", "policy", "activations"), ELSEWHERE)
 def test_activations_elsewhere(where, policy, activations, kind, folder, tmp_path):
-    is_the_plain_loop(folder, kind, where, policy, activations, tmp_path)
+    is_the_plain_loop(lambda: loaded(folder, kind), where, policy, activations, tmp_path)
 
 
-@pytest.mark.parametrize(("kind", "where", "policy", "activations"), COMPILED)
-def test_compiled(kind, where, policy, activations, folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("kind", "how"), [("nf4 nested", COMPILED[0]), ("int8", COMPILED[1])])
+def test_compiled(kind, how, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(LORA, "target_modules", {"v_proj", "down_proj"})  # fewer graphs to trace
-    is_the_plain_loop(folder, kind, where, policy, activations, tmp_path, {"backend": "aot_eager"})
-
-
-def is_the_plain_loop(folder, kind, where, policy, activations, disk, traced=None):
-    model = loaded(folder, kind)
-    for block in model.base_model.model.model.layers if traced else ():
-        block.compile(**traced)
-    torch.manual_seed(5)
-    want, state = drive(model, trained(model, fused=True)), list(model.state_dict().values())
-    torch._dynamo.reset()
-    model = loaded(folder, kind)
-    optimizer = trained(model)
-    _, plan = forced(model, optimizer, where, policy=policy, activations=activations)
-    options = {"compile": traced or False, "budget": outcore.Budget(disk=str(disk))}
-    with outcore.prepare(model, optimizer, plan=plan, device=DEVICE, **options) as (model, optimizer):
-        torch.manual_seed(5)
-        assert_same(want, drive(model, optimizer))
-        assert_same(state, list(model.state_dict().values()))
-    torch._dynamo.reset()
+    is_the_plain_loop(lambda: loaded(folder, kind), *how, tmp_path, TRACED)
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
@@ -224,8 +188,16 @@ def test_a_checkpoint_that_is_quantised_otherwise(folder, tmp_path):
             outcore.prepare(model, trained(model), weights=checkpoint)
 
 
-def base_of(model):
-    return {k: v for k, v in model.state_dict().items() if "lora_" not in k}
+def test_a_damaged_checkpoint_in_8_bits(folder, tmp_path):
+    checkpoint = packed(folder, "int8", tmp_path)
+    tensors = load_file(checkpoint / "model.safetensors")
+    [scales, *_] = [name for name in tensors if name.endswith("q_proj.SCB")]
+    weight = scales.removesuffix("SCB") + "weight"
+    for damage in ({scales: tensors[scales][:-1].clone()}, {weight: tensors[weight].to(torch.int16)}):
+        save_file({**tensors, **damage}, checkpoint / "model.safetensors", metadata={"format": "pt"})
+        model = adapted(on_meta(checkpoint, "int8"))
+        with pytest.raises(outcore.ConfigError, match=f"expected '{weight}' in int8, with a scale for each of its 64"):
+            outcore.prepare(model, trained(model), weights=checkpoint)
 
 
 @pytest.mark.parametrize("kind", ["nf4 nested", "int8"])
@@ -278,9 +250,11 @@ def test_another_base_is_not_merged_into(kind, folder, tmp_path):
         export_checkpoint(tmp_path / "saved", tmp_path / "other", "hf", merge=True)
 
 
-def unadapted(folder, kind):
+def unadapted(folder, kind, dtype=torch.bfloat16):
     config = copy.deepcopy(KINDS[kind])
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config)
+    if config.load_in_4bit and dtype is not torch.bfloat16:
+        config.bnb_4bit_compute_dtype = dtype
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=config)
 
 
 def test_another_base_is_not_resumed_on(folder, tmp_path):

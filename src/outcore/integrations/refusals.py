@@ -168,10 +168,10 @@ def refuse_model(model: nn.Module, *, has_scaler: bool) -> None:
     what = type(model).__name__
     method = getattr(model, "quantization_method", None)
     name = getattr(method, "value", method)
-    if name not in (None, "bitsandbytes"):
+    if name not in (None, "bitsandbytes", "torchao"):
         raise UnsupportedError(
-            f"expected weights in fp32, bf16, or quantised by bitsandbytes, but this {what} is quantized ({name}); "
-            "load it without quantization_config, or with BitsAndBytesConfig and train adapters"
+            f"expected weights in fp32, bf16, or quantised by bitsandbytes or torchao, but this {what} is quantized "
+            f"({name}); load it without quantization_config, or with BitsAndBytesConfig and train adapters"
         )
     half = next((n for n, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16), None)
     if half is not None and not has_scaler:

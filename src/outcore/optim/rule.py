@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outcore.core.errors import ConfigError
 from outcore.spec.layout import CODES
-from outcore.spec.model import DTYPE_BYTES
+from outcore.spec.model import STORED_DTYPES
 
 Settings = Mapping[str, Any]
 """What a param group says, as plain numbers."""
@@ -165,8 +165,8 @@ def checked_states(rule: Rule, shape: tuple[int, ...], settings: Settings) -> Ma
         expected = None
         if name in RESERVED or name.endswith(SCALE):
             expected = f"a name other than {', '.join(RESERVED)}, and no '{SCALE}' at its end; give it another name"
-        elif state.dtype is not None and name_of(state.dtype) not in DTYPE_BYTES:
-            expected = f"one of the dtypes {', '.join(DTYPE_BYTES)}, but got {state.dtype}"
+        elif state.dtype is not None and name_of(state.dtype) not in STORED_DTYPES:
+            expected = f"one of the dtypes {', '.join(STORED_DTYPES)}, but got {state.dtype}"
         elif state.shape and not rule.is_whole:
             expected = f"shape None or (), but got {state.shape}; set is_whole = True for others, and get whole weights"
         if expected is not None:

@@ -79,6 +79,7 @@ class Engine:
         with self.opened.closed_on_error():
             self.units = self._units_of(partition)
         self.places = {id(p): (u, i) for u in self.units for i, p in enumerate(u.params)}
+        self.places |= {id(weight.param): self.places[id(weight.named[0][1])] for weight in partition.quantized}
         self._recovery = recovery = Recovery(device)
         self.weights = Weights(self.units, order.weights, recovery, partition.spec, plan, has_steps=rule is not None)
         self.gradients = self._gradients_of(promises, run_here if workers is None else workers.run_all, world)

@@ -15,7 +15,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from torch.nn import Parameter
 
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.planning.units.quantized import Place, is_quantized, places_of
+from outcore.planning.units.wrapped import Wrapping, is_wrapped, tensors_in
 from outcore.runtime.unit.one_process import RefuseReplicas, refuse_process_group, refuse_wrapped
 from outcore.runtime.unit.unit import Beneath
 from outcore.runtime.values.edits import same_bytes, take_edits
@@ -173,7 +174,7 @@ class _OwnParameters:
         self._engine, self._registered, self._owned = engine, module._parameters, owned
         self._module, self._lent = module, list[tuple[Place, torch.Tensor]]()
         self._save, self._load = module._save_to_state_dict, module._load_from_state_dict
-        self._before: dict[str, torch.Tensor] = {}
+        self._before: dict[str, list[torch.Tensor]] = {}
 
     def save(self, destination: Any, prefix: str, keep_vars: bool) -> None:  # noqa: FBT001 (torch calls it so)
         """Give real values; the dict keeps the tensors."""
@@ -194,10 +195,11 @@ class _OwnParameters:
         try:
             self._load(*arguments)
             for name, before in self._before.items():
-                value = cast(Parameter, self._registered[name]).data
-                if not same_bytes(value, before):
-                    unit, index = self._engine.places[id(self._owned[name])]
-                    self._engine.access.write_weight(unit, index, value)
+                loaded = tensors_in(self._registered[name])
+                for param, value, was in zip(tensors_in(self._owned[name]), loaded, before, strict=True):
+                    if not same_bytes(value.detach(), was):
+                        unit, index = self._engine.places[id(param)]
+                        self._engine.access.write_weight(unit, index, value.detach())
         finally:
             self._put_back()
 
@@ -220,10 +222,13 @@ class _OwnParameters:
             if unit.presence.now is Beneath.GATHERED:
                 continue
             take_edits(unit, self._engine.access)
-            value = self._engine.access.current_weight(unit, index)
-            self._before[name] = value
-            kind, value = unit.presence.classes[index], value.clone() if may_change else value
-            stand_in = subclassed(kind, value, False)  # noqa: FBT003
+            values = [self._engine.access.current_weight(*self._engine.places[id(p)]) for p in tensors_in(param)]
+            self._before[name] = values
+            values = [value.clone() for value in values] if may_change else values
+            if is_wrapped(param):
+                self._registered[name] = Parameter(Wrapping(param).around(values), requires_grad=False)
+                continue
+            stand_in = subclassed(unit.presence.classes[index], values[0], False)  # noqa: FBT003
             self._registered[name] = stand_in
             if is_quantized(stand_in):
                 stand_in.__dict__.update(param.__dict__)

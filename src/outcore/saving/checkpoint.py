@@ -300,8 +300,8 @@ def _description(engine: Engine, groups: list[dict[str, Any]], step: int) -> Any
     """What becomes the manifest, of the state that training has now."""
     tensors = {name: record for unit in engine.units for name, record in records(unit)}
     frozen = _frozen_samples(engine)
-    quantized = ((spec, p) for u in engine.units for spec, p in zip(u.spec.params, u.params, strict=True))
-    full = {spec.name: getattr(param, FULL_CHECKSUM) for spec, param in quantized if hasattr(param, FULL_CHECKSUM)}
+    everything = engine.model.named_parameters()
+    full = {name: getattr(param, FULL_CHECKSUM) for name, param in everything if hasattr(param, FULL_CHECKSUM)}
     steps = {u.spec.params[i].name: u.steps[i] for u in engine.units for i in range(u.num_trainable)}
     for name, buffer in buffers_of(engine).items():
         dtype = str(buffer.dtype).removeprefix("torch.")

@@ -191,8 +191,9 @@ def _merged(saved: _Saved, model: Any, adapters: Path) -> Any:
     plain = getattr(transformers, config.architectures[0]).from_pretrained(base, dtype=config.dtype)
     whole: Any = PeftModel.from_pretrained(plain, str(adapters))
     frozen, full, unknown = saved.manifest.frozen, saved.manifest.full, list[str]()
+    with_parts = {name.rpartition(".")[0] for name in frozen}
     for name, param in whole.named_parameters():
-        is_quantized = f"{name}.absmax" in frozen or f"{name}.SCB" in frozen
+        is_quantized = name in with_parts
         want = (full if is_quantized else frozen).get(name)
         if want is None:
             unknown += [name] * is_quantized

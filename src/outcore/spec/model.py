@@ -47,7 +47,10 @@ Precision = Literal["fp32", "bf16", "pure_bf16", "fp16", "fp64"]
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "pure_bf16", "fp16", "fp64")
 TRAINED_DTYPES = ("float32", "bfloat16", "float16", "float64")
 """Of parameters, but for quantised ones."""
+STORED_DTYPES = (*TRAINED_DTYPES, "uint8", "int8", "int16")
+"""Of states."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "uint8": 1, "int8": 1, "int16": 2}
+DTYPE_BYTES |= {"int32": 4, "int64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1}
 WITH_MASTERS: tuple[Precision, ...] = ("bf16", "fp16")
 """Weights that are updated in fp32."""
 Sharing = Literal["replicate", "copy", "cut", "node"]

@@ -48,7 +48,7 @@ def on_shapes(cut: Partition, sample: Mapping[str, Any], device: torch.device) -
         own = _fakes(cut, device)
         parts: dict[str, torch.Tensor] = {}
         for weight in cut.quantized:
-            parts |= weight.follow(own[weight.name], undo)
+            parts |= weight.follow(own, undo)
         batch = pytree.tree_map_only(torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device=device), sample)
 
         def forward(then: Callable[[list[Any]], None]) -> None:

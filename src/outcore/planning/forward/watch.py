@@ -12,6 +12,7 @@ from outcore.core.quantities import PAGE_BYTES, align_up
 from outcore.planning.forward.casts import cast_of
 from outcore.planning.forward.dear import is_dear, may_be_dear
 from outcore.planning.forward.footprint import Saved, Step
+from outcore.planning.units.wrapped import tensors_in
 from outcore.spec.plan import POLICIES, Policy
 from outcore.torch_private import TorchDispatchMode, pytree
 
@@ -67,8 +68,8 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self._note(tensor.untyped_storage())
+            for inner in tensors_in(tensor) if isinstance(tensor, torch.Tensor) else ():
+                self._note(inner.untyped_storage())
         if self.call is not None and may_be_dear(func) and is_dear(func, args, kwargs, result):
             self.call.select(result)
         return result
@@ -236,6 +237,10 @@ class Saving:
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Hook that packs."""
+        for inner in tensors_in(tensor):
+            self._keep_inner(inner)
+
+    def _keep_inner(self, tensor: torch.Tensor) -> None:
         weight = cast_of(tensor)
         is_cast = weight is not None and self._watch.number(weight) in self._watch.staying
         kept = self._casts if is_cast else self._keep

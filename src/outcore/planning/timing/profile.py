@@ -90,7 +90,7 @@ def unit_work(model: nn.Module, spec: ModelSpec, *, batch_size: int, seq_len: in
         for param in unit.params:
             if not param.parameters:  # it belongs to a quantised weight
                 continue
-            parameter, owner = owners[param.name]
+            parameter, owner = owners.get(param.name) or owners[param.name.rpartition(".")[0]]  # what is wrapped
             is_table = isinstance(owner, nn.Embedding) and id(parameter) not in heads
             if parameter.ndim > 1 and not is_table:
                 numel += param.parameters * _active(param.name, text)

@@ -15,6 +15,7 @@ from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.core.quantities import PAGE_BYTES, PARAM_ALIGN_BYTES, align_up
 from outcore.planning.units.blocks import find_units, output_embeddings, select_units
 from outcore.planning.units.quantized import Quantized, full_shape, is_quantized, quantized_weights, refuse_unusable
+from outcore.planning.units.wrapped import is_wrapped
 from outcore.spec.model import (
     PRECISIONS,
     TRAINED_DTYPES,
@@ -54,7 +55,7 @@ class Partition:
     params: tuple[tuple[nn.Parameter, ...], ...]
     """Of every unit, in the order of ``UnitSpec.params``."""
     quantized: tuple[Quantized, ...] = ()
-    """Weights of bitsandbytes, whose parts are among the parameters."""
+    """Weights of other libraries, whose parts are among the parameters."""
 
 
 def partition(
@@ -88,8 +89,8 @@ def partition(
     names = ("", *named)
     quantized = tuple(quantized_weights(model))
     owned = _owned_tensors(model, modules, quantized)
-    full = {id(weight.param): math.prod(full_shape(weight.module, weight.param)) for weight in quantized}
-    full |= {id(part): 0 for weight in quantized for part in weight.parts}
+    full = {id(part): 0 for weight in quantized for part in weight.parts}
+    full |= {id(weight.named[0][1]): math.prod(full_shape(weight.module, weight.param)) for weight in quantized}
     chosen = choose_precision(model)
     wanted = precision or chosen
     # fp32 adapters or norms on a bf16 model are meant so: nothing is converted where the asked dtype is already in use.
@@ -173,9 +174,9 @@ def _owned_tensors(
         owners.setdefault(id(param), set()).add(0)
     params: list[list[tuple[str, nn.Parameter]]] = [[] for _ in modules]
     buffer_bytes = [0] * len(modules)
-    parts = {id(weight.param): zip(weight.names, weight.parts, strict=True) for weight in quantized}
+    named = {id(weight.param): weight.named for weight in quantized}
     for name, param in model.named_parameters():
-        params[_owner(owners[id(param)])] += [(name, param), *parts.get(id(param), ())]
+        params[_owner(owners[id(param)])] += named.get(id(param), [(name, param)])
     for buffer in model.buffers():
         buffer_bytes[_owner(owners[id(buffer)])] += align_up(buffer.nbytes, PARAM_ALIGN_BYTES)
     return [(p, align_up(b, PAGE_BYTES)) for p, b in zip(params, buffer_bytes, strict=True)]
@@ -257,7 +258,7 @@ def _refuse_parameter(name: str, param: nn.Parameter) -> None:
         return
     if kind is not nn.Parameter:
         raise UnsupportedError(
-            f"expected torch.nn.Parameter, or a quantised weight of bitsandbytes, but '{name}' is "
+            f"expected torch.nn.Parameter, or a quantised weight of bitsandbytes or torchao, but '{name}' is "
             f"{kind.__module__}.{kind.__qualname__}; hand over the model before it is quantized, or load it with "
             "transformers.BitsAndBytesConfig (load_in_4bit, load_in_8bit) and train adapters"
         )
@@ -304,7 +305,7 @@ def _refuse_overlap(model: nn.Module) -> None:
     """Parameters that share memory without being one object would be stored, and updated, apart."""
     ranges = []
     for name, param in model.named_parameters():
-        if param.device.type != "meta" and param.nbytes:
+        if param.device.type != "meta" and param.nbytes and not is_wrapped(param):
             ranges.append((str(param.device), param.data_ptr(), param.data_ptr() + param.nbytes, name))
     ranges.sort()
     for (device, _, stop, name), (next_device, start, _, next_name) in itertools.pairwise(ranges):

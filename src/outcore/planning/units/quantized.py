@@ -1,11 +1,12 @@
-"""Quantised weights of bitsandbytes: parameters whose bytes only the library reads, and what belongs to them.
+"""Quantised weights of other libraries: parameters whose bytes only these read, and what belongs to them.
 
-[Note: quantised] A quantised weight is a parameter of packed bytes, frozen, and further tensors that say what the bytes
-mean (largest values of blocks, code books). To outcore all of them are bytes of the unit: the packed parameter as it
-is, and each further tensor as a frozen parameter that stands where the library looks for it. So they move, rest and
-come back as other weights do, and the library's own kernels read them where they are at the time.
+[Note: quantised] With bitsandbytes a quantised weight is a parameter of packed bytes, frozen, and further tensors that
+say what the bytes mean (largest values of blocks, code books); with others a wrapper around all of them ([Note:
+wrapped]). To outcore they are bytes of the unit: the packed parameter as it is, and each further tensor as a frozen
+parameter that stands where the library looks for it. So they move, rest and come back as other weights do, and the
+library's own kernels read them where they are at the time.
 
-The library's functions for backward hold the packed parameter itself, or a view of all of it. ``view`` then gives the
+bitsandbytes' functions for backward hold the packed parameter itself, or a view of all of it. ``view`` then gives the
 parameter, so a graph that is kept finds the bytes wherever the unit's slot is by then.
 """
 
@@ -18,13 +19,15 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.nn import Parameter
 
-from outcore.core.errors import UnsupportedError
+from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.planning.units import wrapped
+from outcore.planning.units.wrapped import Wrapping, is_wrapped
 
 _KINDS = ("Params4bit", "Int8Params")
 _STATES = {"absmax": "absmax", "quant_map": "code"}
@@ -39,6 +42,8 @@ FULL_CHECKSUM = "_outcore_full_checksum"
 _SAMPLED = 2048
 FULL_DTYPE = "_outcore_full_dtype"
 """Attribute of a module on the meta device: the dtype of the weight that will be quantised."""
+QUANTIZER = "_outcore_quantizer"
+"""Attribute of a wrapper on the meta device: makes such a one of a weight in full precision."""
 
 
 class Place(NamedTuple):
@@ -73,13 +78,22 @@ class Quantized:
     """What stands at the places, as frozen parameters."""
 
     @property
-    def names(self) -> list[str]:
-        """Of the parts."""
-        return [f"{self.name}.{place.name}" for place in self.places]
+    def named(self) -> list[tuple[str, Parameter]]:
+        """All that has bytes, by name: the weight, unless it only wraps its parts, and these."""
+        parts = [(f"{self.name}.{place.name}", part) for place, part in zip(self.places, self.parts, strict=True)]
+        return parts if is_wrapped(self.param) else [(self.name, self.param), *parts]
 
-    def take_over(self) -> None:
-        """Let the parts stand in their places, and the library repack nothing behind them."""
-        if kind_of(self.param) == "Int8Params":
+    def take_over(self, device: torch.device) -> None:
+        """Let the parts stand in their places, and the library repack nothing behind them.
+
+        Args:
+            device: That will compute. A wrapper says that it is there.
+        """
+        if is_wrapped(self.param):
+            if self.param.device != device:
+                like = (torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=device) for p in self.parts)
+                wrapped.replace(self.param, like)
+        elif kind_of(self.param) == "Int8Params":
             if self.param.CB is not None:
                 self.module.init_8bit_state()  # type: ignore[operator]  # as the first forward does
             self.module.state.CB = self.param  # type: ignore[union-attr]
@@ -89,18 +103,23 @@ class Quantized:
         for place, part in zip(places_of(self.module, self.param), self.parts, strict=True):
             place.put(part)
 
-    def follow(self, weight: Any, undo: ExitStack) -> dict[str, torch.Tensor]:
+    def follow(self, own: dict[str, torch.Tensor], undo: ExitStack) -> dict[str, torch.Tensor]:
         """Let a fake tensor that stands for the weight have all that the library looks for.
 
         Args:
-            weight: The fake.
+            own: Fakes of parameters, by name.
             undo: Is told how to take it away.
 
         Returns:
             Fakes of the parts, by name.
         """
-        module = self.module.__dict__
-        fakes = [torch.empty(p.shape, dtype=p.dtype, device=weight.device) for p in self.parts]
+        module, weight = self.module.__dict__, cast("Any", own[self.name])
+        where = weight.device
+        fakes = [torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=where) for p in self.parts]
+        names = [f"{self.name}.{place.name}" for place in self.places]
+        if is_wrapped(self.param):
+            own[self.name] = Wrapping(self.param).around(fakes)
+            return dict(zip(names, fakes, strict=True))
         undo.callback(module.update, {key: module[key] for key in _CHANGED if key in module})
         if kind_of(self.param) == "Int8Params":
             module["state"] = copy.copy(module["state"])
@@ -113,19 +132,34 @@ class Quantized:
                 state.state2 = copy.copy(state.state2)
             for place, fake in zip(_places_of_state(state), fakes, strict=True):
                 place.put(fake)
-        return dict(zip(self.names, fakes, strict=True))
+        return dict(zip(names, fakes, strict=True))
 
     def quantize(self, value: torch.Tensor, device: torch.device) -> list[torch.Tensor]:
-        """The packed weight and its parts of a weight in full precision, made on a device by the library's kernels.
+        """What ``named`` has of a weight in full precision, made on a device by the library's kernels.
 
         Memory: device, twice the quantised weight, whose pieces become one, and what the library takes for a million
-        elements: some 20 bytes for each on the CPU.
+        elements: some 20 bytes for each on the CPU. A wrapper is made of a whole weight at a time.
         """
+        if is_wrapped(self.param):
+            return wrapped.tensors_in(getattr(self.param, QUANTIZER)(value.to(device)))
         if issubclass(getattr(self.module, "source_cls", nn.Linear), _transposed()):
             value = value.T
         if kind_of(self.param) == "Int8Params":
             return _to_8_bits(value, getattr(self.module, FULL_DTYPE, torch.float16), device)
         return _to_4_bits(value, self.param, device)
+
+    def refuse_unknown(self) -> None:
+        """Raise if nobody knows how another weight in full precision becomes one like this.
+
+        Raises:
+            ConfigError: It is a wrapper that ``outcore.quantized`` did not make.
+        """
+        if is_wrapped(self.param) and not hasattr(self.param, QUANTIZER):
+            raise ConfigError(
+                f"expected no weights= for a model that has its values, but weights= has one for '{self.name}', and "
+                f"nothing says how it becomes a {type(self.param).__qualname__}; leave weights= out, or build the "
+                "model on the meta device and pass it through outcore.quantized()"
+            )
 
     def unpack(self, packed: torch.Tensor, known: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """The packed weight and its parts, as a checkpoint has them. Args: known: By the library's own names."""
@@ -201,12 +235,12 @@ def _refuse_other_backward() -> None:
 
 
 def is_quantized(param: torch.Tensor) -> bool:
-    """Whether it is a weight of bitsandbytes. Imports nothing."""
-    return bool(kind_of(param))
+    """Whether it is such a weight. Imports nothing."""
+    return is_wrapped(param) or bool(kind_of(param))
 
 
 def kind_of(param: torch.Tensor) -> str:
-    """``Params4bit``, ``Int8Params``, or nothing."""
+    """Of bitsandbytes, ``Params4bit`` or ``Int8Params``; of others nothing."""
     if "bitsandbytes" not in sys.modules:
         return ""
     names = [kind.__name__ for kind in type(param).__mro__ if kind.__module__.startswith("bitsandbytes.")]
@@ -227,7 +261,9 @@ def quantized_weights(model: nn.Module) -> Iterator[Quantized]:
 
 def places_of(module: nn.Module, param: Any) -> Iterator[Place]:
     """Where the further tensors of a quantised weight stand."""
-    if kind_of(param) == "Int8Params":
+    if is_wrapped(param):
+        yield from (Place(*inner) for inner in wrapped.inner_of(param))
+    elif kind_of(param) == "Int8Params":
         yield Place("SCB", module.state if param.CB is None else param, "SCB")
     else:
         yield from _places_of_state(param.quant_state)
@@ -247,11 +283,14 @@ def _as_parameter(tensor: torch.Tensor) -> Parameter:
 
 
 def refuse_unusable(name: str, module: nn.Module, param: Any) -> None:
-    """Refuse weights of bitsandbytes that have no quantised form yet, or a passing one.
+    """Refuse weights of bitsandbytes that have no quantised form yet, or a passing one, and see ``wrapped``.
 
     Raises:
         UnsupportedError: Naming the weight.
     """
+    if is_wrapped(param):
+        wrapped.refuse_unusable(name, param)
+        return
     if kind_of(param) == "Int8Params":
         if param.has_fp16_weights:
             raise UnsupportedError(
@@ -275,7 +314,7 @@ def refuse_unusable(name: str, module: nn.Module, param: Any) -> None:
 
 def full_shape(module: nn.Module, param: Any) -> tuple[int, ...]:
     """Of a parameter as a checkpoint has it: before it was quantised."""
-    if not is_quantized(param):
+    if not kind_of(param):
         return tuple(param.shape)
     shape = tuple(param.shape) if kind_of(param) == "Int8Params" else tuple(param.quant_state.shape)
     return shape[::-1] if issubclass(getattr(module, "source_cls", nn.Linear), _transposed()) else shape
@@ -287,17 +326,29 @@ def _transposed() -> Any:
     return () if library is None else library.Conv1D
 
 
-def give_back(module: Any, param: Any, values: Mapping[int, torch.Tensor]) -> None:
-    """Let the library have tensors of its own again, where the weight is. Args: values: Of parts, by their identity."""
-    for place in places_of(module, param):
-        place.put(values.get(id(place.tensor), place.tensor).to(param.device))
+def give_back(module: Any, param: Any, values: Mapping[int, torch.Tensor], device: torch.device) -> None:
+    """Let the library have tensors of its own again.
+
+    Args:
+        module: That has the weight.
+        param: The weight; on the device, unless it is a wrapper.
+        values: Of parts, by their identity.
+        device: Where they go.
+    """
+    places = list(places_of(module, param))
+    own = [values.get(id(place.tensor), place.tensor).to(device) for place in places]
+    if is_wrapped(param) and param.device != device:
+        wrapped.replace(param, own)
+        return
+    for place, tensor in zip(places, own, strict=True):
+        place.put(tensor)
     if kind_of(param) == "Int8Params":
         module.state.CB = param.data
 
 
 def present_class(param: Parameter) -> type[Parameter]:
     """The class of a parameter while it has its bytes."""
-    return _held_by_itself(type(param)) if is_quantized(param) else Parameter
+    return _held_by_itself(type(param)) if kind_of(param) else Parameter
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 import torch
 
 from outcore.core.errors import UnsupportedError
+from outcore.planning.units.wrapped import Wrapping, is_wrapped, tensors_in
 from outcore.runtime.unit.absent import METADATA
 from outcore.runtime.unit.unit import Unit
 from outcore.torch_private import without_torch_function
@@ -104,7 +105,7 @@ def save_weights_by_place(unit: Unit, where: str) -> Any:
     """Hooks under which a weight in a slot is saved as its place: the slot will hold another unit by then."""
     if unit.ledger.cut.is_resident or unit.device_buffer() is None:
         return nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(*by_place(unit, where))
+    return hooks_on_saved(*by_place(unit, where))
 
 
 def slot_of(unit: Unit) -> range:
@@ -117,6 +118,31 @@ def slot_of(unit: Unit) -> range:
 
 
 Pack = Callable[[torch.Tensor], Any]
+
+
+def hooks_on_saved(pack: Pack, unpack: Callable[[Any], torch.Tensor]) -> Any:
+    """Have tensors packed that autograd saves. Of a wrapper the tensors inside are packed."""
+
+    def take_apart(tensor: torch.Tensor) -> Any:
+        if is_wrapped(tensor):
+            return _Inside(Wrapping(tensor), [pack(inner) for inner in tensors_in(tensor)])
+        return pack(tensor)
+
+    def put_together(packed: Any) -> torch.Tensor:
+        if type(packed) is not _Inside:
+            return unpack(packed)
+        made: torch.Tensor = packed.wrapping.around(map(unpack, packed.tensors))
+        return made
+
+    return torch.autograd.graph.saved_tensors_hooks(take_apart, put_together)
+
+
+class _Inside(NamedTuple):
+    """A saved wrapper."""
+
+    wrapping: Wrapping
+    tensors: list[Any]
+    """As they were packed."""
 
 
 def by_place(unit: Unit, where: str, *, keeps: bool = True) -> tuple[Pack, Callable[[Any], torch.Tensor]]:

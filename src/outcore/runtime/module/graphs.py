@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
 from outcore.core.errors import UnsupportedError
+from outcore.planning.units.wrapped import tensors_in
 from outcore.runtime.activations.saved import escaped, storage_of, version_of
 from outcore.runtime.activations.saving import Graph, Saving
 from outcore.runtime.recompute.checks import Summary
@@ -296,8 +297,9 @@ def _add(ours: Sequence[tuple[int, list[torch.Tensor]]], grads: Sequence[torch.T
 
 
 def _refuse_held_weights(node: Any, slot: range, where: str) -> None:
-    for held in pytree.tree_leaves(vars(node)):
-        if isinstance(held, torch.Tensor) and not isinstance(held, Parameter) and storage_of(held):
+    found = (t for t in pytree.tree_leaves(vars(node)) if isinstance(t, torch.Tensor) and not isinstance(t, Parameter))
+    for held in (inner for tensor in found for inner in tensors_in(tensor)):
+        if not isinstance(held, Parameter) and storage_of(held):
             if held.data_ptr() in slot:
                 raise UnsupportedError(
                     f"{where}: {node.name()} holds a view of a weight, which will be another unit's in backward; "

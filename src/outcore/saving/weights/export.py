@@ -17,6 +17,7 @@ from torch import nn
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.memory.files.staged_files import staged_files
 from outcore.memory.files.weights_file import write_safetensors
+from outcore.planning.units.wrapped import Wrapping, is_wrapped, tensors_in
 from outcore.ranks.agreement import agreed, read_by_all
 from outcore.runtime.engine import Engine
 from outcore.runtime.unit.unit import Beneath
@@ -35,6 +36,9 @@ ADAPTER_FILE = "adapter_model.safetensors"
 
 def read_tensor(engine: Engine, tensor: torch.Tensor) -> torch.Tensor:
     """The current value of a parameter or buffer as a fresh tensor in host memory; waits for its update."""
+    if is_wrapped(tensor):
+        made: torch.Tensor = Wrapping(tensor).around([read_tensor(engine, inner) for inner in tensors_in(tensor)])
+        return made
     found = engine.places.get(id(tensor))
     if found is not None:
         take_edits(found[0], engine.access)
@@ -167,6 +171,11 @@ def saved_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _refuse_own_format(place: Place) -> None:
+    if is_wrapped(place.tensor):
+        raise UnsupportedError(
+            f"save_pretrained: expected weights that a file can hold, or adapters beside them, but '{place.name}' is a "
+            f"{type(place.tensor).__qualname__}; save model.state_dict() with torch.save instead"
+        )
     kind = type(place.module)
     plain = nn.Module
     own = [

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from outcore.core.errors import ConfigError
 from outcore.planning.units.quantized import FULL_CHECKSUM, Quantized, full_checksum, is_quantized
+from outcore.planning.units.wrapped import is_wrapped
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.unit.views import nothing
 from outcore.runtime.values.fill import Values
@@ -53,8 +54,11 @@ class FirstValues:
         for place in everything:
             _refuse_watched(place)
         self._loading = None if weights is None else plan_loading(model, weights)
-        self._quantized = {id(weight.param): weight for weight in quantized}
+        self._quantized = {id(weight.named[0][1]): weight for weight in quantized}
         _refuse_unread([w for w in quantized if w.param.is_meta and not self._is_loaded(w.param)])
+        for weight in quantized:
+            if self._is_loaded(weight.param):
+                weight.refuse_unknown()
         empty = [p for p in everything if p.tensor.is_meta and not self._is_loaded(p.tensor)]
         self._later = {id(p.tensor) for p in empty if p.name in later}
         self._made_here = {id(p.tensor) for p in empty} - self._later
@@ -75,7 +79,7 @@ class FirstValues:
         for place in everything:
             key = id(place.tensor)
             if not place.is_buffer:
-                if place.tensor.is_meta:
+                if place.tensor.is_meta and not is_wrapped(place.tensor):
                     _leave_meta(place.tensor, device)
                 continue
             if key not in moved:
@@ -98,17 +102,18 @@ class FirstValues:
 
         def value(index: int) -> torch.Tensor:
             param = unit.params[index]
-            if self._loading is not None and self._loading.holds(param):
-                read = self._loading.read_finite(param)
-                weight = self._quantized.get(id(param))
+            weight = self._quantized.get(id(param))
+            asked = param if weight is None else weight.param
+            if self._loading is not None and self._loading.holds(asked):
+                read = self._loading.read_finite(asked)
                 if weight is None:
                     return read
-                if known := self._loading.read_parts(param):
+                if known := self._loading.read_parts(asked):
                     read, *parts = weight.unpack(read, known)
                 else:
-                    setattr(param, FULL_CHECKSUM, full_checksum(read))
+                    setattr(asked, FULL_CHECKSUM, full_checksum(read))
                     read, *parts = weight.quantize(read, self._device)
-                made.update(zip(map(id, weight.parts), parts, strict=True))
+                made.update(zip((id(part) for _, part in weight.named[1:]), parts, strict=True))
                 return read
             if id(param) in self._later:
                 return _zeros(param)

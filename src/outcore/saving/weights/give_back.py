@@ -16,6 +16,7 @@ from outcore.core.quantities import format_bytes
 from outcore.memory.limits import host_free_bytes
 from outcore.planning.units.quantized import give_back as give_back_parts
 from outcore.planning.units.quantized import is_quantized
+from outcore.planning.units.wrapped import is_wrapped, tensors_in
 from outcore.runtime.engine import Engine
 from outcore.runtime.unit.unit import Beneath, Unit
 from outcore.saving.weights.state_names import places
@@ -70,19 +71,24 @@ def _value(engine: Engine, unit: Unit, index: int) -> torch.Tensor:
 def give_back(model: nn.Module, values: Mapping[int, torch.Tensor], origins: Mapping[str, Origin]) -> None:
     """Put weights into the parameters of a closed model, and then all that was elsewhere back to its device."""
     everything = list(places(model))
-    known = [p for p in everything if p.name in origins and (p.is_buffer or id(p.tensor) in values)]
+    known = [
+        place
+        for place in everything
+        if place.name in origins and (place.is_buffer or all(id(t) in values for t in tensors_in(place.tensor)))
+    ]
     for place in known:
-        if not place.is_buffer:
+        if not place.is_buffer and not is_wrapped(place.tensor):
             _restore(place.tensor, values[id(place.tensor)], origins[place.name])
     moved: dict[int, torch.Tensor] = {}
     for place in known:
         device = origins[place.name].device
         if place.is_buffer:
             place.module._buffers[place.key] = moved.setdefault(id(place.tensor), place.tensor.to(device))
-        else:
+            continue
+        if not is_wrapped(place.tensor):
             place.tensor.data = place.tensor.data.to(device)
-            if is_quantized(place.tensor):
-                give_back_parts(place.module, place.tensor, values)
+        if is_quantized(place.tensor):
+            give_back_parts(place.module, place.tensor, values, device)
 
 
 def _restore(param: torch.Tensor, value: torch.Tensor, origin: Origin) -> None:

@@ -240,7 +240,8 @@ def _standing(place: Place) -> torch.Tensor:
 
 
 def _like(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    made = torch.empty_like(tensor, device=device)  # with its strides: random numbers go in the order of memory
+    # With its strides: random numbers go in the order of memory.
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, requires_grad=tensor.requires_grad)
     return made

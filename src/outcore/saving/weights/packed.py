@@ -101,8 +101,8 @@ class PackedWeights:
 
 def said_of(param: Any) -> str:
     """How a weight of a model is quantised. Args: param: Of bitsandbytes, or any other."""
-    if not is_quantized(param):
-        return str(param.dtype)
+    if not kind_of(param):
+        return type(param).__qualname__ if is_quantized(param) else str(param.dtype)
     if kind_of(param) == "Int8Params":
         return f"8 bits by row of shape {tuple(param.shape)}"
     state = param.quant_state

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from outcore.core.errors import ConfigError
+from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.core.extra import refuse_missing
-from outcore.planning.units.quantized import FULL_DTYPE, is_quantized, kind_of
+from outcore.planning.units.quantized import FULL_DTYPE, QUANTIZER, is_quantized, kind_of
 
 
 def quantized(model: nn.Module, config: Any) -> nn.Module:
@@ -22,43 +22,78 @@ def quantized(model: nn.Module, config: Any) -> nn.Module:
 
     Args:
         model: Of Transformers, on the meta device, without adapters; add these afterwards.
-        config: ``BitsAndBytesConfig``; of a checkpoint that is quantised already, its
+        config: ``BitsAndBytesConfig`` or ``TorchAoConfig``; of a checkpoint that bitsandbytes quantised already, its
             ``model.config.quantization_config``.
 
     Returns:
         The model.
 
     Raises:
-        ConfigError: bitsandbytes is not installed, or the model is not on the meta device or not of Transformers.
+        ConfigError: The library is not installed, or the model is not on the meta device or not of Transformers.
+        UnsupportedError: A ``TorchAoConfig`` that is more than one way for all linear layers.
 
     Memory: none.
     """
-    refuse_missing("bitsandbytes", extra="quantized")
-    import bitsandbytes
-    from transformers import BitsAndBytesConfig, PreTrainedModel
+    from transformers import BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
     from transformers.quantizers import AutoHfQuantizer
 
     if isinstance(config, Mapping) and config.get("quant_method") == "bitsandbytes":
         config = BitsAndBytesConfig.from_dict(dict(config))
-    if not isinstance(config, BitsAndBytesConfig) or not (config.load_in_4bit or config.load_in_8bit):
+    is_of_bitsandbytes = isinstance(config, BitsAndBytesConfig) and (config.load_in_4bit or config.load_in_8bit)
+    if not is_of_bitsandbytes and not isinstance(config, TorchAoConfig):
         raise ConfigError(
-            f"quantized: expected a BitsAndBytesConfig with load_in_4bit or load_in_8bit, but got {config!r:.200}"
+            "quantized: expected a BitsAndBytesConfig with load_in_4bit or load_in_8bit, or a TorchAoConfig, but got "
+            f"{config!r:.200}"
         )
     if not isinstance(model, PreTrainedModel) or not all(p.is_meta for p in model.parameters()):
         raise ConfigError(
             f"quantized: expected a model of Transformers on the meta device, but got a {type(model).__name__} with "
             "values, or of another library; build it under torch.device('meta')"
         )
-    bitsandbytes.functional.quantize_4bit(torch.zeros(64, device="cpu"), compress_statistics=True)  # makes its tables
+    if is_of_bitsandbytes:
+        _make_tables()
     quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
     quantizer.preprocess_model(model=model, dtype=model.dtype, device_map=None)
-    for module in model.modules():
+    for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if isinstance(weight, Parameter) and is_quantized(weight):
             _quantize_on_meta(module, weight, model.dtype)
+        elif not is_of_bitsandbytes and quantizer.param_needs_quantization(model, f"{name}.weight"):
+            _wrap_on_meta(module, config, model.dtype)
     quantizer.postprocess_model(model)
     model.hf_quantizer = quantizer
     return model
+
+
+def _make_tables() -> None:
+    """Have the code books of bitsandbytes where it can quantise: it keeps them where it wanted them first."""
+    refuse_missing("bitsandbytes", extra="quantized")
+    import bitsandbytes
+
+    bitsandbytes.functional.quantize_4bit(torch.zeros(64, device="cpu"), compress_statistics=True)
+
+
+def _wrap_on_meta(module: Any, config: Any, dtype: torch.dtype) -> None:
+    from torchao.quantization import FqnToConfig, quantize_
+
+    way = config.get_apply_tensor_subclass()
+    if isinstance(way, FqnToConfig) or config.include_input_output_embeddings:
+        raise UnsupportedError(
+            f"quantized: expected a TorchAoConfig with one way for all linear layers, but got {way!r:.200} with "
+            f"include_input_output_embeddings={config.include_input_output_embeddings}; let from_pretrained quantise "
+            "the model"
+        )
+
+    def quantizer(value: torch.Tensor) -> Any:
+        outputs, inputs = value.shape
+        layer = nn.Linear(inputs, outputs, bias=False, device="meta")
+        layer.weight = Parameter(value.to(dtype), requires_grad=False)
+        quantize_(layer, way)
+        return layer.weight
+
+    module.weight = quantizer(module.weight.detach())
+    if is_quantized(module.weight):
+        setattr(module.weight, QUANTIZER, quantizer)
 
 
 def _quantize_on_meta(module: Any, weight: Any, dtype: torch.dtype) -> None:

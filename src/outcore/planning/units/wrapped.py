@@ -1,0 +1,103 @@
+"""Frozen weights that only wrap other tensors, in a class of another library, such as torchao's quantised ones.
+
+[Note: wrapped] A wrapper has no memory of its own. torch asks its class what it is made of (``__tensor_flatten__``) and
+how it is put together again (``__tensor_unflatten__``). Tensors inside are attributes, so bytes of a unit can stand in
+their places, and whatever the class computes reads them where they are at the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import Parameter
+
+from outcore.core.errors import UnsupportedError
+from outcore.spec.model import DTYPE_BYTES, is_dense
+from outcore.torch_private import is_wrapper
+
+_OWN = (torch.Tensor, Parameter)
+
+
+def is_wrapped(tensor: Any) -> bool:
+    """Whether it is a wrapper of another library: torch's own shard, nest or trace what they wrap."""
+    kind = type(tensor)
+    return kind not in _OWN and is_wrapper(tensor) and not kind.__module__.startswith("torch.")
+
+
+class Inner(NamedTuple):
+    """Where a tensor stands inside of a wrapper, or of a wrapper in that."""
+
+    name: str
+    holder: Any
+    attribute: str
+
+
+def inner_of(wrapper: Any, prefix: str = "") -> Iterator[Inner]:
+    """All tensors inside, in the order in which ``Wrapping.around`` takes them."""
+    for attribute in wrapper.__tensor_flatten__()[0]:
+        found = getattr(wrapper, attribute)
+        if is_wrapped(found):
+            yield from inner_of(found, f"{prefix}{attribute}_")
+        else:
+            yield Inner(prefix + attribute, wrapper, attribute)
+
+
+def tensors_in(tensor: Any) -> list[torch.Tensor]:
+    """Those inside of a wrapper; of any other tensor itself."""
+    if not is_wrapped(tensor):
+        return [tensor]
+    return [getattr(inner.holder, inner.attribute) for inner in inner_of(tensor)]
+
+
+class Wrapping:
+    """What a wrapper is, without the tensors inside."""
+
+    def __init__(self, wrapper: Any) -> None:
+        names, self._context = wrapper.__tensor_flatten__()
+        self._kind, self._size, self._stride = type(wrapper), wrapper.size(), wrapper.stride()
+        inside = ((name, getattr(wrapper, name)) for name in names)
+        self._names = [(name, Wrapping(found) if is_wrapped(found) else None) for name, found in inside]
+
+    def around(self, tensors: Iterable[torch.Tensor]) -> Any:
+        """The same around other tensors, on their device. Args: tensors: In the order of ``inner_of``."""
+        left = iter(tensors)
+        inner = {name: next(left) if within is None else within.around(left) for name, within in self._names}
+        made = self._kind.__tensor_unflatten__(inner, self._context, self._size, self._stride)
+        device = next(iter(inner.values())).device
+        return made if made.device == device else made.to(device)  # some remember where they were
+
+
+def replace(wrapper: Parameter, tensors: Iterable[torch.Tensor]) -> None:
+    """Let a wrapper be around other tensors, also of another device. It stays the same object."""
+    made = Parameter(Wrapping(wrapper).around(tensors), requires_grad=False)
+    made.__dict__.update({key: value for key, value in wrapper.__dict__.items() if key not in made.__dict__})
+    torch.utils.swap_tensors(wrapper, made)
+
+
+def refuse_unusable(name: str, wrapper: Parameter) -> None:
+    """Refuse wrappers whose inside cannot be bytes of a unit.
+
+    Raises:
+        UnsupportedError: Naming the weight, and what is not as expected.
+    """
+    kind = f"{type(wrapper).__module__}.{type(wrapper).__qualname__}"
+    if wrapper.requires_grad:
+        raise UnsupportedError(
+            f"expected a frozen weight, since what is inside of a {kind} gets no gradient, but '{name}' is to be "
+            "trained; call requires_grad_(False) and train adapters, or hand over the model before it is quantised"
+        )
+    for (part, *_), tensor in zip(inner_of(wrapper), tensors_in(wrapper), strict=True):
+        if type(tensor) not in _OWN or tensor.layout is not torch.strided or tensor.requires_grad:
+            problem = f"is {type(tensor).__qualname__} of layout {tensor.layout}, requires_grad={tensor.requires_grad}"
+        elif str(tensor.dtype).removeprefix("torch.") not in DTYPE_BYTES:
+            problem = f"is {tensor.dtype}"
+        elif not is_dense(tensor.shape, tensor.stride()):
+            problem = f"of shape {tuple(tensor.shape)} has gaps, or repeats itself (strides {tensor.stride()})"
+        else:
+            continue
+        raise UnsupportedError(
+            f"expected a {kind} around ordinary tensors that lie in memory once, of dtypes {', '.join(DTYPE_BYTES)}, "
+            f"but '{part}' of '{name}' {problem}; quantise the model otherwise, or hand it over before that"
+        )

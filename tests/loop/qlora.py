@@ -1,0 +1,131 @@
+"""What tests of quantised bases share: a small Llama in bf16, adapters on it, and a loop that uses its slots twice."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from plans import forced
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import outcore
+from outcore.planning.units.wrapped import tensors_in
+
+from . import test_in_pieces
+from .rig import DEVICE, assert_same
+from .test_transformers import ids
+
+LORA = LoraConfig(task_type="CAUSAL_LM", r=4, lora_dropout=0.1, target_modules="all-linear", init_lora_weights=False)
+WHERE = ("device", "plain", "host", "host keep", "disk", "disk keep")
+ELSEWHERE = [
+    # homes, policy, activations
+    ("host", "keep", "disk"),
+    ("host", "select", "host"),
+]
+COMPILED = [("host", "recompute", "device"), ("disk", "keep", "host")]
+TRACED = {"backend": "aot_eager"}
+PIECES: list[dict[str, Any]] = [{"homes": "disk"}, {"homes": "host", "policy": "keep"}]
+
+
+def sizable() -> LlamaForCausalLM:
+    """As wide as a block of 64 weights."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=61, num_hidden_layers=3, attention_dropout=0.1, **sizes))
+
+
+def saved(folder: Path) -> Path:
+    """As a checkpoint in bf16."""
+    with torch.device("cpu"):
+        torch.manual_seed(11)
+        sizable().to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def adapted(model: nn.Module) -> Any:
+    torch.manual_seed(12)
+    return get_peft_model(model, copy.deepcopy(LORA)).train()  # type: ignore[arg-type]
+
+
+def trained(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, **options)
+
+
+def drive(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+    """Between forward and backward something else passes through the slots."""
+    seen = []
+    for i in range(2):
+        loss = model(input_ids=ids(i), labels=ids(i)).loss
+        with torch.no_grad():
+            model(input_ids=ids(i + 1))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.detach())
+    return seen
+
+
+def base_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {k: v for k, v in model.state_dict().items() if "lora_" not in k}
+
+
+def is_the_plain_loop(
+    load: Callable[[], Any], where: str, policy: str, activations: str, disk: Path, traced: Any = None
+) -> None:
+    """Args: load: Makes the model. traced: How to compile its blocks."""
+    model = load().to(DEVICE)
+    for block in model.base_model.model.model.layers if traced else ():
+        block.compile(**traced)
+    torch.manual_seed(5)
+    want, state = drive(model, trained(model, fused=True)), inside(model)
+    if traced:
+        torch._dynamo.reset()
+    model = load()
+    optimizer = trained(model)
+    _, plan = forced(model, optimizer, where, policy=policy, activations=activations)
+    options = {"compile": traced or False, "budget": outcore.Budget(disk=str(disk))}
+    with outcore.prepare(model, optimizer, plan=plan, device=DEVICE, **options) as (model, optimizer):
+        torch.manual_seed(5)
+        assert_same(want, drive(model, optimizer))
+        assert_same(list(state.values()), list(inside(model).values()))
+    if traced:
+        torch._dynamo.reset()
+
+
+def inside(model: Any) -> dict[str, torch.Tensor]:
+    """A state dict, with what wrappers have inside."""
+    state = model if isinstance(model, dict) else model.state_dict()
+    parts = {f"{name} {i}": t for name, tensor in state.items() for i, t in enumerate(tensors_in(tensor))}
+    return {name: t.view(torch.uint8) if "float8" in str(t.dtype) else t for name, t in parts.items()}
+
+
+class Logits(nn.Module):
+    """Without random numbers, and from token ids alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits
+        return logits
+
+
+def same_in_pieces(plain: nn.Module, model: nn.Module, folder: Path, **how: Any) -> None:
+    """Pieces of a batch are accumulation over them as micro-batches. Args: how: See ``PIECES``."""
+    batches, plain, model = test_in_pieces.batches_of(2), Logits(plain), Logits(model)
+    norms = test_in_pieces.accumulated(plain, batches)
+    with test_in_pieces.prepared(model, folder, **how) as (model, optimizer):
+        assert_same(norms, test_in_pieces.in_pieces(model, optimizer, batches))
+        state = model.state_dict()
+        want = {name: param for name, param in plain.named_parameters() if param.requires_grad}
+        assert_same(want, {name: state[name] for name in want})
