@@ -186,6 +186,8 @@ def _names_what_happened(fault: Fault, number: int, text: str) -> bool:
         return "No space left on device" in text and (number == fault.rank or f"rank {fault.rank} said" in text)
     if fault.kind == "is_interrupted":
         return True
+    if fault.point == "save" and number == fault.rank and "other ranks gave the checkpoint up" in text:
+        return True  # it came back behind them
     speaker = _LOST.search(text)
     if speaker is None or int(speaker[1]) != number:
         return False

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 import outcore
 from outcore.core.errors import ConfigError
 from outcore.memory.files import checkpoint_file, checkpoint_folder, locked_folder
+from outcore.memory.files.checkpoint_file import PartOfCheckpoint
 from outcore.memory.files.checkpoint_folder import read_manifest
 from outcore.memory.files.locked_folder import held, taken_alone
 from outcore.saving import export_checkpoint as export_checkpoint_module
@@ -233,3 +234,15 @@ def test_on_tmpfs(run: Any):
         small.train(*run)
         assert outcore.load_checkpoint(*run, folder) == {"step": 2}
         small.same(want, state_of(*run))
+
+
+def test_a_part_whose_folder_is_gone_says_who_may_have_removed_it(tmp_path: Path):
+    """As where a rank comes back behind the others, which waited for it in vain."""
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    part = PartOfCheckpoint(hidden, tmp_path / "step-1", is_direct=False)
+    hidden.rmdir()
+    with pytest.raises(FileNotFoundError) as caught:
+        part.create("unit.safetensors", 8).write(8, lambda start, stop, to: None)
+    part.stop()
+    assert "other ranks gave the checkpoint up" in str(part.error(caught.value))

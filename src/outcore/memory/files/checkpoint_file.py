@@ -180,13 +180,20 @@ class PartOfCheckpoint:
         self.path, self.target = path, target
         if not path.is_dir():
             missing = FileNotFoundError(errno.ENOENT, f"'{path}' of rank 0 is not there; name one that all ranks see")
-            raise self.error(missing) from None
+            raise disk_error(self._expected, missing)
         self._pool = BlockPool(is_direct=is_direct)
         self._files: dict[str, CheckpointFile] = {}
 
+    @property
+    def _expected(self) -> str:
+        return f"checkpoint '{self.target}': expected a folder that can be written"
+
     def error(self, error: OSError) -> OutcoreError:
         """For the user."""
-        return disk_error(f"checkpoint '{self.target}': expected a folder that can be written", error)
+        if error.errno == errno.ENOENT and not self.path.is_dir():
+            gone = "it was removed meanwhile; if other ranks gave the checkpoint up, theirs say why"
+            error = FileNotFoundError(errno.ENOENT, gone)
+        return disk_error(self._expected, error)
 
     def create(self, name: str, nbytes: int) -> CheckpointFile:
         """A file that will have that size. Raises: OutcoreError: It is there: both would be written."""

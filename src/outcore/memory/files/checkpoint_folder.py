@@ -75,7 +75,7 @@ class UnfinishedCheckpoint(PartOfCheckpoint):
             if self._lock >= 0:
                 shutil.rmtree(self.path, ignore_errors=True)
                 unlock(self._lock)
-            raise self.error(error) from error
+            raise disk_error(self._expected, error) from error
         self._files: dict[str, CheckpointFile] = {}
 
     def commit(self, describe: Callable[[Files], Manifest], shared: Sequence[Files] = ()) -> None:
