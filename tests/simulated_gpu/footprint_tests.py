@@ -31,6 +31,7 @@ from transformers import (
 )
 
 import outcore
+from outcore.core.quantities import PAGE_BYTES
 from outcore.planning.forward import dear
 from outcore.planning.forward.activations import footprint_of
 from outcore.planning.homes.reservations import tier_bytes
@@ -84,7 +85,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Bytes:
-    """Of a step, on the device."""
+    """Of two steps, on the device. In the second, norms and the like of the first are there, too."""
 
     planned: int
     """Beside what is there between steps, by shapes."""
@@ -111,7 +112,7 @@ def random_case(seed: int) -> Case:
 
 
 def bytes_of(case: Case, folder: Path) -> Bytes:
-    """Plan a step, and run it."""
+    """Plan a step, and run two."""
     torch.manual_seed(0)
     model = MODELS[case.model]().to(torch.bfloat16 if case.numbers == "bf16" else torch.float32)
     ids = torch.randint(WORDS, (ROWS, LENGTH)).cuda()
@@ -128,21 +129,28 @@ def bytes_of(case: Case, folder: Path) -> Bytes:
     before = allocated()
     options = {"plan": dataclasses.replace(plan, workspace_bytes=room), "budget": outcore.Budget(disk=folder)}
     options |= {"device": "cuda", "micro_batches_in_unit": case.pieces}
-    with outcore.prepare(model, optimizer, **options) as (model, _):
+    with outcore.prepare(model, optimizer, **options) as (model, optimizer):
         prepared = allocated()
         torch.cuda.reset_peak_memory_stats()
-        with case.autocast():
-            loss = model(**sample).loss
-        loss.backward()
+        for _ in range(2):
+            with case.autocast():
+                loss = model(**sample).loss
+            loss.backward()
+            del loss
+            optimizer.step()
+            optimizer.zero_grad()
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated()
     return Bytes(planned, peak - prepared, tier_bytes(spec, options["plan"])["device"], peak - before)
 
 
-@pytest.mark.parametrize("seed", [5, 18, 27, 43])  # select, autocast, pieces under autocast, pieces
+# Caches of keys in pieces; select; kept beside what leaves, under autocast; pieces under autocast; pieces.
+@pytest.mark.parametrize("seed", [6, 5, 18, 27, 43])
 def test_a_step_takes_what_was_planned(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dear, "DEAR_FLOP_PER_BYTE", DEAR)
-    check(bytes_of(random_case(seed), tmp_path))
+    found = bytes_of(random_case(seed), tmp_path)
+    check(found)
+    assert found.seen <= found.planned + PAGE_BYTES, found
 
 
 @pytest.mark.parametrize(("policy", "tier"), [("select", "device"), ("recompute", "host"), ("keep", "disk")])
@@ -153,5 +161,4 @@ def test_a_step_of_an_encoder_decoder(policy: str, tier: str, tmp_path: Path, mo
 
 
 def check(found: Bytes) -> None:
-    assert found.peak <= found.plan + LOOSE_BYTES, found
-    assert found.peak >= 0.97 * found.plan - LOOSE_BYTES, found
+    assert 0.97 * found.plan - LOOSE_BYTES <= found.peak <= found.plan, found

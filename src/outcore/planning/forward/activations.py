@@ -15,14 +15,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from outcore.core.errors import ConfigError
-from outcore.planning.forward.alike import Shape, arguments_of, kind_of, stand_in
+from outcore.planning.forward.alike import Shape, arguments_of, is_cache, kind_of, own_cache, stand_in
 from outcore.planning.forward.casts import Autocast
 from outcore.planning.forward.footprint import NOTHING, Footprint, Saved
 from outcore.planning.forward.rows import Whole, cut_rows, has_rows, rows_of, sizes_of
 from outcore.planning.forward.shapes import on_shapes
-from outcore.planning.forward.watch import Risen, Saving, Watch
+from outcore.planning.forward.watch import ALIGN_BYTES, Risen, Saving, Watch
 from outcore.planning.units.blocks import output_embeddings
 from outcore.planning.units.partition import Partition
 from outcore.spec.model import ParamSpec, UnitSpec
@@ -86,7 +87,10 @@ def footprint_of(
             shapes.forward(backward)
     saved = {name: unit.saved for name, unit in units.items()}
     shared = sum(watch.shared.values())
-    found = Footprint(saved=saved, steps=watch.steps if is_whole else [], pieces=count, shared_bytes=shared)
+    steps = watch.steps if is_whole else []
+    numbers = sum(len(unit.trainable) for unit in cut.spec.units) + len(steps)  # norms; two stand for what a call had
+    loose = numbers * ALIGN_BYTES
+    found = Footprint(saved=saved, steps=steps, pieces=count, shared_bytes=shared, loose_bytes=loose)
     if count == 1:
         return found
     casts = _head_bytes(cut.modules[0], Autocast.now(device))
@@ -171,14 +175,15 @@ class _Unit:
             args, kwargs = pytree.tree_unflatten(piece, form)
             results, result_form = pytree.tree_flatten(self._run(*args, **kwargs))
             wholes = wholes or [Whole(t, sizes) if _has_rows(t, sizes[0]) else t for t in results]
-            for whole, part in zip(wholes, results, strict=True):
+            for i, whole in enumerate(wholes):
                 if isinstance(whole, Whole):
-                    whole.put(part)
+                    whole.put(results[i])
+            results.clear()  # not held while the next piece runs
         joined = [whole.joined() if isinstance(whole, Whole) else whole for whole in wholes]
         return pytree.tree_unflatten(joined, result_form)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, form = arguments_of(args, kwargs)
+        leaves, form = arguments_of(args, kwargs, own_cache)
         given = [i for i, t in enumerate(leaves) if isinstance(t, torch.Tensor) and t.requires_grad]
         if not given and not self.params():
             values, named = pytree.tree_unflatten(leaves, form)
@@ -237,7 +242,7 @@ class _Run:
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """On leaves that share the memory of these. Returns them, and results with a gradient."""
         inner = [t.detach().requires_grad_() for t in tensors]
-        leaves = list(self.leaves)
+        leaves = [own_cache(leaf) if is_cache(leaf) else leaf for leaf in self.leaves]
         for i, leaf in zip(self.given, inner, strict=True):
             leaves[i] = leaf
         args, kwargs = pytree.tree_unflatten(leaves, self._form)
@@ -302,7 +307,7 @@ class _Again(torch.autograd.Function):
             inner, made = run.forward(given)
         watch.end_call(made)
         run.result = None
-        outputs = [t for t, g in zip(made, grads, strict=True) if g is not None]
+        outputs = [get_gradient_edge(t) for t, g in zip(made, grads, strict=True) if g is not None]
         del made
         walk = watch.walk()
         found = torch.autograd.grad(outputs, [*inner, *params], [g for g in grads if g is not None], allow_unused=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +13,8 @@ from torch import nn
 
 from outcore.torch_private import pytree
 
+_OWN = "_is_of_one_run"
+
 
 def is_cache(value: Any) -> bool:
     """Whether it is a key-value cache of Transformers."""
@@ -18,7 +22,7 @@ def is_cache(value: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def is_part_of_cache(kind: type) -> bool:
+def _is_part_of_cache(kind: type) -> bool:
     """Whether objects of this class are such caches, or layers in one."""
     return any(c.__module__ == "transformers.cache_utils" for c in kind.__mro__)
 
@@ -26,6 +30,28 @@ def is_part_of_cache(kind: type) -> bool:
 @functools.lru_cache(maxsize=256)
 def _is_cache_class(kind: type) -> bool:
     return any(c.__name__ == "Cache" and c.__module__.startswith("transformers") for c in kind.__mro__)
+
+
+def own_cache(part: Any) -> Any:
+    """A copy of an empty cache, down to its layers' lists. Memory: what its tensors take, usually none."""
+    kind = type(part)
+    if kind is list:
+        return [own_cache(p) for p in part]
+    if kind is dict:
+        return {name: own_cache(p) for name, p in part.items()}
+    if isinstance(part, torch.Tensor | dict | list | tuple | set | deque):
+        return copy.deepcopy(part)
+    if not _is_part_of_cache(kind):  # type: ignore[arg-type]  # classes can be hashed
+        return part
+    own = object.__new__(kind)
+    own.__dict__.update({name: own_cache(p) for name, p in part.__dict__.items()})
+    own.__dict__[_OWN] = True
+    return own
+
+
+def is_own(value: Any) -> bool:
+    """Whether it is such a copy, which nobody will read again."""
+    return is_cache(value) and _OWN in value.__dict__
 
 
 class Shape:
@@ -40,10 +66,12 @@ class Shape:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
 
-def arguments_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
-    """All parts of the arguments of a call, without caches, and their form."""
-    values = [None if is_cache(value) else value for value in args]
-    named = {name: None if is_cache(value) else value for name, value in kwargs.items()}
+def arguments_of(
+    args: Sequence[Any], kwargs: Mapping[str, Any], of_cache: Callable[[Any], Any] = lambda _: None
+) -> tuple[list[Any], Any]:
+    """All parts of the arguments of a call, and their form. Args: of_cache: What stands for a key-value cache."""
+    values = [of_cache(value) if is_cache(value) else value for value in args]
+    named = {name: of_cache(value) if is_cache(value) else value for name, value in kwargs.items()}
     return pytree.tree_flatten((values, named))
 
 

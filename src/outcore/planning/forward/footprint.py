@@ -84,6 +84,8 @@ class Footprint:
     """Calls in which a unit runs the micro-batch."""
     sums: Mapping[str, int] = field(default_factory=dict)
     """By unit: of its gradients over several pieces. They are loose on the device where gradients live there."""
+    loose_bytes: int = 0
+    """Of single numbers, each in a block of its own. The loop may hold them from the step before, too."""
 
     def with_loss(self, nbytes: int) -> Footprint:
         """With so much more alive between the last forward and the first backward."""
@@ -139,7 +141,7 @@ class Footprint:
 
     def peak_bytes(self, units: Iterable[UnitPlan]) -> int:
         """Device bytes beside the plan's own, at most, with the policies of these units."""
-        return max((nbytes for _, nbytes in self.alive(units)), default=0)
+        return max((nbytes + self.loose_bytes for _, nbytes in self.alive(units)), default=0)
 
     def alive(self, units: Iterable[UnitPlan]) -> Iterator[tuple[Step, int]]:
         """The same for every visit alone. Args: units: With their policies."""

@@ -24,7 +24,7 @@ from outcore.runtime.activations.saved import (
     storage_of,
     without_values,
 )
-from outcore.runtime.activations.saving import Dropped, Graph, KeptGraph, KeptPiece, Saving, SavingBase, edges_of
+from outcore.runtime.activations.saving import Dropped, Graph, KeptGraph, Saving, SavingBase, edges_of
 from outcore.runtime.activations.selection import Selection
 from outcore.runtime.unit.unit import Unit
 
@@ -42,8 +42,7 @@ class Policy:
         """Args: where: For errors."""
         self._unit, self._device_kind, self._where = unit, device_kind, where
         self._trainable = unit.params[: unit.num_trainable]
-        self._graph_kind = KeptPiece if unit.spec.is_cut else KeptGraph
-        self._kept = self._graph_kind(unit, None, None, where)
+        self._kept = KeptGraph(unit, None, None, where)
 
     def kind_of(self, args: Any, kwargs: Any) -> Hashable:
         """What the bytes of a call depend on."""
@@ -138,7 +137,7 @@ class Trial(SavingBase, Count):
         if not self.is_kept:
             return None
         self._policy.learn(self._kind, self, made)
-        return inner, edges_of(made) if self._unit.spec.is_cut else list(made)
+        return inner, edges_of(made)
 
     def _keep(self, tensor: torch.Tensor) -> _Saved:
         if self.is_kept and not self._lease.grow(self.add(tensor)):
@@ -199,7 +198,7 @@ class WhatFits(Policy):
         if known is None:
             return Trial(self, kind, self._unit, Lease(self._room), self._where)
         lease = self._room.lease(known[0])
-        return self._drop(tensors) if lease is None else self._graph_kind(self._unit, lease, known[1], self._where)
+        return self._drop(tensors) if lease is None else KeptGraph(self._unit, lease, known[1], self._where)
 
     def _drop(self, tensors: Sequence[torch.Tensor]) -> Saving:
         return self._dropped if self._remember is None else self._remember.begin(tensors) or self._dropped

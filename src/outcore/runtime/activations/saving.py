@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from outcore.runtime.activations.room import Lease
-from outcore.runtime.activations.saved import drop_saved, let_go_of_values, save_weights_by_place
+from outcore.runtime.activations.saved import drop_saved, let_go_of_values, save_weights_by_place, storage_of
 from outcore.runtime.unit.unit import Unit
 
 Graph = tuple[Sequence[torch.Tensor], Sequence[Any]]
@@ -112,24 +112,17 @@ class KeptGraph(SavingBase):
 
     def end(self, inner: Sequence[torch.Tensor], made: Sequence[torch.Tensor], owner: object) -> Graph:
         """See ``Saving``."""
-        return inner, list(made)
+        return inner, edges_of(made)
 
     def watched(self, made: Sequence[torch.Tensor]) -> Sequence[int]:
         """Results that the graph needs unchanged."""
         return range(len(made)) if self._saved is None else self._saved
 
-
-class KeptPiece(KeptGraph):
-    """Of a piece of a batch: its results were copied to where the whole is, and are not held."""
-
-    def end(self, inner: Sequence[torch.Tensor], made: Sequence[torch.Tensor], owner: object) -> Graph:
-        """See ``Saving``."""
-        return inner, edges_of(made)
-
     def returned(self, results: list[tuple[torch.Tensor, int]]) -> list[tuple[torch.Tensor, int]]:
-        """Their versions alone."""
+        """Their versions alone: what comes next may send them away."""
         for tensor, _ in results:
-            let_go_of_values(tensor)
+            if storage_of(tensor):
+                let_go_of_values(tensor)
         return results
 
 

@@ -25,7 +25,7 @@ from outcore.planning.forward.alike import is_cache
 from outcore.runtime.activations.policies import Policy, policy_of
 from outcore.runtime.activations.room import Between, Room
 from outcore.runtime.activations.saved import slot_of, storage_of, version_of
-from outcore.runtime.activations.saving import Graph
+from outcore.runtime.activations.saving import Graph, edges_of
 from outcore.runtime.module.compiling import Compiling
 from outcore.runtime.module.graphs import (
     Anchor,
@@ -364,7 +364,7 @@ class UnitCall:
             self._repeats.compare(call.summary, summary_of(outputs, structure), edited)
         if count is not None:
             self._policy.learn(call.kind, count, made)
-        return inner, made
+        return inner, edges_of(made)
 
 
 def _is_wanted(node: Any) -> bool:

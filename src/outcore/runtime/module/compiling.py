@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.planning.forward.alike import is_own
 from outcore.planning.units.partition import Partition
 from outcore.runtime.recompute.autocast import CastsOfCompiled, CastsOfUnit
-from outcore.runtime.recompute.caches import is_own
 
 Forward = Callable[..., Any]
 CompileOptions = bool | Mapping[str, Any]

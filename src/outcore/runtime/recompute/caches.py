@@ -7,40 +7,13 @@ own. One for all would be filled a second time by recompute.
 
 from __future__ import annotations
 
-import copy
-from collections import deque
 from typing import Any
 
-import torch
-
 from outcore.core.errors import UnsupportedError
-from outcore.planning.forward.alike import is_cache, is_part_of_cache
+from outcore.planning.forward.alike import is_cache, own_cache
 
-_OWN = "_is_of_one_run"
 Arguments = tuple[tuple[Any, ...], tuple[str, ...], tuple[Any, ...]]
 """Arguments by position, and names and values of the others: all in tuples, which nobody can change."""
-
-
-def own_cache(part: Any) -> Any:
-    """A copy of an empty cache, down to its layers' lists. Memory: what its tensors take, usually none."""
-    kind = type(part)
-    if kind is list:
-        return [own_cache(p) for p in part]
-    if kind is dict:
-        return {name: own_cache(p) for name, p in part.items()}
-    if isinstance(part, torch.Tensor | dict | list | tuple | set | deque):
-        return copy.deepcopy(part)
-    if not is_part_of_cache(kind):  # type: ignore[arg-type]  # classes can be hashed
-        return part
-    own = object.__new__(kind)
-    own.__dict__.update({name: own_cache(p) for name, p in part.__dict__.items()})
-    own.__dict__[_OWN] = True
-    return own
-
-
-def is_own(value: Any) -> bool:
-    """Whether it is such a copy, which nobody will read again."""
-    return is_cache(value) and _OWN in value.__dict__
 
 
 def is_filled(cache: Any) -> bool:

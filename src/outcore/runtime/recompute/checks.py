@@ -8,7 +8,6 @@ kernels add in another order each time, so there a difference within rounding pa
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -192,11 +191,10 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack([(part * _weights(part.numel(), i, part.device)).sum() for i, part in enumerate(parts)]).sum()
 
 
-@functools.lru_cache(maxsize=64)
 def _weights(count: int, salt: int, device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(mode=False):
-        mixed = torch.arange(1, count + 1, device=device) * _MIX + salt * 0x9E3779B9
-        return (mixed ^ (mixed >> 29)) * _MIX
+    """As good as random. Made anew each time: kept, they would take device memory that no plan has."""
+    mixed = torch.arange(1, count + 1, device=device) * _MIX + salt * 0x9E3779B9
+    return (mixed ^ (mixed >> 29)) * _MIX
 
 
 def _sketch(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from outcore.core.errors import UnsupportedError
-from outcore.planning.forward.alike import is_cache
+from outcore.planning.forward.alike import is_cache, own_cache
 from outcore.runtime.activations.saved import storage_of
-from outcore.runtime.recompute.caches import is_filled, own_cache
+from outcore.runtime.recompute.caches import is_filled
 from outcore.torch_private import pytree
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})

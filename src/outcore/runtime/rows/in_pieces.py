@@ -86,15 +86,16 @@ class InPieces:
         self, tensors: Sequence[torch.Tensor], structure: Structure, flags: Sequence[bool], sizes: Sequence[int]
     ) -> Any:
         columns = [
-            cut_rows(t, sizes, are_own=self._are_own) if f else [t] * len(sizes)
+            list(cut_rows(t, sizes, are_own=self._are_own)) if f else [t] * len(sizes)
             for t, f in zip(tensors, flags, strict=True)
         ]
         recording, begins, results = active_recording(), [self._now()], _Results(sizes, self._where)
-        for i in range(len(sizes)):
-            piece = [column[i] for column in columns]
+        for _ in sizes:
+            piece = [column.pop(0) for column in columns]  # not held for longer than its call holds it
             with self._lent(), recording_apart(recording) as added:
                 result = self._call(structure, piece)
             results.add((result, added), piece)
+            del result, piece
             begins.append(self._now())
         if self._turn is not None:
             self._turn()
