@@ -11,7 +11,6 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -26,8 +25,6 @@ gather_single: Callable[..., object] = (
 )
 """Another name before torch 2.13."""
 _Address = tuple[str, int]
-_LOOK_S = 0.01
-"""Between two looks into the store."""
 
 
 class _Socket(NamedTuple):
@@ -141,33 +138,9 @@ class Links:
 class Notes:
     """What each rank began last, in torch's store, for the errors of those that wait for it in vain."""
 
-    _num_met = 0
-    """So many times all ranks have met in this process."""
-
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
         self._store = store_of_ranks()
-
-    def meet(self, timeout_s: float) -> None:
-        """All ranks are in ``prepare``. Signals are obeyed meanwhile, as they are not where torch makes groups.
-
-        Raises:
-            RuntimeError: One did not come in time, or the store has ended with its rank.
-        """
-        keys = [f"outcore/met/{Notes._num_met}/{rank}" for rank in range(self._size)]
-        end_s = time.monotonic() + timeout_s
-        self._store.set(keys[self._rank], "")
-        self.note("prepare")
-        try:
-            while not (is_met := self._store.check(keys)) and time.monotonic() < end_s:
-                time.sleep(_LOOK_S)
-        except BaseException:
-            self._store.delete_key(keys[self._rank])
-            raise
-        if not is_met:
-            self._store.delete_key(keys[self._rank])
-            raise RuntimeError("not all have come")
-        Notes._num_met += 1
 
     def note(self, where: str) -> None:
         """What this rank begins."""

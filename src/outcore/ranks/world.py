@@ -56,8 +56,8 @@ class World:
         self.note = self._notes.note
         """Of what this rank begins. Others that wait for it in vain say it."""
         self._groups, self._is_kept = Groups(datetime.timedelta(seconds=timeout_s())), False
+        self.note("prepare")
         with self._doing("call prepare"):
-            self._notes.meet(timeout_s())
             self._control = self._groups.new("gloo")
         self._cuts: dict[tuple[int, bool], Links] = {}
         """By how many ranks have weights together: this rank's (True), or those with the same part of them."""
