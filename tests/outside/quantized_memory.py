@@ -23,7 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-LIBRARIES_MIB = 600
+LIBRARIES_MIB = 480
 SIZES = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 16}
 CONFIG = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
@@ -59,7 +59,8 @@ def write_base(folder: Path, *, is_packed: bool, **sizes: int) -> tuple[int, int
 
     from outcore.memory.files.weights_file import write_safetensors
 
-    packed = {"quantization_config": {"quant_method": "bitsandbytes", **CONFIG}} if is_packed else {}
+    said = {"quant_method": "bitsandbytes", **CONFIG, "bnb_4bit_compute_dtype": "bfloat16"}  # else fp32
+    packed = {"quantization_config": said} if is_packed else {}
     config = LlamaConfig(vocab_size=260, architectures=["LlamaForCausalLM"], **sizes, **packed)
     config.save_pretrained(folder / "base")
     with torch.device("meta"):
