@@ -32,6 +32,11 @@ class Change:
     gain: float
     """Tokens per second, over those of the setting as it is."""
 
+    @property
+    def worth(self) -> float:
+        """By which changes are ordered."""
+        return math.log(self.gain) / self.effort
+
 
 class Point(NamedTuple):
     """A setting and what it comes to."""
@@ -52,14 +57,15 @@ def best_changes(setting: Setting, found: Found, *, most: int = 3) -> tuple[Chan
         found: For the setting.
         most: Of them.
     """
-    changes = []
+    changes: list[Change] = []
     for name, effort, other in _changed(setting):
-        reached = estimate(other.job(), [found.candidate])
-        if reached is not None and reached.step_s:
-            gain = other.tokens / reached.step_s / (setting.tokens / found.simulation.step_s)
-            changes.append(Change(name, effort, reached.step_s, gain))
-    helpful = [change for change in changes if change.gain >= _LEAST_GAIN]
-    return tuple(sorted(helpful, key=lambda change: -math.log(change.gain) / change.effort)[:most])
+        gain = math.exp(changes[-1].worth * effort) if len(changes) == most else _LEAST_GAIN
+        same_s = found.simulation.step_s * other.tokens / setting.tokens
+        reached = estimate(other.job(), [found.candidate], enough_s=same_s / gain)
+        if reached is not None and reached.step_s and same_s / reached.step_s >= _LEAST_GAIN:
+            change = Change(name, effort, reached.step_s, same_s / reached.step_s)
+            changes = sorted([*changes, change], key=lambda change: -change.worth)[:most]
+    return tuple(changes)
 
 
 def _changed(setting: Setting) -> Iterator[tuple[str, float, Setting]]:

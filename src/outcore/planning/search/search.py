@@ -137,7 +137,9 @@ class Estimate(NamedTuple):
 
 
 @rarely_collecting()
-def estimate(job: Job, known: Iterable[Candidate], simulated: Simulated | None = None) -> Estimate | None:
+def estimate(
+    job: Job, known: Iterable[Candidate], simulated: Simulated | None = None, enough_s: float = math.inf
+) -> Estimate | None:
     """About what ``search`` would find, sooner.
 
     Args:
@@ -145,14 +147,15 @@ def estimate(job: Job, known: Iterable[Candidate], simulated: Simulated | None =
         known: What is good for jobs like it. The estimate is no slower than any of these that fits, or, where none
             fits, than the rule's plan.
         simulated: As of ``search``.
+        enough_s: Of a step. What cannot take less is of no use.
 
     Returns:
-        None: Nothing fits.
+        None: Nothing fits, or is of use.
 
     Cost: 100 units some 0.5 s.
     """
     try:
-        return _Search(job, simulated).estimate(known)
+        return _Search(job, simulated).estimate(known, enough_s)
     except PlanInfeasibleError:
         return None
 
@@ -224,19 +227,27 @@ class _Search:
         looks = self._looks
         return Found(plan, candidate, looks.simulation(plan, candidate.saves), looks.num_simulated, plan, looks)
 
-    def estimate(self, known: Iterable[Candidate]) -> Estimate:
+    def estimate(self, known: Iterable[Candidate], enough_s: float) -> Estimate | None:
         """Of what is known, what is like it, and fillings: the best of a few."""
         looks, known = self._looks, list(known)
         everything = self._choice.uniform(ALL_DEVICE, saves=self._job.ways[0])
         if self._fits(everything) and self._keeps_all(everything):
             return Estimate(looks.simulation(looks.plan(everything), everything.saves).step_s, everything)
-        fitting = self._fastest(filter(self._fits, known), 1)
-        enough_s = looks.seconds(fitting[0]) if fitting else math.inf
-        others = [best for away in self._job.ways for best in self._soonest(away, known, enough_s)]
-        plans = [(looks.plan(candidate), candidate) for candidate in self._fastest([*fitting, *others], 1)]
+        fitting = list(filter(self._fits, known))
+        best = self._fastest(self._open(fitting, enough_s), 1)
+        enough_s = min([enough_s, *map(looks.seconds, best)])
+        others = [near for away in self._job.ways for near in self._soonest(away, known, enough_s)]
+        plans = [(looks.plan(c), c) for c in self._fastest([*best, *self._open(others, enough_s)], 1)]
         plans += [] if fitting else [(looks.today, self.like(looks.today, self._job.ways[0]))]
-        best, candidate = min(plans, key=lambda pair: looks.cost_s(pair[0], pair[1].saves))
-        return Estimate(looks.simulation(best, candidate.saves).step_s, candidate)
+        if not plans:
+            return None
+        plan, candidate = min(plans, key=lambda pair: looks.cost_s(pair[0], pair[1].saves))
+        return Estimate(looks.simulation(plan, candidate.saves).step_s, candidate)
+
+    def _open(self, candidates: Iterable[Candidate], enough_s: float) -> list[Candidate]:
+        """Those that may take less."""
+        looks = self._looks
+        return [c for c in candidates if looks.busiest(c)[0] < enough_s and looks.coarse_s(c) < enough_s]
 
     def _soonest(
         self, away: Away | None, known: Iterable[Candidate] = (), enough_s: float = math.inf
