@@ -27,8 +27,7 @@ from pathlib import Path
 
 from outcore.core.errors import PlanInfeasibleError
 from outcore.core.quantities import PAGE_BYTES, align_up
-from outcore.planning.bound.bound import MAX_NODES, bound_from, busiest_s
-from outcore.planning.bound.work import work_of
+from outcore.planning.bound.bound import bound_of, busiest_s
 from outcore.planning.homes.placement import place
 from outcore.planning.homes.pools import Comfort
 from outcore.planning.homes.sending import Away
@@ -140,8 +139,7 @@ def best_s(job: Job, enough_s: float, chance: random.Random) -> tuple[float, Can
             continue
         plan = choice.plan(candidate)
         facts = (job.model, job.as_run(plan, candidate.saves), job.rates, visits, clips)
-        work, rates = work_of(*facts), job.rates
-        if busiest_s(work, rates)[0] < best[0] and bound_from(work, rates, MAX_NODES).seconds < best[0]:
+        if busiest_s(*facts)[0] < best[0] and bound_of(*facts).seconds < best[0]:
             seconds = step_s(job, plan, candidate.saves)
             best = min(best, (seconds, candidate), key=lambda pair: pair[0])
     return best

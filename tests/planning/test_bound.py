@@ -11,6 +11,7 @@ import pytest
 
 from outcore.planning.bound.bound import Bound, bound_of
 from outcore.planning.bound.jobs import Sweep
+from outcore.planning.bound.work import totals_of, work_of
 from outcore.planning.homes.placement import place
 from outcore.planning.homes.pools import Comfort, pools_for
 from outcore.planning.paper.schedule import Circumstances, usual_visits
@@ -260,7 +261,9 @@ def test_order_of_updates_that_beat_a_sum_of_two_parts():
 def test_no_order_beats_it(seed: int, has_ranks: bool):
     chance = random.Random(seed)
     step = random_step(chance, has_ranks=has_ranks)
-    found = bound_of(step.model, step.plan, step.rates, step.visits, step.circumstances)
+    given = (step.model, step.plan, step.rates, step.visits, step.circumstances)
+    found = bound_of(*given)
+    assert totals_of(*given) == pytest.approx(work_of(*given).total_s)
     for seconds in steps_s(step, chance, num_orders=3, steps=8):
         assert seconds >= found.seconds * (1 - 1e-9)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from outcore.planning.bound.jobs import Job, Sweep, Work
 from outcore.planning.bound.times import Moment, Times
 
@@ -20,7 +22,7 @@ def list_activations(times: Times, work: Work) -> None:
         return
     kept = sum(p.num_slots for p in times.plan.pools if (p.tier, p.kind) == ("host", "activations"))
     are_equal = len({(plan.activations, plan.saved_bytes) for spec, plan in times.pairs if spec.name}) == 1
-    brought = [0.0] * len(times.visits)
+    brought, moved_s = [0.0] * len(times.visits), functools.cache(times.rates.move_s)
     for calls in times.passes():
         plans = [times.pairs[times.visits[i].unit][1] for i, _ in calls[:-1]]
         on_disk = [place for place, plan in enumerate(plans) if plan.saved_bytes and plan.activations == "disk"]
@@ -28,11 +30,9 @@ def list_activations(times: Times, work: Work) -> None:
         for place, ((i, then), plan) in enumerate(zip(calls[:-1], plans, strict=True)):
             if not plan.saved_bytes:
                 continue
-            leave_s, write_s, read_s, bring_s = (
-                times.rates.move_s(link, plan.saved_bytes) if link in ("d2h", "h2d") or is_on_disk else 0.0
-                for link in ("d2h", "disk_write", "disk_read", "h2d")
-                for is_on_disk in [plan.activations == "disk"]
-            )
+            leave_s, bring_s = moved_s("d2h", plan.saved_bytes), moved_s("h2d", plan.saved_bytes)
+            is_on_disk = plan.activations == "disk"
+            write_s, read_s = (moved_s(f"disk_{way}", plan.saved_bytes) * is_on_disk for way in ("write", "read"))
             work.total_s["d2h"] += leave_s
             work.total_s["disk_write"] += write_s
             if place == len(calls) - 2:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from outcore.planning.bound.jobs import Job, Sweep, Work
-from outcore.planning.bound.work import work_of
+from outcore.planning.bound.work import totals_of, work_of
 from outcore.planning.paper.schedule import Circumstances
 from outcore.planning.timing.rates import LINKS, Rates
 from outcore.spec.model import ModelSpec
@@ -72,11 +72,7 @@ def bound_of(
 
     Cost: 100 units some 80 ms; with 48 nodes 20 ms.
     """
-    return bound_from(work_of(model, plan, rates, visits, circumstances or Circumstances()), rates, max_nodes)
-
-
-def bound_from(work: Work, rates: Rates, max_nodes: int) -> Bound:
-    """The same of work that was listed. Args: as of ``bound_of``."""
+    work = work_of(model, plan, rates, visits, circumstances or Circumstances())
     total_s = {**work.total_s, **{s.name: _taken(s.parts, work.total_s) for s in rates.shared}}
     busiest = max(total_s, key=total_s.__getitem__)
     found = _Graph(work, rates, max_nodes).longest_cycle()
@@ -85,10 +81,18 @@ def bound_from(work: Work, rates: Rates, max_nodes: int) -> Bound:
     return Bound(*found, total_s)
 
 
-def busiest_s(work: Work, rates: Rates) -> tuple[float, float]:
-    """A lower bound that is worked out sooner: seconds of what has most to do; and of all, to tell equals apart."""
-    total_s = work.total_s
-    return max([*total_s.values(), *(_taken(s.parts, total_s) for s in rates.shared)]), sum(total_s.values())
+def busiest_s(
+    model: ModelSpec, plan: Plan, rates: Rates, visits: Sequence[Visit], circumstances: Circumstances
+) -> tuple[float, float]:
+    """A lower bound that is worked out sooner: seconds of what has most to do; and of all, to tell equals apart.
+
+    Both are rounded, as equal sums may be added up in another order.
+
+    Args: as of ``bound_of``.
+    """
+    total_s = totals_of(model, plan, rates, visits, circumstances)
+    most_s = max([*total_s.values(), *(_taken(s.parts, total_s) for s in rates.shared)])
+    return float(f"{most_s:.11g}"), float(f"{sum(total_s.values()):.11g}")
 
 
 def _taken(parts: Mapping[Any, float], seconds: Mapping[str, float]) -> float:

@@ -78,6 +78,7 @@ class _Gradients:
         Slots on the way to disk are free.
         """
         for unit in units:
+            self._work.count = unit.num_alike
             exchange_s, left_s, added_s = unit.costs.exchanged_s
             is_there, tail_s = sums_on_device(unit.spec, unit.plan), self._times.from_gradients_s(unit)
             round_s = added_s + (left_s if is_there else 0.0)  # sums follow one another
@@ -112,6 +113,7 @@ class _Gradients:
 
     def _leave(self, passes: Sequence[_Pass]) -> None:
         unit = passes[0].unit
+        self._work.count = unit.num_alike
         landing, num_slots = self._slots("landing", unit)
         for i, each in enumerate(passes):
             self._work.add("d2h", each.left_s, each.made, unit.first, each.added_s + each.rest_s)
@@ -120,23 +122,24 @@ class _Gradients:
                 held_s = (each.left_s + each.added_s) / num_slots
                 self._work.add(landing, held_s, each.made, unit.first, each.rest_s)
             elif each.write_s:
-                self._work.total_s[landing] += (each.left_s + each.write_s) / num_slots
+                self._work.total_s[landing] += unit.num_alike * (each.left_s + each.write_s) / num_slots
 
     def _go_on(self, passes: Sequence[_Pass]) -> None:
         """To disk and, for the next pass, back."""
         unit = passes[0].unit
+        self._work.count = unit.num_alike
         slots, num_slots = self._slots("gradients", unit)
         for each, after in itertools.pairwise(passes):
             written = each.at_hand.plus(each.write_s)
             self._work.add("disk_write", each.write_s, each.at_hand, unit.first, each.rest_s - each.write_s)
             self._work.add("disk_read", after.read_s, written, unit.first, after.added_s + after.rest_s)
-            self._work.total_s[slots] += (after.read_s + after.added_s + after.write_s) / num_slots
+            self._work.total_s[slots] += unit.num_alike * (after.read_s + after.added_s + after.write_s) / num_slots
 
     def _write_last(self, passes: Sequence[_Pass]) -> None:
         kept_s: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
         for each in passes:
             unit, slots = each.unit, ""
-            self._work.total_s["disk_write"] += each.write_s
+            self._work.total_s["disk_write"] += unit.num_alike * each.write_s
             if not unit.is_read_again:
                 kind: PoolKind = "gradients" if len(unit.made) > 1 else "landing"
                 slots, number = self._slots(kind, unit)
@@ -147,10 +150,11 @@ class _Gradients:
             self._work.slack_s["disk_write", slots] = most_of(found, number)
 
     def _read_for_update(self, passes: Sequence[_Pass]) -> None:
-        late = [each.unit for each in passes if not each.unit.is_read_again]
+        late = [unit for each in passes if not each.unit.is_read_again for unit in [each.unit] * each.unit.num_alike]
         freed_s = min((unit.costs.update_s for unit in late), default=math.inf)
         for each in passes:
             unit, read_s = each.unit, self._read_s(each.unit)
+            self._work.count = unit.num_alike
             written, rest_s = each.at_hand.plus(each.write_s), self._rest_s(unit)
             if unit.is_read_again:
                 self._work.add("disk_read", read_s, written, unit.first, rest_s)

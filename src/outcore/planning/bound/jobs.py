@@ -84,11 +84,13 @@ class Work:
     total_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     chains: list[tuple[int, int, float]] = field(default_factory=list)
     """From the start of one visit to that of another, at least so much."""
+    count: int = 1
+    """Equal units, for each of which ``total_s`` grows by what is added."""
 
     def add(self, link: str, seconds: float, begin: Moment, before: int, tail_s: float) -> None:
         """Add a job that takes place in every step."""
         self.jobs.append(Job(link, seconds, *begin, before, tail_s))
-        self.total_s[link] += seconds
+        self.total_s[link] += self.count * seconds
 
 
 def most_of(seconds: Iterable[float], number: int) -> float:

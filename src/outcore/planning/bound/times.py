@@ -43,6 +43,16 @@ class Trained(NamedTuple):
     """Early for sure: gradients that rest on disk are read for it."""
     after: Moment
     """When the update's weights may leave, and a late one begin."""
+    num_alike: int = 1
+    """Units that are like it, but for their visits."""
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """The same for units that are alike."""
+        spec, plan = self.spec, self.plan
+        sizes = (not spec.name, spec.weight_bytes, spec.trainable_bytes, spec.bucket_bytes, spec.update_bytes)
+        homes = (plan.weights, plan.gradients, plan.states, plan.update, plan.early)
+        return self.costs, sizes, homes, len(self.made), self.is_early, self.is_read_again
 
     @property
     def home(self) -> Moment:

@@ -7,7 +7,7 @@ fetched again. What slots keep, or let happen ahead, is said as slack.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -48,6 +48,13 @@ def work_of(model: ModelSpec, plan: Plan, rates: Rates, visits: Sequence[Visit],
     return _Listing(Times(model, plan, rates, visits, circumstances)).list_all()
 
 
+def totals_of(
+    model: ModelSpec, plan: Plan, rates: Rates, visits: Sequence[Visit], circumstances: Circumstances
+) -> Mapping[str, float]:
+    """The seconds of ``work_of`` alone: of units that are alike, one is looked at. Args: as of ``work_of``."""
+    return _Listing(Times(model, plan, rates, visits, circumstances)).list_all(alike=True).total_s
+
+
 class _Fillings:
     """What comes into slots ahead of its turn.
 
@@ -80,14 +87,19 @@ class _Listing:
         self._fillings = _Fillings()
         self.work = Work(times.used_s, times.compute_s, starts=times.starts())
 
-    def list_all(self) -> Work:
-        """All of it."""
+    def list_all(self, *, alike: bool = False) -> Work:
+        """All of it. Args: alike: Only sums count."""
         self.work.total_s["compute"] += sum(self.work.compute_s)
         if self._times.rates.host_runs_ahead:
             self.work.total_s["host"] = self._times.host_s()
         trained = self._times.trained()
-        list_gradients(self._times, self.work, list(trained.values()))
-        for unit in trained.values():
+        units = list(trained.values())
+        if alike:
+            counts, one = Counter(unit.kind for unit in units), {unit.kind: unit for unit in units}
+            units = [one[kind]._replace(num_alike=count) for kind, count in counts.items()]
+        list_gradients(self._times, self.work, units)
+        for unit in units:
+            self.work.count = unit.num_alike
             self._update(unit)
         list_activations(self._times, self.work)
         self._fetches(trained)
@@ -149,9 +161,9 @@ class _Listing:
             return
         held = _Held(rates.move_s("disk_read", nbytes), update_s, rates.move_s("disk_write", nbytes))
         self._hold("states", nbytes, held, unit, tail_s)
-        self.work.total_s["disk_read"] += held.before_s + unit.costs.old_weights_s
-        self.work.total_s["disk_write"] += held.after_s
-        self._read_s[self._times.pool("host", "states", nbytes)].append(held.before_s)
+        self.work.total_s["disk_read"] += unit.num_alike * (held.before_s + unit.costs.old_weights_s)
+        self.work.total_s["disk_write"] += unit.num_alike * held.after_s
+        self._read_s[self._times.pool("host", "states", nbytes)] += [held.before_s] * unit.num_alike
         self._ahead("disk_read", "states", nbytes, held, unit, tail_s)
         if not unit.is_early:
             ready, then_s = begin.plus(update_s), self._behind_s(held, tail_s)
@@ -173,8 +185,8 @@ class _Listing:
             asked = self._times.asked_for(unit, unit.home)
             other = Job("h2d", there_s, *asked, unit.first, update_s + tail_s, instead_of=slots)
             self.work.jobs.append(other)
-        self.work.total_s["h2d"] += there_s
-        self.work.total_s["d2h"] += home_s
+        self.work.total_s["h2d"] += unit.num_alike * there_s
+        self.work.total_s["d2h"] += unit.num_alike * home_s
         if unit.plan.weights == "device":  # new weights are copied beside the way home of states
             self._hold("staging", scratch[1], _Held(there_s, update_s, max(home_s, sent_s)), unit, tail_s)
         else:
@@ -190,7 +202,7 @@ class _Listing:
         """
         size, num_slots = self._times.pool("device" if kind == "staging" else "host", kind, nbytes)
         name = f"{num_slots} slots for {kind} of {size} bytes"
-        self.work.total_s[name] += sum(held) / num_slots
+        self.work.total_s[name] += unit.num_alike * sum(held) / num_slots
         is_ahead = kind == "states" or not self._times.is_behind
         self.work.slack_s[name, name] = max(self.work.slack_s[name, name], held.after_s + held.before_s * is_ahead)
         if kind == "states":
@@ -216,7 +228,7 @@ class _Listing:
         """Slots may hold some of these. Returns which ones."""
         size, num_slots = self._times.pool("device" if kind == "staging" else "host", kind, nbytes)
         slots = f"{num_slots} slots for {kind} of {size} bytes"
-        self._held_s[link, slots, num_slots].append(seconds)
+        self._held_s[link, slots, num_slots] += [seconds] * self.work.count
         return slots
 
     def _take_off(self) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from outcore.planning.bound.bound import Bound, bound_from, bound_of, busiest_s
-from outcore.planning.bound.jobs import Work
-from outcore.planning.bound.work import work_of
+from outcore.planning.bound.bound import MAX_NODES, Bound, bound_of, busiest_s
 from outcore.planning.homes.placement import place
 from outcore.planning.homes.sending import Away
 from outcore.planning.paper.schedule import Circumstances, usual_visits
@@ -18,7 +16,7 @@ from outcore.spec.plan import Plan, Pool, Tier, UnitPlan
 _Key = tuple[tuple[UnitPlan, ...], tuple[Pool, ...], int, int]
 Simulated = dict[_Key, Simulation]
 """Simulations of plans, at the same rates."""
-_COARSE, _RECENT = 24, 64
+_COARSE = 24
 _WEAR = 0.005
 """Of the time that the drive writes: a plan must gain so much by it. What is written wears the drive, for nothing where
 host memory has room and a step is as short without."""
@@ -41,7 +39,6 @@ class Looks:
         # Cached per object: functools.cache on the methods would keep every search alive.
         self.plan = functools.cache(self.choice.plan)
         """The candidate written down, without activations that leave."""
-        self._work = functools.lru_cache(_RECENT)(self._list)
         self.busiest = functools.cache(self._busiest)
         self.coarse_s = functools.cache(self._coarse_s)
         self._runs: dict[tuple[int, Away | None], tuple[Plan, Plan]] = {}  # by the plan's id, with the plan
@@ -97,10 +94,10 @@ class Looks:
             )
         return self._simulated[key]
 
-    def bound(self, plan: Plan, away: Away | None) -> Bound:
+    def bound(self, plan: Plan, away: Away | None, max_nodes: int = MAX_NODES) -> Bound:
         """Of a plan."""
-        job = self._job
-        return bound_of(job.model, self.run(plan, away), job.rates, self._visits, self._circumstances)
+        job, run = self._job, self.run(plan, away)
+        return bound_of(job.model, run, job.rates, self._visits, self._circumstances, max_nodes=max_nodes)
 
     def cost_s(self, plan: Plan, away: Away | None) -> float:
         """What a search makes least: seconds of a step, simulated, and a little for what the drive writes."""
@@ -112,12 +109,9 @@ class Looks:
 
     def _coarse_s(self, candidate: Candidate) -> float:
         """No step is shorter."""
-        return bound_from(self._work(candidate), self._job.rates, _COARSE).seconds
+        return self.bound(self.plan(candidate), candidate.saves, _COARSE).seconds
 
     def _busiest(self, candidate: Candidate) -> tuple[float, float]:
         """A bound that is sooner worked out."""
-        return busiest_s(self._work(candidate), self._job.rates)
-
-    def _list(self, candidate: Candidate) -> Work:
         job, run = self._job, self.run(self.plan(candidate), candidate.saves)
-        return work_of(job.model, run, job.rates, self._visits, self._circumstances)
+        return busiest_s(job.model, run, job.rates, self._visits, self._circumstances)

@@ -57,6 +57,7 @@ _FILLINGS, _FILLINGS_OF_SMALL = 30, 160
 """That are told apart by their bounds."""
 _ESTIMATED = 3
 """Fillings whose bounds are worked out for an estimate. One is simulated, beside those that are known."""
+_ROUNDING = 1e-9
 _GAIN = 1e-4
 """Smaller ones are not worth another plan."""
 _BINDS = 0.03
@@ -200,7 +201,7 @@ class _Search:
             return looks.coarse_s(candidate), looks.busiest(candidate), candidate.order
 
         for candidate in sorted(candidates, key=lambda c: (looks.busiest(c), c.order)):
-            if len(found) == most and looks.busiest(candidate)[0] > looks.coarse_s(found[-1]):
+            if len(found) == most and looks.busiest(candidate)[0] > looks.coarse_s(found[-1]) * (1 + _ROUNDING):
                 break
             found = sorted([*found, candidate], key=rank)[:most]
         return found
