@@ -229,6 +229,11 @@ class UnitSpec:
         return {}
 
     @cached_property
+    def is_quantized(self) -> bool:
+        """Whether weights of it are made of parts."""
+        return any(param.stands_for is not None for param in self.params)
+
+    @cached_property
     def trainable(self) -> tuple[ParamSpec, ...]:
         """The parameters that are trained."""
         return tuple(p for p in self.params if p.requires_grad)

@@ -136,7 +136,7 @@ class _Packing:
             self._staying.add(storage_of(buffer.bytes))
         if torch.is_autocast_enabled(self._device.type):
             self._params = {id(p): i for i, p in enumerate(self._unit.params)}
-        hooks = hooks_on_saved(self._keep, self.give)
+        hooks = hooks_on_saved(self._unit, self._keep, self.give)
         return _Settling(hooks, self) if self._params else hooks
 
     def _keep(self, tensor: torch.Tensor) -> Any:

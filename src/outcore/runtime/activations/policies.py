@@ -88,7 +88,7 @@ class Count:
         """To run the block under, with its weights bound."""
         self._counted = {0, *map(storage_of, self._unit.params)}
         pack, unpack = by_place(self._unit, self._where)
-        return hooks_on_saved(lambda tensor: pack(self._counting(tensor)), unpack)
+        return hooks_on_saved(self._unit, lambda tensor: pack(self._counting(tensor)), unpack)
 
     def watched(self, made: Sequence[torch.Tensor]) -> Sequence[int]:
         """Results that the graph needs unchanged."""
@@ -124,7 +124,7 @@ class Trial(SavingBase, Count):
         """See ``Saving``."""
         super().hooks()
         self._pack, self._unpack = by_place(self._unit, self._where)
-        return hooks_on_saved(self._keep, self._give)
+        return hooks_on_saved(self._unit, self._keep, self._give)
 
     @property
     def is_needed(self) -> bool:

@@ -105,7 +105,7 @@ def save_weights_by_place(unit: Unit, where: str) -> Any:
     """Hooks under which a weight in a slot is saved as its place: the slot will hold another unit by then."""
     if unit.ledger.cut.is_resident or unit.device_buffer() is None:
         return nullcontext()
-    return hooks_on_saved(*by_place(unit, where))
+    return hooks_on_saved(unit, *by_place(unit, where))
 
 
 def slot_of(unit: Unit) -> range:
@@ -120,8 +120,10 @@ def slot_of(unit: Unit) -> range:
 Pack = Callable[[torch.Tensor], Any]
 
 
-def hooks_on_saved(pack: Pack, unpack: Callable[[Any], torch.Tensor]) -> Any:
-    """Have tensors packed that autograd saves. Of a wrapper the tensors inside are packed."""
+def hooks_on_saved(unit: Unit, pack: Pack, unpack: Callable[[Any], torch.Tensor]) -> Any:
+    """Have tensors packed that autograd saves. Of a wrapped weight the tensors inside are packed."""
+    if not unit.spec.is_quantized:
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def take_apart(tensor: torch.Tensor) -> Any:
         if is_wrapped(tensor):
