@@ -147,6 +147,7 @@ def test_quantised_as_it_is_read(kind, where, folder, tmp_path):
         assert_same(state, inside(model))
         save_checkpoint(model, optimizer, tmp_path / "saved", step=2, wait=True)
     with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         export_checkpoint(tmp_path / "saved", tmp_path / "merged", "hf", merge=True)
     assert not [each for each in said if "were quantised before" in str(each.message)]
 
@@ -333,6 +334,13 @@ def test_refused(folder, tmp_path):
     model[1].fixed.weight.requires_grad_()
     with pytest.raises(outcore.UnsupportedError, match=r"expected a frozen weight, .*Halves .* '1.fixed.weight' is to"):
         outcore.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    model = nn.Sequential(Block(), Block())
+    free, held = model[0].free.weight, model[1].fixed.weight
+    held.lower = free.data[1:2]
+    with pytest.raises(outcore.ConfigError, match=r"'0.free.weight' and '1.fixed.weight' overlap; .* clone what is"):
+        outcore.prepare(model, trained(model))
+    free.requires_grad_(requires_grad=False)
+    assert partition(model)
     model = loaded(folder, "int8")
     with pytest.raises(outcore.ConfigError, match="nothing says how it becomes a Int8Tensor"):
         outcore.prepare(model, trained(model), weights=folder)

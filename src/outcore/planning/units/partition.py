@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.core.quantities import PAGE_BYTES, PARAM_ALIGN_BYTES, align_up
 from outcore.planning.units.blocks import find_units, output_embeddings, select_units
 from outcore.planning.units.quantized import Quantized, full_shape, is_quantized, quantized_weights, refuse_unusable
-from outcore.planning.units.wrapped import is_wrapped
+from outcore.planning.units.wrapped import is_wrapped, tensors_in
 from outcore.spec.model import (
     PRECISIONS,
     TRAINED_DTYPES,
@@ -302,15 +301,23 @@ def _refuse_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None
 
 
 def _refuse_overlap(model: nn.Module) -> None:
-    """Parameters that share memory without being one object would be stored, and updated, apart."""
+    """Parameters that share memory without being one object would be stored, and updated, apart.
+
+    What is inside of wrappers is frozen, and may share memory with whatever else is.
+    """
     ranges = []
     for name, param in model.named_parameters():
-        if param.device.type != "meta" and param.nbytes and not is_wrapped(param):
-            ranges.append((str(param.device), param.data_ptr(), param.data_ptr() + param.nbytes, name))
-    ranges.sort()
-    for (device, _, stop, name), (next_device, start, _, next_name) in itertools.pairwise(ranges):
-        if device == next_device and start < stop:
-            raise ConfigError(
-                f"expected parameters with memory of their own, but '{name}' and '{next_name}' overlap; tie them by "
-                "assigning the same torch.nn.Parameter to both modules"
-            )
+        for tensor in tensors_in(param):
+            if tensor.device.type != "meta" and tensor.nbytes:
+                start, kind = tensor.data_ptr(), (param.requires_grad, is_wrapped(param))
+                ranges.append((str(tensor.device), start, start + tensor.nbytes, name, kind))
+    reached: dict[tuple[str, tuple[bool, bool]], tuple[int, str]] = {}
+    for device, start, stop, name, kind in sorted(ranges):
+        for (other_device, other_kind), (other_stop, other_name) in reached.items():
+            may_share = (kind[1] or other_kind[1]) and not (kind[0] or other_kind[0])
+            if device == other_device and start < other_stop and not may_share:
+                raise ConfigError(
+                    f"expected parameters with memory of their own, but '{other_name}' and '{name}' overlap; tie them "
+                    "by assigning the same torch.nn.Parameter to both modules, or clone what is inside of a wrapper"
+                )
+        reached[device, kind] = max(reached.get((device, kind), (0, "")), (stop, name))
