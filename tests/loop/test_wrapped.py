@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from plans import forced
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, TorchAoConfig
 
@@ -36,7 +37,7 @@ from .qlora import (
     sizable,
     trained,
 )
-from .rig import DEVICE, IS_SIMULATED, assert_same, prepared
+from .rig import DEVICE, IS_SIMULATED, assert_same, plan_for, prepared
 from .test_transformers import ids
 
 torchao = pytest.importorskip("torchao")
@@ -289,8 +290,21 @@ class Block(nn.Module):
         return x + self.free(self.fixed(x).relu())
 
 
-@pytest.mark.parametrize("where", WHERE)
-def test_a_wrapper_in_a_wrapper(where, tmp_path):
+class Passing(nn.Module):
+    """Wraps its own weight for a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.free = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.free.weight.detach()
+        return x + nn.functional.linear(self.free(x).relu(), Halves(weight[:3], weight[3:]))
+
+
+def is_the_loop(block, where, folder, activations="device"):
+    """Returns: names of what the first block has."""
+
     def run(model, optimizer):
         losses = []
         for i in range(2):
@@ -307,16 +321,32 @@ def test_a_wrapper_in_a_wrapper(where, tmp_path):
     def built():
         torch.manual_seed(3)
         with torch.device("cpu"):
-            return nn.Sequential(*(Block() for _ in range(3)))
+            return nn.Sequential(*(block() for _ in range(3)))
 
     plain, model = built(), built()
     want = run(plain.to(DEVICE), trained(plain, fused=True))
-    with prepared(model, trained(model), where, tmp_path, depth=1) as (model, optimizer):
+    optimizer = trained(model)
+    plan = plan_for(model, optimizer, *where.split(), depth=1)
+    if activations != "device":
+        _, plan = forced(model, optimizer, where, policy="keep", activations=activations)
+    budget = outcore.Budget(disk=str(folder))
+    with outcore.prepare(model, optimizer, plan=plan, budget=budget, device=DEVICE) as (model, optimizer):
         assert_same(want, run(model, optimizer))
         assert_same(inside(plain), inside(model))
         assert {p.device.type for p in model.parameters()} == {DEVICE}
-        names = [spec.name for spec in engine_of(model, "test").units[1].spec.params]
-        assert {f"0.fixed.weight.{part}" for part in ("upper_upper", "upper_lower", "lower")} < set(names)
+        return {spec.name for spec in engine_of(model, "test").units[1].spec.params}
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_wrapper_in_a_wrapper(where, tmp_path):
+    parts = {f"0.fixed.weight.{part}" for part in ("upper_upper", "upper_lower", "lower")}
+    assert parts < is_the_loop(Block, where, tmp_path)
+
+
+@pytest.mark.parametrize(("where", "activations"), [*((where, "device") for where in WHERE), ("host", "disk")])
+def test_a_wrapper_for_a_call(where, activations, tmp_path):
+    """Around views of a weight that will be elsewhere in backward."""
+    is_the_loop(Passing, where, tmp_path, activations)
 
 
 def test_refused(folder, tmp_path):

@@ -30,6 +30,7 @@ from outcore.runtime.activations.room import Between
 from outcore.runtime.activations.saved import (
     Cast,
     Form,
+    Inside,
     Kept,
     Placed,
     by_place,
@@ -221,7 +222,7 @@ class _Packing:
         """What was stored, wherever it is."""
         if packed is None:
             raise UnsupportedError(escaped(self._where))
-        if isinstance(packed, Placed):
+        if isinstance(packed, Placed | Inside):
             return self._unpack(packed)
         if isinstance(packed, Kept):
             return packed.unchanged(self._where)

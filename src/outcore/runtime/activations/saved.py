@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
@@ -127,24 +128,26 @@ def hooks_on_saved(unit: Unit, pack: Pack, unpack: Callable[[Any], torch.Tensor]
 
     def take_apart(tensor: torch.Tensor) -> Any:
         if is_wrapped(tensor):
-            return _Inside(Wrapping(tensor), [pack(inner) for inner in tensors_in(tensor)])
+            return Inside(Wrapping(tensor), [pack(inner) for inner in tensors_in(tensor)])
         return pack(tensor)
 
     def put_together(packed: Any) -> torch.Tensor:
-        if type(packed) is not _Inside:
-            return unpack(packed)
-        made: torch.Tensor = packed.wrapping.around(map(unpack, packed.tensors))
-        return made
+        return packed.again(unpack) if type(packed) is Inside else unpack(packed)
 
     return torch.autograd.graph.saved_tensors_hooks(take_apart, put_together)
 
 
-class _Inside(NamedTuple):
+class Inside(NamedTuple):
     """A saved wrapper."""
 
     wrapping: Wrapping
     tensors: list[Any]
     """As they were packed."""
+
+    def again(self, unpack: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        """The wrapper."""
+        made: torch.Tensor = self.wrapping.around(map(unpack, self.tensors))
+        return made
 
 
 def by_place(unit: Unit, where: str, *, keeps: bool = True) -> tuple[Pack, Callable[[Any], torch.Tensor]]:
@@ -166,24 +169,42 @@ def by_place(unit: Unit, where: str, *, keeps: bool = True) -> tuple[Pack, Calla
             address = 0
         if address in slot:
             return Placed(tensor, address - slot.start)
+        if not address and is_wrapped(tensor):  # that a block has put around a view of its weight, maybe
+            return Inside(Wrapping(tensor), [_packed(inner, slot) for inner in tensors_in(tensor)])
         if not keeps:
             return None
         return Kept(tensor.detach(), tensor._version)  # detached: a result would keep its own node alive
 
-    def unpack(saved: Kept | Placed) -> torch.Tensor:
+    def unpack(saved: Kept | Placed | Inside) -> torch.Tensor:
         if isinstance(saved, Kept):
             return saved.unchanged(where)
-        now = unit.device_buffer()
-        if not unit.presence.num_calls:
-            raise UnsupportedError(escaped(where))
-        if now is None:
-            raise UnsupportedError(
-                f"{where}: expected its backward outside of outcore.gathered(), or its forward inside too, "
-                "but only backward is; policy keep saved its weights by their place on the device"
-            )
-        return saved.again(now.bytes)
+        if isinstance(saved, Inside):
+            return saved.again(partial(_found, unit, where))
+        return saved.again(_present_bytes(unit, where))
 
     return pack, unpack
+
+
+def _packed(tensor: torch.Tensor, slot: range) -> Kept | Placed:
+    tensor = tensor.resolve_neg()
+    address = tensor.data_ptr() if storage_of(tensor) else 0
+    return Placed(tensor, address - slot.start) if address in slot else Kept(tensor.detach(), tensor._version)
+
+
+def _found(unit: Unit, where: str, saved: Kept | Placed) -> torch.Tensor:
+    return saved.unchanged(where) if isinstance(saved, Kept) else saved.again(_present_bytes(unit, where))
+
+
+def _present_bytes(unit: Unit, where: str) -> torch.Tensor:
+    now = unit.device_buffer()
+    if not unit.presence.num_calls:
+        raise UnsupportedError(escaped(where))
+    if now is None:
+        raise UnsupportedError(
+            f"{where}: expected its backward outside of outcore.gathered(), or its forward inside too, "
+            "but only backward is; policy keep saved its weights by their place on the device"
+        )
+    return now.bytes
 
 
 class Kept(NamedTuple):
