@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -15,6 +17,10 @@ import pytest
 import torch
 
 from outcore.cli import main as cli
+
+# Transformers imports it at some time, and then it complains of what it cannot load.
+with warnings.catch_warnings(action="ignore"), suppress(ImportError):
+    import torchao  # noqa: F401
 
 _RENAMED_IN = (5, 23)
 _VERSION = tuple(int(part) for part in version("transformers").split(".")[:2])

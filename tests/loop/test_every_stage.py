@@ -92,6 +92,7 @@ def test_one_error_at_any_stage_is_said_and_training_never_goes_on(setting, name
     name = f"{name} blocks.1"
     with special(setting, tmp_path) as (model, optimizer):
         if setting.endswith("early"):  # every attempt is made, whatever the rates
+            monkeypatch.setattr("outcore.order.attempts.Attempts.wants_next", lambda _: True)
             monkeypatch.setattr("outcore.runtime.updates.early._Attempt.is_due", lambda _: True)
             monkeypatch.setattr("outcore.runtime.updates.early._Attempt.settle", lambda _: True)
         hit = fail_once(monkeypatch, optimizer, name, ZeroDivisionError("injected"))

@@ -96,6 +96,10 @@ def test_what_a_copy_reads_or_writes_is_not_given_back_before_it_is_over(tmp_pat
         with simulator.knobs(d2h_stall_s=60):
             model.loss(ids(1)).backward()
             optimizer.step()
+            heads, until = optimizer.engine.device._lanes._heads, time.monotonic() + 50
+            while not any(head.handle.name.startswith("update") for head in list(heads.values())):
+                assert time.monotonic() < until, "an update that waits for its gradients"
+                time.sleep(0.01)
             have_gone_on: list[bool] = []
 
             def go_on() -> None:

@@ -122,7 +122,7 @@ class PermutedLanes:
     def __init__(self, service: Service, seed: int) -> None:
         self.hang_up: Callable[[], None] | None = None
         """Ends waits for other ranks; None: there are none."""
-        self._meetings: dict[Lane, SimpleQueue[Operation | None]] = {}
+        self._meetings: dict[Lane, tuple[SimpleQueue[Operation | None], threading.Thread]] = {}
         self._under_way: list[Handle] = []
         """Meetings, and what waits behind one on its lane."""
         self._service = service
@@ -184,8 +184,10 @@ class PermutedLanes:
             if self._under_way and self.hang_up is not None:
                 self.hang_up()
         self._turns.put(None)
-        for meetings in self._meetings.values():
+        for meetings, thread in self._meetings.values():
             meetings.put(None)
+            if thread is not threading.current_thread():
+                thread.join(_END_S)
         self._thread.join()
 
     def _run_any(self) -> bool:
@@ -209,10 +211,11 @@ class PermutedLanes:
     def _begin_meeting(self, operation: Operation) -> None:
         lane = operation.lane
         if lane not in self._meetings:
-            meetings = self._meetings[lane] = SimpleQueue()
-            start_threads({f"outcore-{lane.value}": partial(self._meet, lane, meetings)})
+            meetings: SimpleQueue[Operation | None] = SimpleQueue()
+            (thread,) = start_threads({f"outcore-{lane.value}": partial(self._meet, lane, meetings)})
+            self._meetings[lane] = meetings, thread
         self._under_way.append(operation.handle)
-        self._meetings[lane].put(operation)
+        self._meetings[lane][0].put(operation)
 
     def _wait_for_others(self) -> bool:
         """For a moment, if a meeting is under way. Returns whether one was: it may have ended since anybody looked."""
