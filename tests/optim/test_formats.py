@@ -174,8 +174,10 @@ def test_a_rule_says_which_states_are_never_negative():
 
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
-def test_8_bits_are_those_of_bitsandbytes(name):
-    """The definition: maps, the scale of 256 elements, the nearest code (``argmin`` in its reference kernel)."""
+def test_8_bits_are_those_of_others(name):
+    """The definition of bitsandbytes: maps, the scale of 256 elements, the nearest code (``argmin`` in its reference
+    kernel). And what torchao does.
+    """
     x = random(2**14 + 77, 1) * random(2**14 + 77, 2).exp() ** 4
     x = x.square() if name == "exp_avg_sq" else x
     x[:256] = 0
@@ -193,6 +195,11 @@ def test_8_bits_are_those_of_bitsandbytes(name):
     got = decode(name, states, codes, room)
     assert torch.equal(got[256:], (table[states[name].long()][256:] * scale.repeat_interleave(256)[256 : len(x)]))
     assert not got[:256].any()
+    ao = pytest.importorskip("torchao.optim.quant_utils")
+    table = torch.tensor(ao.create_dynamic_map(signed=name == "exp_avg"))
+    normed, scale = ao.scale_tensor(padded[1:].reshape(-1), 256)
+    assert torch.equal(states[name][256:], ao.quantize_8bit_with_qmap(normed, table)[: len(x) - 256])
+    assert torch.equal(states[f"{name}_absmax"][1:], scale)
 
 
 def dynamic_map(*, is_signed):
