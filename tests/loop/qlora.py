@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from plans import forced
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import outcore
 from outcore.planning.units.wrapped import tensors_in
+from outcore.saving.checkpoint import load_checkpoint, save_checkpoint
 
 from . import test_in_pieces
-from .rig import DEVICE, assert_same
+from .rig import DEVICE, assert_same, prepared
 from .test_transformers import ids
 
 LORA = LoraConfig(task_type="CAUSAL_LM", r=4, lora_dropout=0.1, target_modules="all-linear", init_lora_weights=False)
@@ -94,6 +95,24 @@ def is_the_plain_loop(
         assert_same(list(state.values()), list(inside(model).values()))
     if traced:
         torch._dynamo.reset()
+
+
+def goes_on(load: Callable[[], Any], base: Callable[[], Any], folder: Path) -> None:
+    """From a checkpoint, on another tier; and PEFT has the adapters. Args: base: Makes the model without adapters."""
+    model = load()
+    with prepared(model, trained(model), "host", folder) as (model, optimizer):
+        drive(model, optimizer)
+        save_checkpoint(model, optimizer, folder / "saved", step=2, wait=True)
+        outcore.save_pretrained(model, folder / "adapters")
+        want, state = drive(model, optimizer), inside(model)
+    model = load()
+    with prepared(model, trained(model), "disk", folder, policy="keep") as (model, optimizer):
+        load_checkpoint(model, optimizer, folder / "saved")
+        adapters = {k: v for k, v in model.state_dict().items() if "lora_" in k}
+        assert_same(want, drive(model, optimizer))
+        assert_same(state, inside(model))
+    again = PeftModel.from_pretrained(base(), folder / "adapters").state_dict()
+    assert_same(adapters, {k: v for k, v in again.items() if "lora_" in k})
 
 
 def inside(model: Any) -> dict[str, torch.Tensor]:

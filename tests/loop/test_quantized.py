@@ -28,6 +28,7 @@ from .qlora import (
     adapted,
     base_of,
     drive,
+    goes_on,
     is_the_plain_loop,
     same_in_pieces,
     saved,
@@ -202,20 +203,7 @@ def test_a_damaged_checkpoint_in_8_bits(folder, tmp_path):
 
 @pytest.mark.parametrize("kind", ["nf4 nested", "int8"])
 def test_saved_and_resumed(kind, folder, tmp_path):
-    model = loaded(folder, kind)
-    with prepared(model, trained(model), "host", tmp_path) as (model, optimizer):
-        drive(model, optimizer)
-        save_checkpoint(model, optimizer, tmp_path / "saved", step=2, wait=True)
-        outcore.save_pretrained(model, tmp_path / "adapters")
-        want, state = drive(model, optimizer), dict(model.state_dict())
-    model = loaded(folder, kind)
-    with prepared(model, trained(model), "disk", tmp_path, policy="keep") as (model, optimizer):
-        load_checkpoint(model, optimizer, tmp_path / "saved")
-        adapters = {k: v for k, v in model.state_dict().items() if "lora_" in k}
-        assert_same(want, drive(model, optimizer))
-        assert_same(state, dict(model.state_dict()))
-    again = PeftModel.from_pretrained(unadapted(folder, kind), tmp_path / "adapters").state_dict()
-    assert_same(adapters, {k: v for k, v in again.items() if "lora_" in k})
+    goes_on(lambda: loaded(folder, kind), lambda: unadapted(folder, kind), tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["nf4 nested", "int8"])

@@ -30,6 +30,7 @@ from .qlora import (
     adapted,
     base_of,
     drive,
+    goes_on,
     inside,
     is_the_plain_loop,
     same_in_pieces,
@@ -155,20 +156,7 @@ def test_quantised_as_it_is_read(kind, where, folder, tmp_path):
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_saved_and_resumed(kind, folder, tmp_path):
-    model = loaded(folder, kind)
-    with prepared(model, trained(model), "host", tmp_path) as (model, optimizer):
-        drive(model, optimizer)
-        save_checkpoint(model, optimizer, tmp_path / "saved", step=2, wait=True)
-        outcore.save_pretrained(model, tmp_path / "adapters")
-        want, state = drive(model, optimizer), inside(model)
-    model = loaded(folder, kind)
-    with prepared(model, trained(model), "disk", tmp_path, policy="keep") as (model, optimizer):
-        load_checkpoint(model, optimizer, tmp_path / "saved")
-        adapters = {k: v for k, v in model.state_dict().items() if "lora_" in k}
-        assert_same(want, drive(model, optimizer))
-        assert_same(state, inside(model))
-    again = PeftModel.from_pretrained(base(folder, kind), tmp_path / "adapters").state_dict()
-    assert_same(adapters, {k: v for k, v in again.items() if "lora_" in k})
+    goes_on(lambda: loaded(folder, kind), lambda: base(folder, kind), tmp_path)
     with pytest.warns(UserWarning, match="were quantised before outcore had them"):
         export_checkpoint(tmp_path / "saved", tmp_path / "merged", "hf", merge=True)
     full = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
