@@ -22,7 +22,6 @@ from outcore.cli.train.data.records import COLUMNS, Kind, Record, Rows
 from outcore.cli.train.methods import FINE_TUNING, Method
 from outcore.core.errors import ConfigError
 
-datasets.disable_progress_bars()
 _HUB_NAME = re.compile(r"(?P<id>[\w.-]+(/[\w.-]+)?)(:((?P<config>[\w.-]+):)?(?P<split>\w+(\[.*\])?))?")
 _BATCH_ROWS, _BATCH_BYTES = 1000, 2**22  # what is written at once, and so what is decoded at once later
 
@@ -57,6 +56,7 @@ def load_data(name: str, *, flag: str, cache: Path, method: Method = FINE_TUNING
 
     Memory: host, a few MiB, or one row where that is more.
     """
+    datasets.disable_progress_bars()  # of this data set, and of what TRL makes of it
     try:
         with _new_folder(name, cache) as folder:
             return _build(name, folder, method)
