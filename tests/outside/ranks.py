@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--fixed", action="store_true", help="the cases of the suite instead")
+    parser.add_argument("--first", type=int, default=0, help="number of the first of these")
     parser.add_argument("--cut", action="store_true", help="weights are cut over ranks")
     parser.add_argument("--loop", default="6 3", help="micro-batches of all ranks in a step, and steps")
     parser.add_argument("--batch", type=int, default=20, help="cases of one launch")
@@ -35,7 +36,7 @@ def main() -> None:
     from ranks.conftest import launch
 
     began_s = time.monotonic()
-    fixed = (CUT if options.cut else CASES)[: options.cases]
+    fixed = (CUT if options.cut else CASES)[options.first :][: options.cases]
     cases = fixed if options.fixed else list(random_cases(options.seed, options.cases, cut=options.cut))
     wrong = 0
     machine = {"LOCAL_WORLD_SIZE": str(options.per_node)} if options.per_node else {}
@@ -50,7 +51,9 @@ def main() -> None:
             assert all(one == ranks[0] for one in ranks), "ranks differ from one another"
             told[num_ranks] = ranks[0]
         for i, case in enumerate(batch):
-            found = [told[num_ranks][i] for num_ranks in options.ranks]
+            # One rank adds gradients of a block that is called twice in an order of its own (docs/exceptions.md).
+            counts = [num_ranks for num_ranks in options.ranks if num_ranks > 1 or case.kind != "backwards"]
+            found = [told[num_ranks][i] for num_ranks in counts]
             if any(one != found[0] for one in found) or found[0]["weights"] != wanted[i]:
                 wrong += 1
                 print(f"wrong: {case.name}: {wanted[i]} {found}", flush=True)

@@ -1,5 +1,7 @@
 """Bytes between ranks: what the plan lists, what lanes count, and what the interface has seen.
 
+Weights are whole on each rank, cut over all of them, or one copy in host memory.
+
     unshare --net sh -c "ip link set lo up; python tests/outside/ranks_wire.py"
 
 ``unshare`` gives the ranks a loopback interface of their own, whose counters nobody else moves.
@@ -8,6 +10,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -19,7 +22,9 @@ sys.path.insert(0, str(TESTS))
 os.environ.setdefault("OUTCORE_HARDWARE", "none")
 
 STEPS, MICRO_BATCHES = 10, 2
-RUN = "from outside.ranks_wire import rank; rank(sys.argv[1])"
+LANES = ("reduce", "gather", "link")
+WAYS = (("replicate", "link"), ("world", "link"), ("node", "host"))
+RUN = "from outside.ranks_wire import rank; rank(*sys.argv[1:])"
 
 
 def received_bytes() -> int:
@@ -28,11 +33,11 @@ def received_bytes() -> int:
     return int(line.split(":")[1].split()[0])
 
 
-def rank(folder: str) -> None:
+def rank(folder: str, partition: str, gather: str) -> None:
     """One of them."""
     import torch
     from plans import forced
-    from ranks.cases import Block, Net, adamw
+    from ranks.cases import Block, Net
 
     import outcore
     from outcore.planning.paper.schedule import schedule, usual_visits
@@ -41,8 +46,9 @@ def rank(folder: str) -> None:
     num_ranks = int(os.environ["WORLD_SIZE"])
     torch.manual_seed(0)
     model = Net("plain", width=384, num_blocks=4).bfloat16()
-    optimizer = adamw(model)
-    spec, plan = forced(model, optimizer, "host", units=[Block], num_ranks=num_ranks)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    ways = {"num_ranks": num_ranks, "partition": partition, "gather": gather}
+    spec, plan = forced(model, optimizer, "host", units=[Block], **ways)
     listed = schedule(spec, plan, usual_visits(spec, MICRO_BATCHES)).moved_bytes()
     budget = outcore.Budget(disk=folder)
     model, optimizer = outcore.prepare(model, optimizer, plan=plan, units=[Block], budget=budget, device="cpu")
@@ -60,9 +66,9 @@ def rank(folder: str) -> None:
     counted, seen = optimizer.traffic(), received_bytes()
     steps(STEPS)
     found = {"interface": (received_bytes() - seen) / STEPS}
-    for lane in ("reduce", "gather"):
-        found[lane] = (optimizer.traffic()[lane] - counted[lane]) / STEPS
-        found[f"{lane} of the plan"] = listed[lane]
+    for lane in LANES:
+        found[lane] = (optimizer.traffic().get(lane, 0) - counted.get(lane, 0)) / STEPS
+        found[f"{lane} of the plan"] = listed.get(lane, 0)
     outcore.close(model)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
@@ -75,13 +81,12 @@ def main() -> None:
     options = parser.parse_args()
     from ranks.conftest import launch
 
-    for num_ranks in options.ranks:
+    for num_ranks, way in itertools.product(options.ranks, WAYS):
         with tempfile.TemporaryDirectory(dir=Path.home()) as folder:
-            found = json.loads(launch(RUN, num_ranks, [folder], timeout_s=240)[0])
-        of_plan = num_ranks * (found["reduce of the plan"] + found["gather of the plan"])
-        print(
-            json.dumps({"ranks": num_ranks, **found, "interface over plan": found["interface"] / of_plan}), flush=True
-        )
+            found = json.loads(launch(RUN, num_ranks, [folder, *way], timeout_s=240)[0])
+        of_plan = num_ranks * sum(found[f"{lane} of the plan"] for lane in LANES)
+        facts = {"ranks": num_ranks, "weights": " ".join(way), **found}
+        print(json.dumps({**facts, "interface over plan": found["interface"] / of_plan}), flush=True)
 
 
 if __name__ == "__main__":
