@@ -22,9 +22,10 @@ from .models import layered, unit
 WAYS = [("replicate", "link"), ("node", "link"), ("world", "link"), ("node", "host")]
 
 
-def model_of(num_ranks: int = 1, rank: int = 0, per_node: int | None = None) -> ModelSpec:
-    model = dataclasses.replace(layered(0), units=(unit("", 100), *(unit(f"u.{i}", 70_001, 50_003) for i in range(3))))
-    return model.among(num_ranks, rank, per_node)
+def model_of(num_ranks: int = 1, rank: int = 0, per_node: int | None = None, *, frozen: int = 50_003) -> ModelSpec:
+    trained = 70_001 if frozen < 100_000 else 900
+    units = (unit("", 100), *(unit(f"u.{i}", trained, frozen) for i in range(3)))
+    return dataclasses.replace(layered(0), units=units).among(num_ranks, rank, per_node)
 
 
 def plan_of(model: ModelSpec, partition: str, gather: str, tier: str = "host") -> Plan:
@@ -54,12 +55,14 @@ def test_sharers_have_every_byte_once_and_at_its_place(num_ranks, per_node, part
     for rank, home in enumerate(homes):
         spec = home.spec
         assert home.taken_bytes * sharers == spec.weight_bytes
-        own = next(run for run in home.runs() if run.layout == rank * spec.run_bytes)
         start, stop = home.updated
-        assert own == home.own_run(is_trained=True)
+        own = home.own_run(is_trained=True)
+        assert own.layout == rank * spec.run_bytes
         assert own.home == start + home.own_start
         assert own.home + own.nbytes <= stop
-        assert home.own_run(is_trained=False) in home.runs()
+        for mine in (own, home.own_run(is_trained=False)):
+            holder = next(run for run in home.runs() if run.layout <= mine.layout < run.layout + run.nbytes)
+            assert mine.home - holder.home == mine.layout - holder.layout
         for (begin, end), run in zip(home.together(), home.runs(), strict=True):
             assert begin <= run.layout < end
             assert (run.layout - begin) // run.nbytes == rank % sharers
@@ -107,6 +110,27 @@ def test_of_one_copy_whole_units_are_fetched_and_each_rank_writes_its_run():
     assert all(run in [(access.start, access.stop) for access in op.writes] for op in updates)
     first = next(i for i, op in enumerate(found) if op.kind == "wait for readers of")
     assert all(first in op.after for op in updates)
+
+
+@pytest.mark.parametrize("partition", ["node", "world"])
+def test_few_trained_weights_stay_whole(partition):
+    """A fetch is one all-gather, of what is frozen; new weights come from all ranks."""
+    few = model_of(4, 3, 2, frozen=200_003)
+    spec, plan = few.units[1], plan_of(few, partition, "link")
+    home = weights_home(spec, plan.units[1])
+    whole, *frozen = home.runs()
+    assert (whole.home, whole.layout, whole.nbytes) == (0, 0, spec.trainable_bytes)
+    assert home.together()[0] == (0, spec.trainable_bytes)
+    assert home.taken_bytes == spec.trainable_bytes + sum(run.nbytes for run in frozen)
+    assert sum(run.nbytes for run in frozen) * home.num_sharers == 4 * spec.frozen_run_bytes
+    assert home.updated == (0, spec.trainable_bytes)
+    assert home.own_start == home.own_run(is_trained=True).home == 3 * spec.run_bytes
+    found = schedule(few, plan, usual_visits(few)).operations
+    linked, sent = (([op for op in found if op.lane == lane and op.unit]) for lane in ("link", "gather"))
+    assert all(op.nbytes == 4 * spec.frozen_run_bytes * (home.num_sharers - 1) // home.num_sharers for op in linked)
+    assert [op.nbytes for op in sent] == [3 * spec.run_bytes] * 3
+    many = model_of(4, 3, 2)
+    assert weights_home(many.units[1], plan_of(many, partition, "link").units[1]).trained_sharers == home.num_sharers
 
 
 def test_one_rank_has_all_whatever_the_plan_says():

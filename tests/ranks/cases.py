@@ -60,6 +60,9 @@ class Net(nn.Module):
             self.embed.requires_grad_(False)
             self.blocks[1].requires_grad_(False)
             self.blocks[2].up.requires_grad_(False)
+        if kind == "few":
+            for name, param in self.blocks.named_parameters():
+                param.requires_grad_("norm" in name or "bias" in name)
 
     def forward(self, ids: torch.Tensor, number: int) -> torch.Tensor:
         x = self.embed(ids)
@@ -75,6 +78,7 @@ class Net(nn.Module):
 
 def build(kind: str, dtype: str, width: int = 21) -> nn.Module:
     torch.manual_seed(3)
+    width = 160 if kind == "few" else width  # so that what is trained is small beside a rank's part of the rest
     model = Net(kind, width).to(DEVICE, getattr(torch, dtype)).train()
     if kind == "lora":
         model.requires_grad_(False)
@@ -153,12 +157,15 @@ CUT = [
     Case("tied", "bfloat16", states="8bit", masters="compact", clip=0.3, partition="world", homes="mixed"),
     Case("routes", "bfloat16", masters="compact", clip=0.3, partition="node", gather="host", delays=3),
     Case("absent", homes="disk", optim="Muon", partition="world"),
+    Case("few", "bfloat16", homes="mixed", clip=0.3, delays=3, partition="world"),
+    Case("few", homes="device", share=1.0, clip=0.3, depth=1, partition="world"),
 ]
 """Weights cut over ranks."""
 MACHINES = [
     Case("tied", homes="disk", partition="node"),
     Case("frozen", "bfloat16", homes="device", depth=1, partition="node"),
     Case("absent", share=1.0, delays=7, partition="node"),
+    Case("few", "bfloat16", homes="mixed", partition="node"),
     Case("routes", "bfloat16", clip=1e9, delays=3, partition="node", gather="host"),
     Case("frozen", share=1.0, partition="node", gather="host"),
     Case("plain", "bfloat16", depth=1, partition="world"),

@@ -18,6 +18,8 @@ CASES = [
     Case("frozen", "bfloat16", share=1.0, clip=0.3, delays=7, partition="world"),
     Case("routes", "bfloat16", states="8bit", masters="compact", share=1.0, partition="node", gather="host"),
     Case("absent", homes="disk", optim="Muon", clip=0.3),
+    Case("few", "bfloat16", homes="mixed", clip=0.3, partition="world"),
+    Case("few", homes="device", share=1.0, partition="world"),
 ]
 
 

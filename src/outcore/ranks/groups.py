@@ -106,7 +106,11 @@ class Links:
             received.copy_(target)
 
     def gather(self, whole: torch.Tensor, mine: torch.Tensor) -> None:
-        """The runs of all ranks."""
+        """The runs of all ranks. Nothing is sent if this one has all that there is."""
+        if mine.numel() == whole.numel():
+            if mine.data_ptr() != whole.data_ptr():
+                whole.copy_(mine)
+            return
         target, source = self._reachable(whole, mine)
         if target.is_cpu:
             self.gather_runs(target.chunk(distributed.get_world_size(self.host)), source)

@@ -243,7 +243,7 @@ class World:
         Args:
             facts: As they were when this was submitted.
             unit: Its label.
-            pieces: Of a slot, and this rank's run of it (1D uint8).
+            pieces: Of a slot, and this rank's run of it (1D uint8), or all of it.
             num_sharers: So many ranks share them.
         """
         links = self._cuts[num_sharers, True]

@@ -6,6 +6,8 @@ and behind them those of the frozen piece. So its own run, which it updates, is 
 what one all-gather puts together. R / L ranks have the same runs; after an update they send one another their own.
 With one sharer a rank has all runs, in the order of the weights layout. Where sharers see one copy in host memory, that
 has all runs, too, and each rank writes those that it would have.
+The trainable piece of a unit that is mostly frozen (adapters) stays whole on each rank where that adds little: then a
+fetch waits for one all-gather, not for two.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ from typing import NamedTuple
 
 from outcore.spec.model import Part, Sharing, UnitSpec
 from outcore.spec.plan import Tier, UnitPlan
+
+_SMALL = 4
+"""So many times smaller than what a rank has of the frozen piece must a trainable piece be that is whole on each."""
 
 
 class Run(NamedTuple):
@@ -34,6 +39,8 @@ class WeightsHome:
 
     spec: UnitSpec
     num_sharers: int
+    trained_sharers: int
+    """Of the trainable piece: as many, or 1."""
     is_one_copy: bool
     """Sharers see one copy."""
     is_cut: bool
@@ -41,7 +48,7 @@ class WeightsHome:
     is_resident: bool
     """All weights stay on the device, so that nothing is fetched."""
     num_copies: int
-    """Ranks that have the same runs."""
+    """Ranks that have the same runs of the trainable piece."""
     taken_bytes: int
     """What this rank takes of its tier."""
     nbytes: int
@@ -58,7 +65,7 @@ class WeightsHome:
     @property
     def own_start(self) -> int:
         """Where this rank's own run begins among ``updated``."""
-        return 0 if self.is_one_copy else self.spec.rank // self.num_sharers * self.spec.run_bytes
+        return 0 if self.is_one_copy else self.spec.rank // self.trained_sharers * self.spec.run_bytes
 
     @property
     def own_parts(self) -> tuple[Part, ...]:
@@ -68,22 +75,27 @@ class WeightsHome:
 
     def runs(self) -> list[Run]:
         """What this rank alone of all sharers has, or writes."""
-        spec, first = self.spec, self.spec.rank % self.num_sharers
-        found, begin = [], 0
-        for piece, run in ((0, spec.run_bytes), (spec.trainable_bytes, spec.frozen_run_bytes)):
-            for i in range(self.num_copies if run else 0):
-                layout = piece + (i * self.num_sharers + first) * run
-                found.append(Run(begin + i * run if self.is_cut else layout, layout, run))
-            begin += self.num_copies * run
+        spec, found, begin = self.spec, list[Run](), 0
+        for piece, run, sharers in self._pieces:
+            count, nbytes = (1, spec.num_ranks * run) if sharers == 1 else (spec.num_ranks // sharers, run)
+            for i in range(count if run else 0):
+                layout = piece + (i * sharers + spec.rank % sharers) * nbytes
+                found.append(Run(begin + i * nbytes if self.is_cut else layout, layout, nbytes))
+            begin += count * nbytes
         return found
 
     def own_run(self, *, is_trained: bool) -> Run:
         """The run that this rank alone of all ranks counts as its own."""
-        spec, mine = self.spec, self.spec.rank // self.num_sharers
-        frozen = Run(self.num_copies * spec.run_bytes, spec.trainable_bytes, spec.frozen_run_bytes)
-        begin, layout, run = Run(0, 0, spec.run_bytes) if is_trained else frozen
-        layout += spec.rank * run
-        return Run(begin + mine * run if self.is_cut else layout, layout, run)
+        spec, (piece, run, sharers) = self.spec, self._pieces[0 if is_trained else 1]
+        begin, layout = 0 if is_trained else self.num_copies * spec.run_bytes, piece + spec.rank * run
+        return Run(begin + spec.rank // sharers * run if self.is_cut else layout, layout, run)
+
+    @property
+    def _pieces(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """Of what is trained and of what is frozen: first byte in the weights layout, size of a run, sharers."""
+        spec = self.spec
+        frozen = (spec.trainable_bytes, spec.frozen_run_bytes, self.num_sharers)
+        return (0, spec.run_bytes, self.trained_sharers), frozen
 
     def here(self, part: Part) -> Iterator[Run]:
         """What this rank has, or writes, of a part of the weights layout."""
@@ -97,9 +109,12 @@ class WeightsHome:
 
     def together(self) -> list[tuple[int, int]]:
         """The bytes [start, stop) of the weights layout that sharers put together at once, in the order of ``runs``."""
-        place = self.spec.rank % self.num_sharers
-        starts = [(run.layout - place * run.nbytes, self.num_sharers * run.nbytes) for run in self.runs()]
-        return [(start, start + nbytes) for start, nbytes in starts]
+        found, rank = list[tuple[int, int]](), self.spec.rank
+        for run in self.runs():
+            sharers = self.trained_sharers if run.layout < self.spec.trainable_bytes else self.num_sharers
+            start = run.layout - rank % sharers * run.nbytes
+            found.append((start, start + sharers * run.nbytes))
+        return found
 
 
 def weights_home(spec: UnitSpec, unit: UnitPlan) -> WeightsHome:
@@ -112,12 +127,16 @@ def weights_home(spec: UnitSpec, unit: UnitPlan) -> WeightsHome:
 
 def _weights_home(spec: UnitSpec, unit: UnitPlan) -> WeightsHome:
     sharers = {"replicate": 1, "node": spec.ranks_per_node, "world": spec.num_ranks}[unit.partition]
-    copies, is_one_copy = spec.num_ranks // sharers, unit.gather == "host" and sharers > 1
-    is_cut, taken = sharers > 1 and not is_one_copy, copies * (spec.run_bytes + spec.frozen_run_bytes)
-    first, run = spec.rank, spec.run_bytes
+    is_one_copy = unit.gather == "host" and sharers > 1
+    is_cut, frozen = sharers > 1 and not is_one_copy, spec.num_ranks // sharers * spec.frozen_run_bytes
+    is_small = is_cut and _SMALL * spec.trainable_bytes <= frozen
+    trained_sharers = 1 if is_small else sharers
+    copies, first, run = spec.num_ranks // trained_sharers, spec.rank, spec.run_bytes
+    taken = copies * run + frozen
     return WeightsHome(
         spec=spec,
         num_sharers=sharers,
+        trained_sharers=trained_sharers,
         is_one_copy=is_one_copy,
         is_cut=is_cut,
         is_resident=unit.weights == "device" and not is_cut,

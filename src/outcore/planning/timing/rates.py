@@ -104,7 +104,7 @@ class Rates:
         if spec.num_ranks == 1:
             return 0.0
         home = weights_home(spec, plan)
-        way: Way = "gather" if home.num_sharers == 1 else "copies"
+        way: Way = "gather" if home.trained_sharers == 1 else "copies"
         where: Way = ("host gather" if way == "gather" else "host copies") if _gathers_on_host(plan) else way
         return self.move_s(where, (home.num_copies - 1) * spec.run_bytes)
 

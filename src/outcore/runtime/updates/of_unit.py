@@ -162,7 +162,7 @@ class UnitUpdate:
         if world is None:
             raise AssertionError("weights are gathered by one rank alone")
         if not cut.is_one_copy:
-            return partial(world.gather, world.facts, unit.label, weights.memory.bytes, cut.num_sharers)
+            return partial(world.gather, world.facts, unit.label, weights.memory.bytes, cut.trained_sharers)
         copy = unit.ledger.weights.memory.bytes[: unit.spec.trainable_bytes]
         return partial(world.fill_copy, world.facts, unit.label, copy, cut.num_sharers)
 
