@@ -151,6 +151,23 @@ def test_workers_are_bound_to_nodes_in_proportion(topology, spare, counts):
     assert len(places) == sum(counts)
 
 
+@pytest.mark.parametrize(
+    ("topology", "of_each"),
+    [
+        (nodes(4, 4), [[1, 0]] * 4 + [[0, 1]] * 4),
+        (nodes(8, 8), [[2, 0]] * 4 + [[0, 2]] * 4),
+        (nodes(8, 4), [[4, 0], [4, 0], [0, 4]]),
+        (nodes(4, 4), [[2, 0], [1, 1], [0, 2]]),
+        (nodes(2, 2), [[1, 0]] * 3 + [[0, 1]] * 3),  # more than there are cores
+    ],
+)
+def test_processes_deal_nodes_out(topology, of_each):
+    for place, counts in enumerate(of_each):
+        places = worker_cpus(topology, spare_cores=0, sharers=(place, len(of_each)))
+        assert [places.count(node.cpus) for node in topology.nodes] == counts
+    assert worker_cpus(nodes(8), spare_cores=1, sharers=(3, 4)) == [None]
+
+
 @pytest.mark.parametrize(("spare", "count"), [(0, 4), (1, 3), (4, 1)])
 def test_with_one_node_nobody_is_bound(spare, count):
     assert worker_cpus(nodes(4), spare_cores=spare) == [None] * count

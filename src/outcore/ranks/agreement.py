@@ -99,12 +99,12 @@ def least_limits(world: World, mine: Limits) -> Limits:
     )
 
 
-def core_sharers(world: World) -> int:
-    """Ranks of this machine, this one among them, that may run on cores of its own. A collective.
+def core_sharers(world: World) -> tuple[int, int]:
+    """Ranks of this machine, this one among them, that may run on cores of its own: its place, and how many they are.
 
-    Launchers may bind ranks to cores near their GPUs (``torchrun --numa-binding``, Slurm).
+    Launchers may bind ranks to cores near their GPUs (``torchrun --numa-binding``, Slurm). A collective.
     """
     mine = sorted(os.sched_getaffinity(0))
     first = world.rank // world.local_size * world.local_size
-    near = world.all_of(mine)[first : first + world.local_size]
-    return sum(not set(mine).isdisjoint(cpus) for cpus in near)
+    near = [not set(mine).isdisjoint(cpus) for cpus in world.all_of(mine)[first : first + world.local_size]]
+    return sum(near[: world.rank - first]), sum(near)

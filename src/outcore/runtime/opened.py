@@ -67,8 +67,8 @@ class Opened:
             spare = 0 if device.computes_on_host else 1  # for whoever gives the device its work
             whole = has_updates and any(p.is_whole for unit in model.units for p in unit.trainable)
             on_host |= whole and device.computes_on_host  # where staged updates need the same threads
-            sharers = 1 if world is None else core_sharers(world)
-            self.workers = UpdateWorkers(spare_cores=spare, num_sharers=sharers, has_whole=whole) if on_host else None
+            sharers = (0, 1) if world is None else core_sharers(world)
+            self.workers = UpdateWorkers(spare_cores=spare, sharers=sharers, has_whole=whole) if on_host else None
             if self.workers is not None:
                 self._closing.callback(self.workers.close)
             self._closing.callback(self._stop)

@@ -48,7 +48,7 @@ class UpdateWorkers(Closing):
         num_workers: int | None = None,
         *,
         spare_cores: int = 0,
-        num_sharers: int = 1,
+        sharers: tuple[int, int] = (0, 1),
         has_whole: bool = False,
     ) -> None:
         """Start the threads.
@@ -56,11 +56,12 @@ class UpdateWorkers(Closing):
         Args:
             num_workers: So many, anywhere. Default: one per core, see ``worker_cpus``.
             spare_cores: Cores to leave to others.
-            num_sharers: Processes that deal these cores out among them.
+            sharers: See ``worker_cpus``.
             has_whole: Some parameters are updated as a whole. See [Note: whole parameters].
         """
-        shares = {"spare_cores": spare_cores, "num_sharers": num_sharers}
-        cpus = [None] * num_workers if num_workers else worker_cpus(read_topology(), **shares)
+        cpus: list[frozenset[int] | None] = [None] * (num_workers or 0)
+        if not num_workers:
+            cpus = worker_cpus(read_topology(), spare_cores=spare_cores, sharers=sharers)
         self.num_workers = len(cpus)
         self.sizes = BlockSizes(self.num_workers)
         self._pid = os.getpid()
@@ -136,7 +137,9 @@ class UpdateWorkers(Closing):
             self._lock.release()
 
 
-def worker_cpus(topology: Topology, *, spare_cores: int, num_sharers: int = 1) -> list[frozenset[int] | None]:
+def worker_cpus(
+    topology: Topology, *, spare_cores: int, sharers: tuple[int, int] = (0, 1)
+) -> list[frozenset[int] | None]:
     """Where update workers run: the CPUs that each of them is bound to, or None: any.
 
     There is one worker per core that this process may keep busy. With several NUMA nodes each worker is bound to one of
@@ -147,15 +150,18 @@ def worker_cpus(topology: Topology, *, spare_cores: int, num_sharers: int = 1) -
     Args:
         topology: Of this machine.
         spare_cores: Cores to leave to others.
-        num_sharers: Processes that deal the cores out among them.
+        sharers: Processes that deal the cores out among them: this one's place, and how many they are. The first ones
+            have those of the first nodes.
     """
+    place, num_sharers = sharers
     num_workers = max(1, topology.num_cores // num_sharers - spare_cores)
     if len(topology.nodes) == 1:
         return [None] * num_workers
     counts = dict.fromkeys(topology.nodes, 0)
-    for _ in range(num_workers):
+    for _ in range(num_workers * num_sharers):
         counts[min(counts, key=lambda node: (counts[node] + 1) / node.num_cores)] += 1
-    return [node.cpus for node, count in counts.items() for _ in range(count)]
+    places = [node.cpus for node, count in counts.items() for _ in range(count)]
+    return list(places[place * num_workers : (place + 1) * num_workers])
 
 
 def _end(queues: Sequence[SimpleQueue[_Share | None]], is_stopped: threading.Event, pid: int) -> None:
