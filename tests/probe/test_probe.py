@@ -28,7 +28,7 @@ from outcore.memory.limits import host_bytes
 from outcore.planning.timing.counted import counted_work
 from outcore.planning.timing.known_hardware import known_hardware
 from outcore.planning.units.partition import partition
-from outcore.probe import kept, work
+from outcore.probe import kept, links, work
 from outcore.probe.kept import Machine
 from outcore.probe.loads import Load, speeds
 from outcore.probe.measure import MIB, Effort, measure
@@ -263,3 +263,43 @@ def test_the_command_says_and_writes(tmp_path):
 def test_bad_input_is_refused_before_anything_is_measured(options, message):
     with pytest.raises(OutcoreError, match=message):
         probe(**({"disks": [], "device": DEVICE, "out": None} | options))
+
+
+class Node:
+    """Ranks of which each gets so many bytes per second from others of its node, in no real time."""
+
+    def __init__(self, size: int, local_size: int) -> None:
+        self.rank, self.size, self.local_size, self.now_s = 0, size, local_size, 0.0
+        self.join_lanes = self.open_groups = self.all_of = lambda _: None
+
+    def all_gather(
+        self, _facts: str, _unit: str, pieces: list[tuple[torch.Tensor, torch.Tensor]], sharers: int
+    ) -> None:
+        ((whole, mine),) = pieces
+        assert (sharers, whole.numel()) == (self.local_size, self.local_size * mine.numel())
+        self.now_s += 1e-3 + (whole.numel() - mine.numel()) / 1e8
+
+    def exchange(self, _bits: bytes, bucket: torch.Tensor, received: torch.Tensor, _unit: str) -> None:
+        run = bucket.numel() // self.size
+        assert received.numel() == bucket.numel() == self.size * run
+        self.now_s += 2e-3 + self.local_size * (self.size - self.local_size) * run / 1e9
+
+    def from_first(self, value: tuple[float, float]) -> tuple[float, float]:
+        return value
+
+
+@pytest.mark.parametrize(("size", "per_node"), [(4, 4), (8, 4), (3, 1)])
+def test_what_is_between_ranks(size, per_node, monkeypatch):
+    node = Node(size, per_node)
+    monkeypatch.setattr(links.time, "perf_counter", lambda: node.now_s)
+    monkeypatch.setattr(links, "usual_speed", lambda *_: 1e9)  # of copies to GPUs: nobody shares a way
+    with closing(OPENED()) as device:
+        found = links.measure_links(node, device, (MIB // 4, MIB))
+    assert (found.links is None, found.network is None) == (per_node == 1, size == per_node)
+    if found.links is not None:
+        assert (found.links.bytes_per_s, found.links.host_bytes_per_s) == pytest.approx((1e8, 1e8))
+        assert found.links.latency_s == pytest.approx(1e-3)
+        assert (found.links.on_bus, found.links.through_host, found.links.devices_per_port) == (1, 1, 1)
+    if found.network is not None:
+        assert found.network.bytes_per_s == pytest.approx(1e9)
+        assert found.network.latency_s == pytest.approx(2e-3)

@@ -22,6 +22,7 @@ from outcore.cli.train.crew import Crew, SaidElsewhereError
 from outcore.cli.train.spawn import num_processes
 from outcore.core.errors import ConfigError, LaneError
 from outcore.core.ranks import OtherRankError
+from outcore.spec.hardware import Hardware
 
 from .cases import DEVICE
 from .conftest import TESTS, launch_and_wait, start
@@ -148,6 +149,30 @@ def test_two_ranks_train_what_one_does(method, trained, tmp_path):
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
+LITTLE = """
+from outcore.probe import kept, links
+from outcore.probe.measure import MIB, Effort
+least = Effort(window_s=0.004, buffer_bytes=2 * MIB, sizes=(MIB // 16, MIB), disk_bytes=4 * MIB, steps=2)
+kept._EFFORTS = {"whole": least}
+links._TIMES = 1
+"""
+
+
+def test_ranks_measure_what_is_between_them(tmp_path):
+    """Plans for ranks on this machine are made for that."""
+    out = tmp_path / "hardware.json"
+    arguments = ["probe", "--device", "cpu", "--out", str(out)]
+    cache = {"XDG_CACHE_HOME": str(tmp_path), "OUTCORE_HARDWARE": ""}
+    first, other = launch_and_wait(LITTLE + MAIN, 2, arguments, timeout_s=60, **cache)
+    assert (first[0], *other) == (0, 0, "", ""), (first, other)
+    assert re.search("^ranks  .*/s to a device, .*/s to host memory from others of the node", first[1], re.MULTILINE)
+    (kept,) = tmp_path.glob("outcore/hardware-*.json")
+    measured = Hardware.load(out)
+    assert measured.links is not None
+    assert measured.links.sources["bytes_per_s"] == "measured"
+    assert json.loads(kept.read_text())["hardware"] == json.loads(out.read_text())
+
+
 FAILS_ALONE = """
 import os
 from trl import SFTTrainer
@@ -166,6 +191,27 @@ def test_what_one_rank_alone_does_wrong_it_says(files, tmp_path):
     assert (first[0], other[0]) == (1, 1), (first, other)
     assert re.search("expected (all ranks to|the same backward on all ranks)", first[2]), first[2]
     assert "KeyError: 'on one rank'" in other[2], other[2]
+
+
+FAILS_FIRST = """
+import os
+from accelerate import PartialState
+def fails(self):
+    raise KeyError("in what rank 0 does first")
+if os.environ["RANK"] == "0":
+    PartialState.main_process_first = fails
+    from outcore.cli.train import crew
+    crew._PATIENCE_S = 3600
+"""
+
+
+def test_others_do_not_wait_for_what_rank_0_should_have_done_first(files, tmp_path):
+    """They are in a barrier of Accelerate's, and rank 0 waits for them."""
+    arguments = ["train", *files, *MEMORY, *RUN, "--out", str(tmp_path / "out"), "--steps", "3"]
+    first, other = launch_and_wait(FAILS_FIRST + MAIN, 2, arguments, timeout_s=3600)  # nor do they wait for that
+    assert (first[0], other[0]) in ((1, 1), (2, 2)), (first, other)
+    assert "in what rank 0 does first" in first[2], first[2]
+    assert other[1:] == ("", ""), other
 
 
 NO_FOLDER = """

@@ -90,10 +90,15 @@ def probe(
         Path | None, typer.Option("--out", "-o", help="File to write the machine to, for --hardware.")
     ] = None,
 ) -> None:
-    """Measure this machine in under half a minute, for plans: links, updates, compute, and what they share."""
+    """Measure this machine in under half a minute, for plans: links, updates, compute, and what they share.
+
+    Under torchrun, with a process for each GPU, what is between them, too.
+    """
     from outcore.cli.probe import probe as measured
 
-    print(measured(disks=disk_dir or [], device=device, out=out))
+    text = measured(disks=disk_dir or [], device=device, out=out)
+    if text:  # one of several ranks says it
+        print(text)
 
 
 @app.command(no_args_is_help=True)

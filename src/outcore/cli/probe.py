@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from outcore.core.errors import ConfigError, DiskError
 from outcore.core.quantities import format_bytes
+from outcore.device.opening import device_of_rank, open_device
 from outcore.probe.kept import Machine, Measured
+from outcore.probe.links import Between, measure_links
+from outcore.ranks.world import World, join_world
 from outcore.spec.hardware import Hardware
 
 
 def probe(*, disks: Sequence[Path], device: str | None, out: Path | None) -> str:
     """Measure this machine, keep that, and say it.
 
+    Of several ranks the first one does. What is between them all measure together.
+
     Args:
         disks: Folders of the disk tier; they must be there.
         device: Default: the accelerator if there is one, else the CPU.
         out: File to write the machine to.
+
+    Returns:
+        For people; of other ranks than the first nothing.
 
     Raises:
         ConfigError: A folder, device or file that cannot be used.
@@ -29,9 +38,23 @@ def probe(*, disks: Sequence[Path], device: str | None, out: Path | None) -> str
             )
     if out is not None and not out.absolute().parent.is_dir():
         raise ConfigError(f"--out: expected a file in a folder that is there, but got '{out}'")
-    machine = Machine(device, tuple(disks))
+    if not join_world(device):
+        return _measured(Machine(device, tuple(disks)), out)
+    world, text = World(), ""
+    with world.kept("outcore probe"):
+        mine = device_of_rank(device)
+        with closing(open_device(mine)) as opened:
+            between = measure_links(world, opened)
+        if world.rank == 0:
+            text = _measured(Machine(mine, tuple(disks)), out, between)
+        world.all_of(None)  # which leave the machine to rank 0
+    world.close()
+    return text
+
+
+def _measured(machine: Machine, out: Path | None, between: Between | None = None) -> str:
     try:
-        found = machine.measure("whole")
+        found = machine.measure("whole", between=between)
     except DiskError as error:
         raise ConfigError(f"--disk-dir: {error}") from error
     if out is not None:
@@ -58,6 +81,11 @@ def _rows(machine: Hardware) -> Iterator[tuple[str, str]]:
         ways = f"{_rate(disk.read_bytes_per_s)} read, {_rate(disk.write_bytes_per_s)} written"
         size, how = format_bytes(int(disk.size_bytes)), disk.sources["read_bytes_per_s"]
         yield "disk", f"{ways}, both at once {disk.both:.2f} times one, {size} free; {how}"
+    if machine.links is not None:
+        ways = f"{_rate(machine.links.bytes_per_s)} to a device, {_rate(machine.links.host_bytes_per_s)} to host memory"
+        yield "ranks", f"{ways} from others of the node, {1e6 * machine.links.latency_s:.0f} us an exchange besides"
+    if machine.network is not None:
+        yield "network", f"{_rate(machine.network.bytes_per_s)} into a node"
     shared = ", ".join(f"{link} {part:.2f}" for link, part in host.parts.items())
     yield "shared", f"{shared} of host memory and cores: parts above 1 together slow each other down"
 

@@ -78,6 +78,11 @@ def backends(torch_device: torch.device | str | None) -> str:
     return "gloo" if wanted.type == "cpu" or BACKEND == "gloo" else f"cpu:gloo,cuda:{BACKEND}"
 
 
+def reach_one_another() -> bool:
+    """Whether GPUs of this machine reach the memory of one another."""
+    return torch.cuda.device_count() > 1 and torch.cuda.can_device_access_peer(0, 1)
+
+
 def usual_device() -> torch.device:
     """The accelerator if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

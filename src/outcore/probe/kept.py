@@ -8,6 +8,7 @@ torch and of the measurement say whether what was kept still holds.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import hashlib
 import json
@@ -26,6 +27,7 @@ from outcore.core.errors import ConfigError
 from outcore.device.opening import device_name, open_device
 from outcore.memory.limits import host_bytes
 from outcore.memory.topology import processor_name, read_topology
+from outcore.probe.links import Between
 from outcore.probe.measure import QUICK, WHOLE, Effort, measure
 from outcore.spec.hardware import Hardware
 from outcore.spec.text_file import Described
@@ -96,11 +98,12 @@ class Machine:
         found = map(_kept_in, self.path.parent.glob(f"{Machine(self.torch_device).path.stem}-*.json"))
         return max((each for each in found if each is not None), key=lambda each: each.at, default=None)
 
-    def measure(self, effort: str, *, is_kept: bool = True) -> Measured:
+    def measure(self, effort: str, *, is_kept: bool = True, between: Between | None = None) -> Measured:
         """Measure it.
 
         Args:
             effort: ``whole`` or ``quick``.
+            between: What ranks have measured of it; None: there is one.
             is_kept: For others that ask; not what was measured beside a run.
 
         Raises:
@@ -109,6 +112,8 @@ class Machine:
         """
         opened = partial(open_device, self.torch_device)
         hardware = measure(opened, self.disks, _EFFORTS[effort])
+        if between is not None:
+            hardware = dataclasses.replace(hardware, links=between.links, network=between.network)
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         found = Measured(hardware=hardware, effort=effort, at=now, versions=versions())
         if is_kept:

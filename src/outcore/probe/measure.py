@@ -186,11 +186,15 @@ class _Probe:
         return found
 
     def _host_memory(self, nbytes: int) -> torch.Tensor:
-        """As the arenas of a run: pinned, where there is something to pin."""
-        memory = self._closing.enter_context(HostMemory.open(nbytes)).tensor
-        if self._device.register_host(memory):
-            self._closing.callback(self._device.unregister_host, memory)
-        return memory
+        return memory_of_host(self._device, nbytes, self._closing)
+
+
+def memory_of_host(device: Device, nbytes: int, closing: ExitStack) -> torch.Tensor:
+    """As the arenas of a run: pinned, where there is something to pin. Args: closing: Gives it back."""
+    memory = closing.enter_context(HostMemory.open(nbytes)).tensor
+    if device.register_host(memory):
+        closing.callback(device.unregister_host, memory)
+    return memory
 
 
 def _bus(links: _Links) -> BusPart:

@@ -15,6 +15,7 @@ from outcore.planning.units.partition import partition
 from outcore.probe.samples import usual_s
 from outcore.runtime.engine import Engine, Promises
 from outcore.runtime.optimizer import StreamedOptimizer
+from outcore.runtime.unit.one_process import measuring
 from outcore.saving.weights.first_values import FirstValues
 
 _UNITS, _WIDTH, _WARM_UP = 8, 16, 3
@@ -38,7 +39,8 @@ def visit_s(open_device: Callable[[], Device], steps: int) -> float:
         values = FirstValues(model, None)
         values.take_over(device.torch_device)
         engine.attach(values.of)
-        streamed_s = _step_s(model, StreamedOptimizer(engine, optimizer), device, steps)
+        with measuring():
+            streamed_s = _step_s(model, StreamedOptimizer(engine, optimizer), device, steps)
     finally:
         engine.close()
     return max(streamed_s - plain_s, 0.0) / (2 * _UNITS)

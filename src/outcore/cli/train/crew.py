@@ -91,7 +91,8 @@ class Crew:
         if self.size > 1:
             from torch import distributed
 
-            distributed.destroy_process_group()
+            if distributed.is_initialized():
+                distributed.destroy_process_group()
 
     def tell(self, value: Any) -> None:
         """Of rank 0: let the others go on with a value."""
@@ -129,6 +130,7 @@ class Crew:
             self.tell(_Failed(status))
             heard = [f"{_HEARD}{rank}" for rank in range(1, self.size)]
             if os.environ.get(_OWN_STORE) != "True":
+                self.leave()  # a library's barrier, in which others may wait for this rank, ends with it
                 self._wait(heard, _LITTLE_S if is_of_other_rank(error) else _PATIENCE_S)
 
     def told(self, error: Exception) -> int | None:

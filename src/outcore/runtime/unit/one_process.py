@@ -7,6 +7,7 @@ group changes what a plain loop computes.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 from torch import distributed, nn
@@ -17,6 +18,20 @@ from outcore.torch_private import as_it_is
 _FIRST = "prepare behind init_process_group, or under torchrun, and all ranks train together"
 _BARE = "prepare the bare model on every rank: outcore shares the work among them itself"
 _WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
+
+
+_measured: list[None] = []
+"""As many as there are models to measure with."""
+
+
+@contextmanager
+def measuring() -> Iterator[None]:
+    """Inside, one rank may run a model of its own: it measures its machine with it, and the others wait."""
+    _measured.append(None)
+    try:
+        yield
+    finally:
+        _measured.pop()
 
 
 @as_it_is
@@ -30,7 +45,7 @@ def refuse_process_group(who: str, num_ranks: int = 1) -> None:
     Raises:
         UnsupportedError: There is one.
     """
-    if num_ranks == 1 and distributed.is_available() and distributed.is_initialized():
+    if num_ranks == 1 and not _measured and distributed.is_available() and distributed.is_initialized():
         if distributed.get_world_size() > 1:
             raise UnsupportedError(
                 f"{who}: expected one process on one device, but torch.distributed has "

@@ -1,0 +1,137 @@
+"""How fast ranks reach one another: measured by all of them at once, as they do it in a run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import torch
+
+from outcore.core.quantities import PAGE_BYTES
+from outcore.device.device import Device
+from outcore.device.opening import reach_one_another
+from outcore.probe import work
+from outcore.probe.loads import usual_speed
+from outcore.probe.measure import MIB, memory_of_host
+from outcore.probe.samples import Line, line, usual_s
+from outcore.ranks.world import World
+from outcore.spec.hardware import LinksPart, NetworkPart
+from outcore.spec.lanes import Lane
+
+_SIZES = (MIB, 32 * MIB)
+"""Of what a rank has when all have sent theirs."""
+_TIMES, _WINDOW_S = 5, 0.2
+_OWN_LINKS = 1.25
+"""Links that are so many times as fast as the bus are not on it."""
+
+
+class Between(NamedTuple):
+    """What connects ranks."""
+
+    links: LinksPart | None
+    """None: each node has one rank."""
+    network: NetworkPart | None
+    """None: there is one node."""
+
+
+def measure_links(world: World, device: Device, sizes: Sequence[int] = _SIZES) -> Between:
+    """Measure how ranks reach one another; a collective, during which nothing else should run.
+
+    Args:
+        world: The ranks. Groups of lanes are made.
+        device: Of this rank.
+        sizes: Of what goes between them; the largest last.
+
+    Time: some 2 s. Memory: twice the largest size on the device, as much in host memory.
+    """
+    world.join_lanes(device)
+    per_node = world.size if world.size % world.local_size else world.local_size
+    with ExitStack() as closing:
+        found = _Ranks(world, device, per_node, sizes, closing)
+        return Between(
+            links=found.links() if per_node > 1 else None,
+            network=found.network() if per_node < world.size else None,
+        )
+
+
+class _Ranks:
+    """Buffers to measure with; they are given back with the stack."""
+
+    def __init__(self, world: World, device: Device, per_node: int, sizes: Sequence[int], closing: ExitStack) -> None:
+        self._world, self._device, self._per_node = world, device, per_node
+        pages = world.size * PAGE_BYTES
+        self._sizes = [max(size // pages, 1) * pages for size in sizes]
+        self._there, self._received = (device.allocate(self._sizes[-1]) for _ in range(2))
+        self._here = memory_of_host(device, self._sizes[-1], closing)
+        if per_node > 1:
+            world.open_groups(per_node)
+
+    def links(self) -> LinksPart:
+        """Of a node."""
+        device, per_node = self._device, self._per_node
+        others = (per_node - 1) / per_node
+        between = self._line(others, lambda nbytes: self._gather(self._there[:nbytes]))
+        on_host = self._line(others, lambda nbytes: self._gather(self._here[:nbytes]))
+        is_own, port = False, 1.0
+        if not device.computes_on_host:
+            alone, together = self._to_devices()
+            is_own = device.group_backend != "gloo" and between.per_s > _OWN_LINKS * alone
+            port = float(min(max(round(alone / together), 1), per_node))
+        through_host = not is_own and not (device.group_backend != "gloo" and reach_one_another())
+        return LinksPart(
+            bytes_per_s=between.per_s,
+            on_bus=float(not is_own),
+            through_host=float(through_host),
+            devices_per_port=port,
+            host_bytes_per_s=on_host.per_s,
+            latency_s=between.latency_s,
+            sources={
+                **dict.fromkeys(("bytes_per_s", "host_bytes_per_s", "latency_s"), "measured"),
+                "on_bus": "0: much faster than the bus was measured",
+                "through_host": "1: devices do not reach one another's memory",
+                "devices_per_port": "copies of one rank over those of all at once, measured",
+            },
+        )
+
+    def network(self) -> NetworkPart:
+        """Between nodes: at least that fast, since links of nodes are used meanwhile."""
+        size, per_node = self._world.size, self._per_node
+        into_node = per_node * (size - per_node) / size
+        found = self._line(into_node, self._exchange)
+        sources = dict.fromkeys(("bytes_per_s", "latency_s"), "measured")
+        return NetworkPart(bytes_per_s=found.per_s, latency_s=found.latency_s, sources=sources)
+
+    def _line(self, part: float, meet: Callable[[int], None]) -> Line:
+        """Args: part: Of a size, that passes. meet: All ranks send and receive so many bytes."""
+        return line({int(part * nbytes): self._usual_s(meet, nbytes) for nbytes in self._sizes})
+
+    def _usual_s(self, meet: Callable[[int], None], nbytes: int) -> float:
+        seconds = []
+        for _ in range(1 + _TIMES):
+            self._device.finish_copies()
+            self._world.all_of(None)
+            start_s = time.perf_counter()
+            meet(nbytes)
+            self._device.finish_copies()
+            seconds.append(time.perf_counter() - start_s)
+        return usual_s(seconds[1:])  # the first one connects
+
+    def _gather(self, whole: torch.Tensor) -> None:
+        place, run = self._world.rank % self._per_node, whole.numel() // self._per_node
+        mine = whole[place * run : (place + 1) * run]
+        self._world.all_gather("", "probe", [(whole[: run * self._per_node], mine)], self._per_node)
+
+    def _exchange(self, nbytes: int) -> None:
+        self._world.exchange(b"\0", self._there[:nbytes], self._received[:nbytes], "probe")
+
+    def _to_devices(self) -> tuple[float, float]:
+        """Bytes per second from host memory to one device: alone, and while all ranks of the node do so."""
+        load = work.copies(self._device, Lane.H2D, self._there, self._here, min(self._sizes[-1], 4 * MIB))
+        load.turn()
+        self._world.all_of(None)
+        together = usual_speed(load, _WINDOW_S)
+        self._world.all_of(None)
+        alone = usual_speed(load, _WINDOW_S) if self._world.rank == 0 else 0.0
+        return self._world.from_first((alone, together))
