@@ -137,6 +137,7 @@ def test_the_commands_and_options_are_these():
         ),
         *(
             "on_nonfinite",
+            "optim",
             "plan",
             "precision",
             "replan",

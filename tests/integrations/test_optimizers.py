@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
+from parity.loops import Both
 from transformers import Trainer, TrainingArguments
 from transformers.optimization import Adafactor
 
-from outcore.core.errors import UnsupportedError
+from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.integrations.optimizers import OPTIMIZERS, AdafactorOfTransformers, optimizer_for
 from outcore.optim import Lion, check
 
+from .rig import WARNINGS, dpo, language, lora, same, sft
+from .rig import Streamed as StreamedSide
 from .test_refusals import Streamed, llama
+
+pytestmark = [pytest.mark.filterwarnings(line) for line in WARNINGS]
 
 
 def arguments(folder, name, **more):
@@ -33,7 +40,7 @@ def test_further_arguments(name, given, tmp_path):
     assert len(optimizer_for(args)[1]) > len(optimizer_for(arguments(tmp_path, name))[1])
 
 
-@pytest.mark.parametrize("name", sorted({*OPTIMIZERS} - {"sgd", "adagrad", "rmsprop"}))
+@pytest.mark.parametrize("name", sorted({*OPTIMIZERS} - {"sgd", "adagrad", "rmsprop", "muon"}))
 def test_further_arguments_that_nobody_reads(name, tmp_path):
     with pytest.raises(UnsupportedError, match=f"expected no optim_args with optim '{name}'.*, but got 'beta=1'"):
         Streamed(llama(), arguments(tmp_path, name, optim_args="beta=1"))
@@ -51,6 +58,76 @@ def test_names_of_bitsandbytes_are_its_storage(tmp_path):
     }
     kind, options = optimizer_for(arguments(tmp_path, "paged_lion_32bit", adam_beta2=0.99))
     assert (kind, options["betas"]) == (Lion, (0.9, 0.99))
+
+
+MUON = {"momentum": 0.9, "ns_steps": 4, "adjust_lr_fn": "original", "lr": 0.02, "ns_coefficients": (3.0, -4.0, 2.0)}
+
+
+class Beside(Both):
+    def load_state_dict(self, state_dict):
+        """Accelerate loads what it has read to move it: members would keep settings that nobody changes any more."""
+
+
+def with_muon(side, trainer, **given):
+    """By hand, as the Trainer groups parameters, or by name."""
+    if isinstance(side, StreamedSide):
+        trainer.args.optim = "muon"
+        said = {name: ":".join(map(str, v)) if isinstance(v, tuple) else v for name, v in given.items()}
+        trainer.args.optim_args = ",".join(f"{name}={value}" for name, value in said.items())
+        return trainer
+    decays, args = {*trainer.get_decay_parameter_names(trainer.model)}, trainer.args
+    named = [(n, p) for n, p in trainer.model.named_parameters() if p.requires_grad]
+    mine = [p for n, p in named if ".layers." in n and p.ndim == 2]
+    members = [torch.optim.Muon(mine, **{"lr": args.learning_rate, "weight_decay": args.weight_decay, **given})]
+    rest = {n: p for n, p in named if not any(p is other for other in mine)}
+    if rest:
+        groups = [
+            {"params": [p for n, p in rest.items() if n in decays], "weight_decay": args.weight_decay},
+            {"params": [p for n, p in rest.items() if n not in decays], "weight_decay": 0.0},
+        ]
+        members.append(torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.8, 0.9), eps=1e-7, fused=True))
+    trainer.optimizer = Beside(members)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("job", "given"),
+    [(language, {"adjust_lr_fn": "match_rms_adamw"}), (sft, {**MUON, "weight_decay": 0.3}), (dpo, MUON), ("lora", {})],
+)
+def test_muon_by_name_is_torchs_beside_adamw(job, given, tmp_path):
+    """Its own settings where they are given; else AdamW's rate, matched, and the Trainer's weight decay."""
+
+    def trainer(side, folder):
+        parts = {"ref_model": llama()} if job is dpo else {"peft_config": lora()} if job == "lora" else {}
+        more = {"adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-7}
+        made = (sft if job == "lora" else job)(side, folder, parts=parts, **more)
+        is_by_name = isinstance(side, StreamedSide)
+        return with_muon(side, made, **(given or {} if is_by_name else {"adjust_lr_fn": "match_rms_adamw", **given}))
+
+    same(trainer, tmp_path)
+
+
+def test_what_muon_takes(tmp_path):
+    """Matrices of blocks; the embedding, the head and what is no matrix are AdamW's."""
+    model = llama()
+    args = arguments(tmp_path, "adamw_torch", optim_args=None)
+    args.optim = "muon"
+    optimizer = Streamed(model, args).create_optimizer()
+    muon, adamw = optimizer.members
+    assert (type(muon), type(adamw)) == (torch.optim.Muon, torch.optim.AdamW)
+    names = {id(p): n for n, p in model.named_parameters()}
+    taken = {names[id(p)] for group in muon.param_groups for p in group["params"]}
+    assert taken == {n for n in names.values() if re.search(r"layers.*(proj)\.weight", n)}
+    assert {g["adjust_lr_fn"] for g in muon.param_groups} == {"match_rms_adamw"}
+    for given in ("beta=1", "momentum", "ns_steps=1.5", "nesterov=maybe", "ns_coefficients=1:x"):
+        args.optim_args = f"momentum=0.9, {given}"
+        with pytest.raises(UnsupportedError, match=rf"settings of torch.optim.Muon, .* but got '{given}'"):
+            Streamed(model, args)
+    args.optim_args = None
+    none = Streamed(llama().requires_grad_(requires_grad=False), args)
+    none.model.lm_head.requires_grad_()
+    with pytest.raises(ConfigError, match="optim 'muon': expected matrices to train in blocks of the model, but this"):
+        none.create_optimizer()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

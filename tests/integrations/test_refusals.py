@@ -16,6 +16,7 @@ import outcore
 from outcore.integrations.optimizers import OPTIMIZERS
 from outcore.integrations.refusals import refuse_accelerator, refuse_unranked
 from outcore.integrations.transformers import OutcoreMixin
+from outcore.optim.joined import members
 from outcore.optim.rules import rule_for
 
 from .rig import WARNINGS, language, llama, saved_model, streamed, token_dataset
@@ -136,8 +137,9 @@ def test_names_of_other_optimizers(name, tmp_path):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_names_of_optimizers_that_work(name, tmp_path):
-    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", optim=name)
-    rule_for(Streamed(llama(), args).create_optimizer())
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    args.optim = name
+    rule_for(*members(Streamed(llama(), args).create_optimizer()))
 
 
 @pytest.mark.usefixtures("fresh_accelerate")

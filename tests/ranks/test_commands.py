@@ -111,7 +111,7 @@ def test_a_mistake_is_said_once(changed, said, files, tmp_path):
 
 METHODS = {
     "8 bits": ("train", ["--set", "optim=adamw_8bit", "--set", "master_format=compact", "--precision", "bf16"]),
-    "whole": ("train", ["--set", "optim=adafactor"]),
+    "whole": ("train", ["--optim", "muon"]),
     "preferences": ("dpo", []),
     "preferences of adapters": ("dpo", ["--lora", "2"]),
     "quantised base": ("train", ["--lora", "2", "--load-in-4bit"]),

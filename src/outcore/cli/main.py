@@ -127,9 +127,9 @@ def plan(  # noqa: PLR0913 (one option each)
     ] = False,
     load_in_8bit: Annotated[bool, typer.Option("--load-in-8bit", help="The same in 8 bits.")] = False,
     master_format: Annotated[str, typer.Option(help="Of fp32 masters beside bf16 weights: fp32 or compact.")] = "fp32",
-    optim: Annotated[str, typer.Option(help="Its name in Transformers: adamw_torch, adamw_8bit, lion_32bit.")] = (
-        "adamw_torch"
-    ),
+    optim: Annotated[
+        str, typer.Option(help="Its name in Transformers: adamw_torch, adamw_8bit, lion_32bit; or muon.")
+    ] = "adamw_torch",
     clipping: Annotated[bool, typer.Option(help="Without it, updates may run inside backward.")] = True,
     device_memory: Annotated[str | None, typer.Option(help="Such as 20GiB; by default 0.9 of what it has.")] = None,
     host_memory: Annotated[str | None, typer.Option(help="Such as 48GiB; by default 0.8 of what there is.")] = None,

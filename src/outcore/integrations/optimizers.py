@@ -1,7 +1,7 @@
 """The optimizers that training arguments name, as what can be taken apart.
 
 Names of bitsandbytes are its storage (8 bits by blocks, embeddings in fp32) under torch's update; what they page is
-placed by the plan here.
+placed by the plan here. ``muon`` is a name of ours: Transformers has none for it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.integrations.muon import MuonBesideAdamW, settings_of_muon
 from outcore.optim import Lion, Rule, State
 from outcore.spec.model import StateFormat
 
@@ -67,6 +68,10 @@ def _rows_and_columns(row: tuple[int, ...], col: tuple[int, ...]) -> Iterable[tu
     return ("exp_avg_sq_row", row), ("exp_avg_sq_col", col)
 
 
+MUON = "muon"
+"""Not a name of Transformers, whose arguments refuse it: set it when they are made."""
+
+
 class _Named(NamedTuple):
     kind: type[torch.optim.Optimizer]
     state_format: StateFormat = "fp32"
@@ -90,11 +95,12 @@ _NAMED = {
     "sgd": _Named(torch.optim.SGD),
     "adagrad": _Named(torch.optim.Adagrad),
     "rmsprop": _Named(torch.optim.RMSprop),
+    MUON: _Named(MuonBesideAdamW, options={"fused": True}),
 }
 _WITH_ARGS = ("sgd", "adagrad", "rmsprop")
 """Those with which Transformers uses ``optim_args``."""
 OPTIMIZERS = tuple(_NAMED)
-"""Names of ``TrainingArguments.optim`` with a streamed update."""
+"""Names of ``TrainingArguments.optim`` with a streamed update, and ``MUON``."""
 
 
 def optimizer_for(args: Any, model: nn.Module | None = None) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -105,28 +111,31 @@ def optimizer_for(args: Any, model: nn.Module | None = None) -> tuple[type[torch
         model: Its embeddings keep states in fp32, as with bitsandbytes.
 
     Raises:
-        UnsupportedError: ``optim_args`` for an optimizer with which Transformers does not use them.
+        UnsupportedError: ``optim_args`` for an optimizer with which Transformers does not use them, or wrong ones.
     """
     name = getattr(args.optim, "value", args.optim)
     if name in _WITH_ARGS:
         return _of_trainer(args, model)
-    if args.optim_args:
+    muon = settings_of_muon(args.optim_args) if name == MUON else {}
+    if args.optim_args and name != MUON:
         raise UnsupportedError(
             f"training arguments: expected no optim_args with optim '{name}', for which Transformers does not use "
-            f"them, but got {args.optim_args!r}; drop them, or choose one of {', '.join(_WITH_ARGS)}"
+            f"them, but got {args.optim_args!r}; drop them, or choose one of {', '.join((*_WITH_ARGS, MUON))}"
         )
     named = _NAMED[name]
     options = {"lr": args.learning_rate, **named.options}
-    if named.kind in (torch.optim.AdamW, Lion):
+    if named.kind in (torch.optim.AdamW, Lion, MuonBesideAdamW):
         options["betas"] = args.adam_beta1, args.adam_beta2
-    if named.kind is torch.optim.AdamW:
+    if named.kind in (torch.optim.AdamW, MuonBesideAdamW):
         options["eps"] = args.adam_epsilon
-    return _with_format(named, options, model)
+    return _for_model(named, options, model, muon)
 
 
-def _with_format(
-    named: _Named, options: dict[str, Any], model: nn.Module | None
+def _for_model(
+    named: _Named, options: dict[str, Any], model: nn.Module | None, muon: Mapping[str, Any]
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    if named.kind is MuonBesideAdamW:
+        return named.kind, {**options, "within": model, "muon": muon}
     if named.state_format == "fp32":
         return named.kind, options
     modules = () if model is None else (m for m in model.modules() if isinstance(m, nn.Embedding))
@@ -150,7 +159,7 @@ def optimizer_named(name: str, model: nn.Module, master_format: str = "fp32") ->
     if name not in OPTIMIZERS:
         raise ConfigError(f"--optim: expected one of {', '.join(OPTIMIZERS)}, but got '{name}'")
     named = _NAMED[name]
-    kind, options = _with_format(named, {"lr": 1e-3, **named.options}, model)
+    kind, options = _for_model(named, {"lr": 1e-3, **named.options}, model, {})
     optimizer = kind([param for param in model.parameters() if param.requires_grad], **options)
     for group in optimizer.param_groups:
         group["master_format"] = master_format

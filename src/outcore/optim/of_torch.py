@@ -52,6 +52,8 @@ class TorchRule:
     is_whole: bool = False
     temporaries: float = 6.0
     cost: float = 1.0
+    flops: Callable[[tuple[int, ...], Settings], float] = lambda _, __: 0.0
+    """Of matrix products in bf16, per element of a shape."""
     has_step: bool = True
     """It keeps a ``step``."""
     may_be_foreach: bool = False
@@ -171,6 +173,12 @@ def _muon(weight: Tensor, grad: Tensor, states: _States, step: int, settings: Se
     _function("_muon", "muon")([weight], [grad], buffers, has_complex=False, **_taken(settings, *names))
 
 
+def _flops_of_muon(shape: tuple[int, ...], settings: Settings) -> float:
+    """Each step squares a matrix, squares that and multiplies the matrix by it, lying so that its rows are fewer."""
+    rows, columns = sorted(shape)
+    return settings["ns_steps"] * (4 * rows + 2 * rows * rows / max(columns, 1))
+
+
 def _named(*names: str) -> Callable[[tuple[int, ...], Settings], Iterable[str]]:
     return lambda _, __: names
 
@@ -208,7 +216,8 @@ _RULES = (
     TorchRule(
         name="Muon",
         named=_named("momentum_buffer"),
-        cost=80.0,
+        cost=5.0,
+        flops=_flops_of_muon,
         call=_muon,
         is_whole=True,
         temporaries=6.0,

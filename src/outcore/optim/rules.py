@@ -18,6 +18,8 @@ from outcore.optim.rule import Rule, State, checked_states, name_of, settings_of
 from outcore.spec.layout import SCRATCH_BYTES
 from outcore.spec.model import DTYPE_BYTES, MasterFormat, StateForm, StateFormat
 
+_FLOPS_OF_ADAMW = 300.0
+"""Of products in bf16 on the host in the time of AdamW's update of an element (benchmarks/cpu_update.py)."""
 Group = Mapping[str, Any]
 """One entry of ``optimizer.param_groups``."""
 
@@ -171,6 +173,8 @@ class Kept(NamedTuple):
     is_whole: bool
     cost: float
     """Of the update on the host, in times of AdamW's."""
+    flops: float
+    """Of matrix products in the update on the device."""
     master_format: MasterFormat
 
 
@@ -226,7 +230,7 @@ class UpdateRule:
                 for n, s in states.items()
             )
             hyper, chosen = kind.hyper(group), format_of(group)
-            cost = hyper.rule.cost if isinstance(hyper, RuleHyper) else 1.0
+            cost, flops = _work_of(hyper, shape)
             made, is_whole = _temporaries(hyper, param.numel() * DTYPE_BYTES[dtype])
             if chosen != "fp32":
                 _refuse_format(kind.name, chosen, dtype, is_whole=is_whole)
@@ -238,7 +242,7 @@ class UpdateRule:
             if master == "compact":
                 made += param.numel() * DTYPE_BYTES[dtype] if is_whole else 0
                 cost += CODING_COST[master]
-            return Kept(forms, made, is_whole, cost, master)
+            return Kept(forms, made, is_whole, cost, flops * param.numel(), master)
 
         return kept
 
@@ -250,6 +254,14 @@ def _refuse_format(name: str, chosen: StateFormat, dtype: str, *, is_whole: bool
             f"optimizer: expected state_format 'fp32' with {name}, {why}, but got {chosen!r}; leave it out, or choose "
             f"{'an optimizer that works by element' if is_whole else 'precision bf16 or fp32'}"
         )
+
+
+def _work_of(hyper: Hyper, shape: tuple[int, ...]) -> tuple[float, float]:
+    """What an element costs on the host, and takes of matrix products."""
+    if not isinstance(hyper, RuleHyper):
+        return 1.0, 0.0
+    flops = hyper.rule.flops(shape, hyper.settings) if isinstance(hyper.rule, TorchRule) else 0.0
+    return hyper.rule.cost + flops / _FLOPS_OF_ADAMW, flops
 
 
 def _temporaries(hyper: Hyper, update_bytes: int) -> tuple[int, bool]:

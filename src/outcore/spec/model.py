@@ -147,6 +147,8 @@ class ParamSpec:
     """Of a quantised weight, its elements in full precision; of what belongs to it, 0. None: its own."""
     update_cost: float = 1.0
     """Time of its update on the host, in times of AdamW's with moments in fp32."""
+    update_flops: float = 0.0
+    """Of matrix products in its update, which take time on the device beside AdamW's."""
 
     def __post_init__(self) -> None:
         if self.strides is not None and not is_dense(self.shape, self.strides):
@@ -248,6 +250,12 @@ class UnitSpec:
         """Elements for which AdamW would take as long as the update of the unit."""
         owned = zip(self.own_ranges, self.trainable, strict=True)
         return sum(numel * param.update_cost for (_, numel), param in owned)
+
+    @cached_property
+    def update_flops(self) -> float:
+        """Of matrix products in updates here."""
+        owned = zip(self.own_ranges, self.trainable, strict=True)
+        return sum(param.update_flops for (_, numel), param in owned if numel)
 
     @cached_property
     def weight_parts(self) -> tuple[Part, ...]:

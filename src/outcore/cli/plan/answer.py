@@ -27,6 +27,7 @@ from outcore.device.device import ACCELERATOR_SHARE
 from outcore.device.opening import open_device, usual_device
 from outcore.forecast import NO_TIMES, Loop, hardware_for, token_batch
 from outcore.integrations.optimizers import optimizer_named
+from outcore.optim.joined import members
 from outcore.optim.rules import rule_for
 from outcore.planning.forward.activations import footprint_of
 from outcore.planning.forward.footprint import as_run
@@ -242,7 +243,8 @@ def answer_for(question: Question, source: ModelSource, hardware: Hardware) -> A
     if question.lora is not None:
         model = with_adapters(model, {"r": question.lora, "target_modules": "all-linear", "task_type": "CAUSAL_LM"})
     optimizer = optimizer_named(question.optim, model, question.master_format)
-    cut = partition(model, keeps=rule_for(optimizer).kept(optimizer.param_groups), precision=precision)
+    keeps = rule_for(*members(optimizer)).kept(optimizer.param_groups)
+    cut = partition(model, keeps=keeps, precision=precision)
     with of_a_node(question.ranks.per_node):
         return _Asking(question, among(cut, question.ranks, 0), hardware, limits).answer()
 

@@ -186,7 +186,7 @@ class Job:
         try:
             trainer = settings.method.trainer_class()(
                 model=build_model(self.source, settings.precision),
-                args=settings.method.config_class()(**training, output_dir=str(settings.out)),
+                args=settings.method.arguments(str(settings.out), training),
                 train_dataset=data.training.rows,
                 eval_dataset=None if data.evaluation is None else data.evaluation.rows,
                 processing_class=self.tokenizer,
@@ -350,7 +350,7 @@ def _found(settings: Settings) -> tuple[ModelSource, PreTrainedTokenizerBase]:
 
 
 def _arguments(settings: Settings) -> Any:
-    return settings.method.config_class()(output_dir=str(settings.out), **settings.training)
+    return settings.method.arguments(str(settings.out), settings.training)
 
 
 def _refuse_unusable(disks: Iterable[str]) -> None:

@@ -44,6 +44,16 @@ class Method(ABC):
     def trainer_class(self) -> Any:
         """TRL's trainer out of core."""
 
+    @final
+    def arguments(self, out: str, training: Mapping[str, Any]) -> Any:
+        """TRL's settings as an object. Transformers refuses the name of an optimizer that is ours when it is made."""
+        from outcore.integrations.optimizers import MUON
+
+        own = {"optim": MUON} if training.get("optim") == MUON else {}
+        made = self.config_class()(output_dir=out, **{k: v for k, v in training.items() if k not in own})
+        vars(made).update(own)
+        return made
+
     def fitted(self, training: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
         """Settings that follow from the data where the user left them open."""
         return dict(training)

@@ -173,6 +173,7 @@ def rates_for(
             "compute": updates,
             "plain": min(device.plain_update_parameters_per_s or updates, updates),  # or the bound would not be one
         },
+        product_flops_per_s=device.bf16_flops,
         latency_s=latency,
         shared=tuple(shared),
         visit_s=host.visit_s,

@@ -75,6 +75,8 @@ class Rates:
     per second."""
     selected_forward_s: Mapping[str, float] = field(default_factory=dict)
     """Unit -> seconds of forward that policy ``select`` computes again."""
+    product_flops_per_s: float = math.inf
+    """Of matrix products in bf16, which some updates on the device are made of."""
     latency_s: Mapping[str, float] = field(default_factory=dict)
     """Link -> seconds that every operation takes besides."""
     shared: tuple[Shared, ...] = ()
@@ -122,8 +124,10 @@ class Rates:
 
     def update_s(self, link: Link | Literal["plain"], spec: UnitSpec) -> float:
         """Seconds to update a unit, alone."""
-        numel = spec.update_cost_numel if link == "update" else spec.trainable_numel
-        return numel / self.parameters_per_s.get(link, math.inf) + (self.latency_s.get(link, 0.0) if numel else 0.0)
+        is_on_host = link == "update"
+        numel = spec.update_cost_numel if is_on_host else spec.trainable_numel
+        seconds = numel / self.parameters_per_s.get(link, math.inf) + (self.latency_s.get(link, 0.0) if numel else 0.0)
+        return seconds if is_on_host else seconds + spec.update_flops / self.product_flops_per_s
 
 
 class Pace:

@@ -39,9 +39,9 @@ _CHOSEN: tuple[Precision, ...] = ("bf16", "fp16", "fp64")
 """What is trained in a model with parameters of such a dtype, the first that there are."""
 
 
-Keeps = Callable[[torch.Tensor, str], tuple[tuple[StateForm, ...], int, bool, float, MasterFormat]]
+Keeps = Callable[[torch.Tensor, str], tuple[tuple[StateForm, ...], int, bool, float, float, MasterFormat]]
 """Parameter, dtype of its update -> what ``ParamSpec`` has of it: states, temporary bytes, whether it is whole, cost,
-format of its master."""
+operations, format of its master."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -141,8 +141,8 @@ def _describe(
     compute = own if dtype is None or stands_for is not None else dtype
     update = compute if precision == "pure_bf16" or compute == "float64" else "float32"
     master: MasterFormat = "fp32"
-    kept = (None, 0, False, 1.0, master) if keeps is None or not param.requires_grad else keeps(param, update)
-    if kept[4] == "compact" and precision != "bf16":
+    kept = (None, 0, False, 1.0, 0.0, master) if keeps is None or not param.requires_grad else keeps(param, update)
+    if kept[5] == "compact" and precision != "bf16":
         raise ConfigError(
             f"optimizer: expected master_format 'fp32' with precision {precision}, but got 'compact' for '{name}', "
             "which is for bf16 weights with fp32 masters; leave it out, or choose precision bf16"
@@ -159,7 +159,8 @@ def _describe(
         temporary_bytes=kept[1],
         is_whole=kept[2],
         update_cost=kept[3],
-        master_format=kept[4] if (compute, update) == ("bfloat16", "float32") else master,
+        update_flops=kept[4],
+        master_format=kept[5] if (compute, update) == ("bfloat16", "float32") else master,
     )
 
 

@@ -23,7 +23,7 @@ def describe(settings: Settings) -> dict[str, str]:
         "plan": "made for this run" if settings.plan is None else str(settings.plan),
     }
     rest = {
-        name: str(value)
+        name: _MEANT.get(f"{name} {value}", str(value))
         for name, value in settings.training.items()
         if name not in _SAID and DEFAULTS.get(name, dataclasses.MISSING) != value
     }
@@ -48,6 +48,7 @@ def describe(settings: Settings) -> dict[str, str]:
     return said | rest
 
 
+_MEANT = {"optim muon": "Muon for matrices of blocks, AdamW for the rest (muon)"}
 _SAID = {
     *("max_steps", "num_train_epochs", "per_device_train_batch_size", "per_device_eval_batch_size", "use_cpu"),
     *("gradient_accumulation_steps", "max_length", "packing", "packing_strategy", "learning_rate", "warmup_steps"),

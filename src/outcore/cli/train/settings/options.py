@@ -148,6 +148,13 @@ _SHARED: Mapping[str, Any] = {
     "grad_accum": _option(_HOW, "N", "Batches per optimizer step; 1 by default."),
     "seq_len": _option(_HOW, "N", "Tokens per row, 1024 by default; longer rows are cut."),
     "lr": _option(_HOW, "X", "Peak learning rate; 2e-5 by default, 1e-6 in dpo."),
+    "optim": _option(
+        _HOW,
+        "NAME",
+        "The optimizer, by its name in Transformers: adamw_torch_fused (the default), adamw_8bit, lion_32bit, "
+        "adafactor and others. Or muon: Muon for the matrices of blocks, AdamW for the rest; settings of Muon are in "
+        "--set optim_args=momentum=0.95,ns_steps=5.",
+    ),
     "max_grad_norm": _option(_HOW, "X", "Clip the gradient's norm to this; 1 by default, 0 for no clipping."),
     "precision": _option(
         _HOW,

@@ -60,7 +60,7 @@ def check_training(training: Mapping[str, Any], out: str, settings: Mapping[str,
     with _quiet(), _refused_by("TRL", given):
         # Before the arguments are made, too: for some of them that looks for packages.
         refuse_arguments(SimpleNamespace(n_gpu=1, **training))
-        args = method.config_class()(output_dir=out, **training)
+        args = method.arguments(out, training)
         refuse_arguments(args)
     with _quiet(), _refused_by("torch", {key: setting for key, setting in given.items() if key in _OF_OPTIMIZERS}):
         optimizer = _optimizer(args)
@@ -144,7 +144,7 @@ def _optimizer(args: Any) -> Any:
     from outcore.integrations.optimizers import optimizer_for
 
     kind, options = optimizer_for(args)
-    return kind([torch.zeros(1, device="cpu")], **options)
+    return kind([torch.zeros(1, device="cpu"), torch.zeros(1, 1, device="cpu")], **options)
 
 
 def _try_schedule(args: Any, optimizer: Any) -> None:
