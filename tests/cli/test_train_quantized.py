@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 from outcore.core import extra
 
@@ -87,6 +87,28 @@ def test_a_base_that_is_quantised_already(command: Run, weights: Path, text: Pat
     }
     for more, message in refusals.items():
         refused = command(*packed[:-1], tmp_path / "three", *more)
+        assert (refused.status, message in refused.err) == (2, True), refused.err
+    planned = command("plan", "--model", tmp_path / "packed", "--hardware", "rtx-4090", "--lora", 2, "--json")
+    assert planned.status == 0, planned.err
+
+
+@pytest.mark.filterwarnings("ignore")  # torchao's
+def test_a_base_of_torchao(command: Run, weights: Path, text: Path, tmp_path: Path):
+    way = pytest.importorskip("torchao.quantization").Int8WeightOnlyConfig
+    base = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.bfloat16, quantization_config=TorchAoConfig(way()))
+    base.save_pretrained(tmp_path / "packed")
+    shared = ("train", "--data", text, *SHORT, "--model", tmp_path / "packed")
+    tight = ("--device-memory", "180KiB", "--host-memory", "150KiB", "--disk", tmp_path)
+    for name, more in {"one": (), "tight": tight}.items():
+        done = command(*shared, "--out", tmp_path / name, "--lora", 2, *more)
+        assert done.status == 0, done.err
+    assert seen(tmp_path / "one") == seen(tmp_path / "tight")
+    refusals = {
+        (): "since its weights are quantised to torchao's Int8WeightOnlyConfig and stay as they are",
+        ("--lora", 2, "--load-in-8bit"): "quantised already, to torchao's Int8WeightOnlyConfig; leave --load-in-4bit",
+    }
+    for more, message in refusals.items():
+        refused = command(*shared, "--out", tmp_path / "three", *more)
         assert (refused.status, message in refused.err) == (2, True), refused.err
     planned = command("plan", "--model", tmp_path / "packed", "--hardware", "rtx-4090", "--lora", 2, "--json")
     assert planned.status == 0, planned.err

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, TorchAoConfig
 
 import outcore
+from outcore.core import extra
 from outcore.planning.units.partition import partition
 from outcore.planning.units.wrapped import tensors_in
 from outcore.runtime.module_guard import engine_of
@@ -44,6 +45,7 @@ from .test_transformers import ids
 torchao = pytest.importorskip("torchao")
 from torchao.quantization import (  # noqa: E402
     Float8WeightOnlyConfig,
+    Int8DynamicActivationInt8WeightConfig,
     Int8WeightOnlyConfig,
     IntxWeightOnlyConfig,
     PerGroup,
@@ -131,9 +133,11 @@ def test_compiled(kind, how, folder, tmp_path, monkeypatch):
 
 
 def on_meta(folder, kind):
+    """Args: kind: Or what a checkpoint says of itself."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
-    return outcore.quantized(model, TorchAoConfig(copy.deepcopy(WAYS[kind])))
+    config = TorchAoConfig(copy.deepcopy(WAYS[kind])) if isinstance(kind, str) else kind
+    return outcore.quantized(model, config)
 
 
 @pytest.mark.parametrize(("kind", "where"), [("int8", "disk"), ("int4", "host keep"), ("float8", "host")])
@@ -152,6 +156,37 @@ def test_quantised_as_it_is_read(kind, where, folder, tmp_path):
         warnings.simplefilter("always")
         export_checkpoint(tmp_path / "saved", tmp_path / "merged", "hf", merge=True)
     assert not [each for each in said if "were quantised before" in str(each.message)]
+
+
+@pytest.mark.parametrize(("kind", "where"), [("int8", "host keep"), ("int4", "disk"), ("float8", "host")])
+def test_a_checkpoint_that_is_quantised_already(kind, where, folder, tmp_path):
+    want, state = plain(folder, kind)
+    base(folder, kind).save_pretrained(tmp_path / "packed", max_shard_size="100KB")
+    said = AutoConfig.from_pretrained(tmp_path / "packed").quantization_config
+    model = adapted(on_meta(folder, said))
+    with prepared(model, trained(model), where, tmp_path, weights=tmp_path / "packed") as (model, optimizer):
+        before = loaded(folder, kind)
+        assert_same(inside(base_of(before)), inside(base_of(model)))
+        model.load_state_dict({k: v for k, v in before.state_dict().items() if "lora_" in k}, strict=False)
+        torch.manual_seed(5)
+        assert_same(want, drive(model, optimizer))
+        assert_same(state, inside(model))
+
+
+def test_a_checkpoint_that_is_quantised_otherwise(folder, tmp_path, monkeypatch):
+    base(folder, "int8").save_pretrained(tmp_path / "packed")
+
+    def refuses(model, error, said):
+        model = adapted(model)
+        with pytest.raises(error, match=said):
+            outcore.prepare(model, trained(model), weights=tmp_path / "packed")
+
+    full = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    advice = "pass the model through outcore.quantized"
+    refuses(full, outcore.ConfigError, f"is torch.bfloat16 in the model and quantized .torchao.*Int8Tensor .*{advice}")
+    refuses(on_meta(folder, "float8"), outcore.ConfigError, r"is torchao.*Float8Tensor .* and quantized .torchao.*Int8")
+    monkeypatch.setattr(extra, "find_spec", lambda _: None)
+    refuses(full, outcore.ConfigError, "expected the package torchao, but it is not installed; pip install torchao")
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
@@ -354,11 +389,11 @@ def test_refused(folder, tmp_path):
         outcore.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
     model = nn.Sequential(Block(), Block())
     free, held = model[0].free.weight, model[1].fixed.weight
-    held.lower = free.data[1:2]
-    with pytest.raises(outcore.ConfigError, match=r"'0.free.weight' and '1.fixed.weight' overlap; .* clone what is"):
-        outcore.prepare(model, trained(model))
-    free.requires_grad_(requires_grad=False)
-    assert partition(model)
+    for other in (free, model[0].fixed.weight.upper.lower):  # one that is trained; a part of what another one has
+        held.lower = other.data[1:2]
+        with pytest.raises(outcore.ConfigError, match=r"'0.f.*weight' and '1.fixed.weight' overlap; .* clone what is"):
+            outcore.prepare(model, trained(model))
+
     model = loaded(folder, "int8")
     with pytest.raises(outcore.ConfigError, match="nothing says how it becomes a Int8Tensor"):
         outcore.prepare(model, trained(model), weights=folder)
@@ -371,3 +406,93 @@ def test_refused(folder, tmp_path):
         model = LlamaForCausalLM(sizable().config)
     with pytest.raises(outcore.UnsupportedError, match="expected a TorchAoConfig with one way for all"):
         outcore.quantized(model, config)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_what_wrappers_share_is_one(where, tmp_path):
+    """With one another and with a frozen parameter: stored once, changed for all, and shared when the run is over."""
+
+    def built():
+        torch.manual_seed(3)
+        with torch.device("cpu"):
+            model = nn.Sequential(*(Block() for _ in range(3)))
+        one, two, three = (block.fixed.weight for block in model)
+        two.upper.lower = one.upper.lower.view(4, 8)
+        two.lower = nn.Parameter(model[1].free.weight.detach()[2:3].clone(), requires_grad=False)
+        model[2].register_parameter("own", two.lower)
+        three.lower = two.lower.detach()
+        return model
+
+    def step(model, optimizer):
+        x = torch.randn(5, 8, generator=torch.Generator(DEVICE).manual_seed(2))
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    def edit(model):
+        with torch.no_grad():
+            model[0].fixed.weight.upper.lower.mul_(2)
+            model[2].own.mul_(3)
+
+    plain, model = built().to(DEVICE), built()
+    first, others = plain[0].fixed.weight, (plain[1].fixed.weight, plain[2].fixed.weight)
+    others[0].upper.lower, plain[2].own.data = first.upper.lower, plain[2].own.data
+    others[0].lower, others[1].lower = plain[2].own, plain[2].own
+    optimizer = trained(plain, fused=True)
+    want = [step(plain, optimizer)]
+    edit(plain)
+    want.append(step(plain, optimizer))
+    optimizer = trained(model)
+    plan = plan_for(model, optimizer, *where.split(), depth=1)
+    with outcore.prepare(model, optimizer, plan=plan, budget=outcore.Budget(disk=str(tmp_path)), device=DEVICE) as (
+        model,
+        optimizer,
+    ):
+        found = [step(model, optimizer)]
+        with outcore.gathered(model, write=True):
+            edit(model)
+        found.append(step(model, optimizer))
+        assert_same(want, found)
+        assert_same(inside(plain), inside(model))
+        names = [spec.name for spec in engine_of(model, "test").units[0].spec.params]
+        assert sorted(names) == ["0.fixed.weight.upper_lower", "2.own"]
+    edit(plain)
+    edit(model)
+    assert_same(inside(plain), inside(model))
+
+
+def test_a_wrapper_stays_frozen(tmp_path):
+    model = nn.Sequential(Block(), Block())
+    with prepared(model, trained(model), "host", tmp_path) as (model, optimizer):
+        model[1].fixed.weight.requires_grad_(True)
+        with pytest.raises(outcore.UnsupportedError, match=r"expected '1.fixed.weight' to stay frozen, as it was at"):
+            model(torch.ones(1, 8, device=DEVICE))
+        with pytest.raises(outcore.UnsupportedError, match=r"expected '1.fixed.weight' to stay frozen, as it was at"):
+            optimizer.step()
+        model[1].fixed.weight.requires_grad_(False)
+        model(torch.ones(1, 8, device=DEVICE)).sum().backward()
+        optimizer.step()
+
+
+def test_a_base_wrapped_in_another_way(folder, tmp_path):
+    """Its bytes are the same, and are read otherwise."""
+    model = loaded(folder, "int8")
+    with prepared(model, trained(model), "host", tmp_path) as (model, optimizer):
+        save_checkpoint(model, optimizer, tmp_path / "saved", step=1, wait=True)
+        load_checkpoint(model, optimizer, tmp_path / "saved")
+    other = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    quantize_(other.model, Int8DynamicActivationInt8WeightConfig())
+    other = adapted(other)
+    with prepared(other, trained(other), "host", tmp_path) as (other, optimizer):
+        with pytest.raises(outcore.ConfigError, match=r"'.*_proj.*weight' is torchao.* here, and .* there"):
+            load_checkpoint(other, optimizer, tmp_path / "saved")
+
+
+def test_a_closed_model_is_saved_whole(folder, tmp_path):
+    model = on_meta(folder, "int8")
+    with prepared(model.requires_grad_(requires_grad=False), None, "host", tmp_path, weights=folder):
+        pass
+    torch.save(model, tmp_path / "model.pt")
+    assert_same(inside(model), inside(torch.load(tmp_path / "model.pt", weights_only=False)))

@@ -27,11 +27,16 @@ from outcore.device.race import RaceChecker
 from outcore.optim.joined import as_one
 from outcore.optim.norms import block_sums, node_sums, norm_of, num_blocks, whole_nodes
 from outcore.planning.homes.pools import Comfort
+from outcore.planning.units.wrapped import tensors_in
 
 VOCAB = 29
 TOTAL, STEPS = map(int, os.environ.get("OUTCORE_TEST_LOOP", "6 3").split())
 """Micro-batches of all ranks in a step, and steps."""
 DEVICE = os.environ.get("OUTCORE_TEST_DEVICE", "cpu")
+
+
+ADAPTED = ("lora", "torchao", "bitsandbytes")
+"""One layer of a block is trained, in fp32; the others are quantised, unless it is ``lora``."""
 
 
 class Block(nn.Module):
@@ -69,7 +74,7 @@ class Net(nn.Module):
         for i, block in enumerate(self.blocks):
             if self.kind == "routes" and (i == number % 3 or i == 1):  # the one in the middle is never visited
                 continue
-            x = block(x, self.kind == "lora" or (self.kind == "absent" and number % 3 == 1))
+            x = block(x, self.kind in ADAPTED or (self.kind == "absent" and number % 3 == 1))
         if self.kind == "backwards":
             for block in self.blocks:  # once more, in the same order
                 x = block(x, False)
@@ -80,13 +85,29 @@ def build(kind: str, dtype: str, width: int = 21) -> nn.Module:
     torch.manual_seed(3)
     width = 160 if kind == "few" else width  # so that what is trained is small beside a rank's part of the rest
     model = Net(kind, width).to(DEVICE, getattr(torch, dtype)).train()
-    if kind == "lora":
+    if kind in ADAPTED:
         model.requires_grad_(False)
         for block in model.blocks:
+            quantise(block, kind)
             block.spare.float().requires_grad_(True)
             block.spare.register_forward_pre_hook(lambda _, args: (args[0].float(),))
             block.spare.register_forward_hook(lambda _, __, out: out.to(getattr(torch, dtype)))
     return model
+
+
+def quantise(block: Block, kind: str) -> None:
+    """Its weights, with the library's own layers or wrappers."""
+    if kind == "torchao":
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+        quantize_(block, Int8WeightOnlyConfig(), lambda _, name: name in ("up", "down"))
+    for name in ("up", "down") if kind == "bitsandbytes" else ():
+        from bitsandbytes import nn as quantised
+
+        layer = getattr(block, name)
+        made = quantised.Linear4bit(layer.in_features, layer.out_features, compute_dtype=layer.weight.dtype)
+        made.load_state_dict(layer.state_dict())
+        setattr(block, name, made.to(layer.weight.dtype).requires_grad_(False).to(DEVICE))
 
 
 class Case(NamedTuple):
@@ -143,6 +164,8 @@ CASES = [
     Case("absent", "bfloat16", homes="mixed", optim="Muon", clip=0.3, delays=5, depth=1),
     Case("tied", share=1.0, optim="Adafactor", clip=0.3),
     Case("frozen", "bfloat16", optim="NAdam", masters="compact", homes="mixed"),
+    Case("torchao", "bfloat16", clip=0.3, delays=3, depth=1),
+    Case("bitsandbytes", homes="disk", clip=0.3),
 ]
 CUT = [
     Case("absent", clip=0.3, depth=1, partition="world"),
@@ -159,6 +182,8 @@ CUT = [
     Case("absent", homes="disk", optim="Muon", partition="world"),
     Case("few", "bfloat16", homes="mixed", clip=0.3, delays=3, partition="world"),
     Case("few", homes="device", share=1.0, clip=0.3, depth=1, partition="world"),
+    Case("torchao", homes="mixed", clip=0.3, delays=7, partition="world"),
+    Case("bitsandbytes", "bfloat16", clip=0.3, partition="node", gather="host"),
 ]
 """Weights cut over ranks."""
 MACHINES = [
@@ -214,8 +239,8 @@ def blocked_norm(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def made(case: Case) -> Any:
-    """The model, and what trains it. Small parameters have no states in 8 bits."""
-    model = build(case.kind, case.dtype, 41 if case.states == "8bit" else 21)
+    """The model, and what trains it."""
+    model = build(case.kind, case.dtype, width_of(case))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     kinds = {"AdamW": {"weight_decay": 0.1, "fused": True}, "Muon": {"weight_decay": 0.1}}
     found = []
@@ -227,12 +252,17 @@ def made(case: Case) -> Any:
     return model, as_one(found)
 
 
+def width_of(case: Case) -> int:
+    """Small parameters have no states in 8 bits; what is quantised is as wide as a block of it."""
+    return 64 if case.kind in ADAPTED[1:] else 41 if case.states == "8bit" else 21
+
+
 def plain(case: Case) -> str:
     """The plain loop in one process. bf16 trains fp32 masters by hand."""
     if not case.is_torchs:
         with tempfile.TemporaryDirectory() as folder:
             return run(case, folder, 1, 0)["weights"]
-    model = build(case.kind, case.dtype)
+    model = build(case.kind, case.dtype, width_of(case))
     masters = Masters(model)
     train(model, masters, case, num_ranks=1, rank=0, own_norm=True)
     return digest(model)
@@ -276,7 +306,8 @@ def run(case: Case, folder: str, num_ranks: int, rank: int) -> dict[str, Any]:
     model, optimizer = made(case)
     if rank:  # all begin as rank 0 does
         for param in model.parameters():
-            param.data.fill_(rank)
+            for tensor in tensors_in(param):
+                tensor.data.fill_(rank)
     comfort = Comfort(prefetch_depth=case.depth, num_buckets=case.depth + 1, max_slots_host=case.depth + 1)
     homes: Any = (
         case.homes if case.homes != "mixed" else lambda i: (["host", "disk"][i % 2], "host", ["disk", "host"][i % 2])
@@ -315,7 +346,7 @@ def faults_of(case: Case, rank: int) -> Faults:
 
 
 def digest(model: nn.Module) -> str:
-    return _digest(model.state_dict().items())
+    return _digest((f"{n} {i}", t) for n, p in model.state_dict().items() for i, t in enumerate(tensors_in(p)))
 
 
 def states_digest(optimizer: torch.optim.Optimizer) -> str:

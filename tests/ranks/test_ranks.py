@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
-from .cases import CASES, CUT, DEVICE, MACHINES, Case, plain
+from .cases import ADAPTED, CASES, CUT, DEVICE, MACHINES, Case, plain
 from .conftest import launch, launch_and_wait
 from .faults import Fault
 from .planted import BETWEEN_RANKS
@@ -18,7 +19,7 @@ pytestmark = [
     pytest.mark.xdist_group("ranks"),
 ]
 RUN = "from ranks.cases import main; main(sys.argv[1:])"
-EVERY = [*CASES, *CUT]
+EVERY = [case for case in (*CASES, *CUT) if case.kind not in ADAPTED[1:] or find_spec(case.kind)]
 NAMES = [case.name for case in EVERY]
 
 

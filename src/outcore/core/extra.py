@@ -14,15 +14,16 @@ TRAINER = ("accelerate", "transformers")
 """What a Trainer needs."""
 
 
-def refuse_missing(*packages: str, extra: str = "train") -> None:
-    """Refuse to begin without packages, all of which are named. None is imported. Args: extra: That has them.
+def refuse_missing(*packages: str, extra: str | None = "train") -> None:
+    """Refuse to begin without packages, all of which are named. None is imported. Args: extra: That has them, if any.
 
     Raises:
         ConfigError: One is not installed.
     """
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
+        source = f"'outcore[{extra}]'" if extra else " ".join(missing)
         raise ConfigError(
             f"expected the {'package' if len(missing) == 1 else 'packages'} {', '.join(missing)}, "
-            f"but {'it is' if len(missing) == 1 else 'they are'} not installed; pip install 'outcore[{extra}]'"
+            f"but {'it is' if len(missing) == 1 else 'they are'} not installed; pip install {source}"
         )

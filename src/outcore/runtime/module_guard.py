@@ -24,6 +24,7 @@ from torch.nn import Parameter
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.planning.units.quantized import Place, is_quantized, places_of
 from outcore.planning.units.wrapped import Wrapping, is_wrapped, tensors_in
+from outcore.runtime.unit.absent import unfreezing_refusal
 from outcore.runtime.unit.one_process import RefuseReplicas, refuse_process_group, refuse_wrapped
 from outcore.runtime.unit.unit import Beneath
 from outcore.runtime.values.edits import same_bytes, take_edits
@@ -82,6 +83,7 @@ class ModuleGuard:
         self._engine = engine
         self._undo: list[Callable[[], None]] = []
         self._known: list[tuple[dict[str, Parameter | None], str, str, Parameter]] = []
+        self._wrapped = [(name, p) for name, p in engine.model.named_parameters() if is_wrapped(p)]
         engine.model.__dict__[ATTACHMENT] = Attachment(engine)
         self._undo.append(lambda: engine.model.__dict__.pop(ATTACHMENT, None))
         self._undo.append(engine.model.register_forward_pre_hook(self._before_forward).remove)
@@ -114,6 +116,13 @@ class ModuleGuard:
                     f"but '{full_name}' was replaced or taken away since; resize embeddings, "
                     "tie weights and add adapters before prepare"
                 )
+        self._refuse_thawed()
+
+    def _refuse_thawed(self) -> None:
+        """Of other weights their units see it."""
+        thawed = next((name for name, param in self._wrapped if param.requires_grad), None)
+        if thawed is not None:
+            raise UnsupportedError(unfreezing_refusal(thawed))
 
     def refuse_if_adapted(self) -> None:
         """Raise if parameters were frozen since ``prepare`` and others came that are to be trained, as adapters are.
@@ -139,6 +148,7 @@ class ModuleGuard:
     @as_it_is
     def _before_forward(self, *_: object) -> None:
         refuse_process_group("forward", self._engine.num_ranks)
+        self._refuse_thawed()
         self._engine.weights.begin_forward()
 
     @as_it_is

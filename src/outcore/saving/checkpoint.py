@@ -25,6 +25,7 @@ from outcore.core.errors import ConfigError, OutcoreError, UnsupportedError
 from outcore.memory.files.weights_file import WeightsDirectory, write_safetensors
 from outcore.optim.formats import NOT_TAKEN_OVER
 from outcore.planning.units.quantized import FULL_CHECKSUM
+from outcore.planning.units.wrapped import Wrapping, is_wrapped
 from outcore.ranks.agreement import agree, agreed
 from outcore.runtime.engine import Engine
 from outcore.runtime.module_guard import engine_of
@@ -302,6 +303,7 @@ def _description(engine: Engine, groups: list[dict[str, Any]], step: int) -> Any
     frozen = _frozen_samples(engine)
     everything = engine.model.named_parameters()
     full = {name: getattr(param, FULL_CHECKSUM) for name, param in everything if hasattr(param, FULL_CHECKSUM)}
+    wrapped = _wrappings(engine.model)
     steps = {u.spec.params[i].name: u.steps[i] for u in engine.units for i in range(u.num_trainable)}
     for name, buffer in buffers_of(engine).items():
         dtype = str(buffer.dtype).removeprefix("torch.")
@@ -309,10 +311,14 @@ def _description(engine: Engine, groups: list[dict[str, Any]], step: int) -> Any
         tensors[f"model.{name}"] = TensorRecord(dtype, tuple(buffer.shape), parts)
 
     def describe(files: Mapping[str, Any]) -> Manifest:
-        known = {"frozen": frozen, "full": full, "steps": steps}
+        known = {"frozen": frozen, "full": full, "wrapped": wrapped, "steps": steps}
         return Manifest(step=step, files=files, tensors=tensors, groups=tuple(groups), **known)
 
     return describe
+
+
+def _wrappings(model: nn.Module) -> dict[str, str]:
+    return {name: str(Wrapping(param)) for name, param in model.named_parameters() if is_wrapped(param)}
 
 
 def _frozen_samples(engine: Engine) -> dict[str, int]:
@@ -393,6 +399,12 @@ def _refuse_others(optimizer: StreamedOptimizer, path: Path, manifest: Manifest,
             raise ConfigError(
                 f"checkpoint '{path}': expected the frozen parameters that it was trained with, but '{name}' has other "
                 "values; build the model from the weights that the run which saved it began with"
+            )
+    for name, said in _wrappings(engine.model).items():
+        if manifest.wrapped.get(name, said) != said:
+            raise ConfigError(
+                f"checkpoint '{path}': expected the frozen parameters that it was trained with, but '{name}' is {said} "
+                f"here, and {manifest.wrapped[name]} there; quantise the model as in the run that saved it"
             )
 
 

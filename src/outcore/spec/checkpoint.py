@@ -60,6 +60,8 @@ class Manifest:
     """Checksums of frozen parameters, which are not saved: they are what the model is built with."""
     full: Mapping[str, int] = field(default_factory=dict)
     """Of those that were quantised as they were read: checksums of the weights in full precision."""
+    wrapped: Mapping[str, str] = field(default_factory=dict)
+    """Of those that wrap others: what decides how the bytes inside are read."""
     steps: Mapping[str, int] = field(default_factory=dict)
     """Updates of each trained parameter."""
     groups: tuple[Mapping[str, Any], ...] = ()
@@ -95,6 +97,7 @@ class Manifest:
                 tensors={name: _tensor(record) for name, record in fields["tensors"].items()},
                 frozen=fields["frozen"],
                 full=fields.get("full", {}),
+                wrapped=dict(fields.get("wrapped", {})),
                 steps=fields["steps"],
                 groups=tuple(fields["groups"]),
             )

@@ -94,7 +94,7 @@ class WeightsDirectory:
                     f"weights '{index}': expected tensor '{name}' in '{shard}', but it is not there; "
                     "the files belong to different saves, fetch them again"
                 )
-        _, metadata = next(iter(headers.values()))
+        metadata = {name: text for _, texts in headers.values() for name, text in texts.items()}
         return cls(folder, {name: shards[shard][name] for name, shard in weight_map.items()}, metadata)
 
     @staticmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.core.quantities import PAGE_BYTES, PARAM_ALIGN_BYTES, align_up
 from outcore.planning.units.blocks import find_units, output_embeddings, select_units
 from outcore.planning.units.quantized import Quantized, full_shape, is_quantized, quantized_weights, refuse_unusable
-from outcore.planning.units.wrapped import is_wrapped, tensors_in
+from outcore.planning.units.wrapped import is_wrapped, memory_of, tensors_in
 from outcore.spec.model import (
     PRECISIONS,
     TRAINED_DTYPES,
@@ -174,9 +174,16 @@ def _owned_tensors(
         owners.setdefault(id(param), set()).add(0)
     params: list[list[tuple[str, nn.Parameter]]] = [[] for _ in modules]
     buffer_bytes = [0] * len(modules)
-    named = {id(weight.param): weight.named for weight in quantized}
-    for name, param in model.named_parameters():
-        params[_owner(owners[id(param)])] += named.get(id(param), [(name, param)])
+    everything = {id(param): {id(param): (name, param)} for name, param in model.named_parameters()}
+    for weight in quantized:
+        everything[id(weight.param)] = inside = {id(part): (name, part) for name, part in weight.named}
+        for part in inside:
+            owners[part] = owners.get(part, set()) | owners[id(weight.param)]
+    listed: dict[int, tuple[str, nn.Parameter]] = {}
+    for own in everything.values():  # what wrappers share is listed once, by its own name if it has one
+        listed |= {part: everything.get(part, own)[part] for part in own if part not in listed}
+    for part, item in listed.items():
+        params[_owner(owners[part])].append(item)
     for buffer in model.buffers():
         buffer_bytes[_owner(owners[id(buffer)])] += align_up(buffer.nbytes, PARAM_ALIGN_BYTES)
     return [(p, align_up(b, PAGE_BYTES)) for p, b in zip(params, buffer_bytes, strict=True)]
@@ -304,21 +311,23 @@ def _refuse_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None
 def _refuse_overlap(model: nn.Module) -> None:
     """Parameters that share memory without being one object would be stored, and updated, apart.
 
-    What is inside of wrappers is frozen, and may share memory with whatever else is.
+    What is inside of wrappers is frozen, and may be the same tensor as whatever else is.
     """
-    ranges = []
-    for name, param in model.named_parameters():
+    ranges, known = [], set[Hashable]()
+    for name, param in sorted(model.named_parameters(), key=lambda named: is_wrapped(named[1])):
         for tensor in tensors_in(param):
-            if tensor.device.type != "meta" and tensor.nbytes:
-                start, kind = tensor.data_ptr(), (param.requires_grad, is_wrapped(param))
-                ranges.append((str(tensor.device), start, start + tensor.nbytes, name, kind))
-    reached: dict[tuple[str, tuple[bool, bool]], tuple[int, str]] = {}
-    for device, start, stop, name, kind in sorted(ranges):
-        for (other_device, other_kind), (other_stop, other_name) in reached.items():
-            may_share = (kind[1] or other_kind[1]) and not (kind[0] or other_kind[0])
-            if device == other_device and start < other_stop and not may_share:
-                raise ConfigError(
-                    f"expected parameters with memory of their own, but '{other_name}' and '{name}' overlap; tie them "
-                    "by assigning the same torch.nn.Parameter to both modules, or clone what is inside of a wrapper"
-                )
-        reached[device, kind] = max(reached.get((device, kind), (0, "")), (stop, name))
+            memory = memory_of(tensor)
+            if tensor.is_meta or not tensor.nbytes or (is_wrapped(param) and memory in known):
+                continue
+            if not param.requires_grad:
+                known.add(memory)
+            ranges.append((str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name))
+    reached: dict[str, tuple[int, str]] = {}
+    for device, start, stop, name in sorted(ranges):
+        other_stop, other_name = reached.get(device, (0, ""))
+        if start < other_stop:
+            raise ConfigError(
+                f"expected parameters with memory of their own, but '{other_name}' and '{name}' overlap; tie them by "
+                "assigning the same torch.nn.Parameter to both modules, or clone what is inside of a wrapper"
+            )
+        reached[device] = stop, name

@@ -16,7 +16,7 @@ import copy
 import functools
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -27,7 +27,7 @@ from torch.nn import Parameter
 
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.planning.units import wrapped
-from outcore.planning.units.wrapped import Wrapping, is_wrapped
+from outcore.planning.units.wrapped import Wrapping, is_wrapped, memory_of
 
 _KINDS = ("Params4bit", "Int8Params")
 _STATES = {"absmax": "absmax", "quant_map": "code"}
@@ -42,6 +42,8 @@ FULL_CHECKSUM = "_outcore_full_checksum"
 _SAMPLED = 2048
 FULL_DTYPE = "_outcore_full_dtype"
 """Attribute of a module on the meta device: the dtype of the weight that will be quantised."""
+WRAPPER = "wrapper"
+"""Of what ``Quantized.unpack`` gets of a checkpoint: a wrapper with all that is inside."""
 QUANTIZER = "_outcore_quantizer"
 """Attribute of a wrapper on the meta device: makes such a one of a weight in full precision."""
 
@@ -161,8 +163,16 @@ class Quantized:
                 "model on the meta device and pass it through outcore.quantized()"
             )
 
-    def unpack(self, packed: torch.Tensor, known: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """The packed weight and its parts, as a checkpoint has them. Args: known: By the library's own names."""
+    def unpack(self, read: Callable[[], torch.Tensor], known: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """What ``named`` has, as a checkpoint has it.
+
+        Args:
+            read: Gives the packed weight.
+            known: What belongs to it, by the library's own names.
+        """
+        if WRAPPER in known:
+            return wrapped.tensors_in(known[WRAPPER])
+        packed = read()
         if kind_of(self.param) == "Int8Params":
             return [packed, known["SCB"]]
         from bitsandbytes.functional import QuantState
@@ -248,14 +258,19 @@ def kind_of(param: torch.Tensor) -> str:
 
 
 def quantized_weights(model: nn.Module) -> Iterator[Quantized]:
-    """All quantised weights of a model, each once."""
+    """All quantised weights of a model, each once. What wrappers share with others is one parameter for all."""
     seen: set[int] = set()
+    ordinary = (p for p in model.parameters() if not is_quantized(p))
+    shared: dict[Hashable, Parameter] = {memory_of(p): p for p in ordinary if not p.requires_grad}
     for prefix, module in model.named_modules():
         for key, param in module._parameters.items():
             if param is not None and is_quantized(param) and id(param) not in seen:
                 seen.add(id(param))
                 places = tuple(places_of(module, param))
-                parts = tuple(_as_parameter(place.tensor) for place in places)
+                made = [_as_parameter(place.tensor) for place in places]
+                if is_wrapped(param):
+                    made = [shared.setdefault(memory_of(part), part) for part in made]
+                parts = tuple(made)
                 yield Quantized(f"{prefix}.{key}" if prefix else key, module, param, places, parts)
 
 
@@ -326,7 +341,13 @@ def _transposed() -> Any:
     return () if library is None else library.Conv1D
 
 
-def give_back(module: Any, param: Any, values: Mapping[int, torch.Tensor], device: torch.device) -> None:
+def give_back(
+    module: Any,
+    param: Any,
+    values: Mapping[int, torch.Tensor],
+    device: torch.device,
+    moved: dict[tuple[int, torch.device], torch.Tensor],
+) -> None:
     """Let the library have tensors of its own again.
 
     Args:
@@ -334,9 +355,11 @@ def give_back(module: Any, param: Any, values: Mapping[int, torch.Tensor], devic
         param: The weight; on the device, unless it is a wrapper.
         values: Of parts, by their identity.
         device: Where they go.
+        moved: What is there already, which is shared.
     """
     places = list(places_of(module, param))
-    own = [values.get(id(place.tensor), place.tensor).to(device) for place in places]
+    there = [((id(place.tensor), device), values.get(id(place.tensor), place.tensor)) for place in places]
+    own = [moved[key] if key in moved else moved.setdefault(key, value.to(device)) for key, value in there]
     if is_wrapped(param) and param.device != device:
         wrapped.replace(param, own)
         return

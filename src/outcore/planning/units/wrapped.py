@@ -7,7 +7,8 @@ their places, and whatever the class computes reads them where they are at the t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ from outcore.spec.model import DTYPE_BYTES, is_dense
 from outcore.torch_private import is_wrapper
 
 _OWN = (torch.Tensor, Parameter)
+_PLACES = re.compile(r"device\(type='\w+'(, index=\d+)?\)| at 0x[0-9a-f]+")
+"""In what a wrapper says of itself, what another process or machine would say otherwise."""
 
 
 def is_wrapped(tensor: Any) -> bool:
@@ -51,6 +54,13 @@ def tensors_in(tensor: Any) -> list[torch.Tensor]:
     return [getattr(inner.holder, inner.attribute) for inner in inner_of(tensor)]
 
 
+def memory_of(tensor: torch.Tensor) -> Hashable:
+    """The same for tensors that are the same elements in the same order, and for no others."""
+    if tensor.is_meta or not tensor.nbytes:
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
 class Wrapping:
     """What a wrapper is, without the tensors inside."""
 
@@ -60,6 +70,12 @@ class Wrapping:
         inside = ((name, getattr(wrapper, name)) for name in names)
         self._names = [(name, Wrapping(found) if is_wrapped(found) else None) for name, found in inside]
 
+    def __str__(self) -> str:
+        """What decides how the bytes inside are read, the same wherever they are."""
+        inside = ", ".join(f"{name}: {'a tensor' if within is None else within}" for name, within in self._names)
+        said = _PLACES.sub("", repr(_plain(self._context)))
+        return f"{self._kind.__module__}.{self._kind.__qualname__} around {inside}; {said}"
+
     def around(self, tensors: Iterable[torch.Tensor]) -> Any:
         """The same around other tensors, on their device. Args: tensors: In the order of ``inner_of``."""
         left = iter(tensors)
@@ -67,6 +83,13 @@ class Wrapping:
         made = self._kind.__tensor_unflatten__(inner, self._context, self._size, self._stride)
         device = next(iter(inner.values())).device
         return made if made.device == device else made.to(device)  # some remember where they were
+
+
+def _plain(context: Any) -> Any:
+    """With lists in place of tuples, which files and libraries mix."""
+    if isinstance(context, dict):
+        return {key: _plain(value) for key, value in context.items()}
+    return [_plain(each) for each in context] if isinstance(context, list | tuple) else context
 
 
 def replace(wrapper: Parameter, tensors: Iterable[torch.Tensor]) -> None:

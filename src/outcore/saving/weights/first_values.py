@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -105,12 +106,13 @@ class FirstValues:
             weight = self._quantized.get(id(param))
             asked = param if weight is None else weight.param
             if self._loading is not None and self._loading.holds(asked):
-                read = self._loading.read_finite(asked)
+                read_all = partial(self._loading.read_finite, asked)
                 if weight is None:
-                    return read
+                    return read_all()
                 if known := self._loading.read_parts(asked):
-                    read, *parts = weight.unpack(read, known)
+                    read, *parts = weight.unpack(read_all, known)
                 else:
+                    read = read_all()
                     setattr(asked, FULL_CHECKSUM, full_checksum(read))
                     read, *parts = weight.quantize(read, self._device)
                 made.update(zip((id(part) for _, part in weight.named[1:]), parts, strict=True))

@@ -76,19 +76,20 @@ def give_back(model: nn.Module, values: Mapping[int, torch.Tensor], origins: Map
         for place in everything
         if place.name in origins and (place.is_buffer or all(id(t) in values for t in tensors_in(place.tensor)))
     ]
+    moved: dict[tuple[int, torch.device], torch.Tensor] = {}
     for place in known:
         if not place.is_buffer and not is_wrapped(place.tensor):
             _restore(place.tensor, values[id(place.tensor)], origins[place.name])
-    moved: dict[int, torch.Tensor] = {}
     for place in known:
         device = origins[place.name].device
+        if not place.is_buffer and not is_wrapped(place.tensor):
+            place.tensor.data = moved[id(place.tensor), device] = place.tensor.data.to(device)
+    for place in known:
+        device, tensor = origins[place.name].device, place.tensor
         if place.is_buffer:
-            place.module._buffers[place.key] = moved.setdefault(id(place.tensor), place.tensor.to(device))
-            continue
-        if not is_wrapped(place.tensor):
-            place.tensor.data = place.tensor.data.to(device)
-        if is_quantized(place.tensor):
-            give_back_parts(place.module, place.tensor, values, device)
+            place.module._buffers[place.key] = moved.setdefault((id(tensor), device), tensor.to(device))
+        elif is_quantized(tensor):
+            give_back_parts(place.module, tensor, values, device, moved)
 
 
 def _restore(param: torch.Tensor, value: torch.Tensor, origin: Origin) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from outcore.core.errors import ConfigError
 from outcore.memory.files.weights_file import WeightsDirectory
 from outcore.planning.units.quantized import full_shape, is_quantized
+from outcore.planning.units.wrapped import tensors_in
 from outcore.saving.weights.conversions import (
     Group,
     Rules,
@@ -72,7 +73,9 @@ class LoadPlan:
         group, name = self._sources[id(tensor)]
         parts = self._packed.read(group)
         for end, value in parts.items():
-            self._refuse_infinite(f"{name}.{end}", value)
+            for inner in tensors_in(value):
+                if inner.dtype.itemsize > 1:  # bytes mean something by these alone
+                    self._refuse_infinite(f"{name}.{end}", inner)
         return parts
 
     def read_finite(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -123,14 +126,14 @@ def plan_loading(model: nn.Module, path: str | Path) -> LoadPlan:
     directory = WeightsDirectory.open(path)
     base, state = _state(model)
     packed = PackedWeights(directory)
-    groups, rules = loading_groups(base, [name for name in directory.names() if name not in packed.parts], state)
+    groups, rules = loading_groups(base, packed.names, state)
     plan = LoadPlan(base, directory, rules, packed)
     loaded: dict[str, Group] = {}
     unexpected: list[str] = []
     mismatched: list[str] = []
     quantized: list[str] = []
     for group in groups:
-        for name, made in _shapes(group, directory).items():
+        for name, made in _shapes(group, directory, packed).items():
             if name in state:
                 loaded[name] = group
                 if packed.holds(group):
@@ -182,14 +185,12 @@ def adapter_tensors(model: nn.Module) -> set[int]:
     return {id(p.tensor) for layer in layers for p in places(layer)} - base
 
 
-def _shapes(group: Group, directory: WeightsDirectory) -> Mapping[str, torch.Tensor]:
+def _shapes(group: Group, directory: WeightsDirectory, packed: PackedWeights) -> Mapping[str, torch.Tensor]:
     """What a group makes, as meta tensors."""
-
-    def read(name: str) -> torch.Tensor:
-        return torch.empty(directory.shape(name), dtype=directory.dtype(name), device="meta")
-
     try:
-        return group.convert(read)
+        return group.convert(packed.shapes_of)
+    except ConfigError:
+        raise
     except Exception as error:  # the library's rules raise whatever they like
         raise ConfigError(
             f"weights '{directory.path}': expected tensors that can be converted to '{group.target}', but converting "
@@ -245,8 +246,8 @@ def _refuse_quantized(path: str | Path, quantized: Sequence[str]) -> None:
     if quantized:
         raise ConfigError(
             f"weights '{path}': expected weights in full precision, or quantized as those of the model, but "
-            f"{_few(quantized)}; name the model that it was quantized from, or, where bitsandbytes did that, pass the "
-            "model through outcore.quantized(model, model.config.quantization_config)"
+            f"{_few(quantized)}; name the model that it was quantized from, or, where bitsandbytes or torchao did "
+            "that, pass the model through outcore.quantized(model, model.config.quantization_config)"
         )
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
 
 from outcore.core.errors import ConfigError
+from outcore.core.extra import refuse_missing
 from outcore.memory.files.weights_file import WeightsDirectory
-from outcore.planning.units.quantized import is_quantized, kind_of
+from outcore.planning.units.quantized import WRAPPER, is_quantized, kind_of
+from outcore.planning.units.wrapped import Wrapping, is_wrapped, tensors_in
 from outcore.saving.weights.conversions import Group
 
 _STATE = ".quant_state.bitsandbytes__"
@@ -20,7 +23,10 @@ _SCALES, _LAYOUT = "SCB", "weight_format"  # of 8 bits, beside the weight
 
 @final
 class PackedWeights:
-    """Those of a checkpoint, in the form in which bitsandbytes and Transformers write them."""
+    """Those of a checkpoint, in the form in which bitsandbytes, torchao and Transformers write them.
+
+    Of torchao's a file has the tensors inside, and in its header what the wrapper around them is.
+    """
 
     def __init__(self, directory: WeightsDirectory) -> None:
         """Args: directory: Only names are looked at."""
@@ -36,8 +42,43 @@ class PackedWeights:
             elif name.endswith(f".{_SCALES}") and (weight := name.removesuffix(_SCALES) + "weight") in known:
                 layout = name.removesuffix(_SCALES) + _LAYOUT
                 self._parts[weight] = {_SCALES: name, **({_LAYOUT: layout} if layout in known else {})}
+        self._wrapped = {name: text for name, text in directory.metadata.items() if self._is_wrapper(name, text, known)}
         self.parts = frozenset(part for parts in self._parts.values() for part in parts.values())
-        """Names of tensors that only say what packed bytes mean."""
+        """Names of tensors that only say what packed bytes mean, or are inside of wrappers."""
+        self.names = [*(name for name in names if name not in self.parts), *self._wrapped]
+        """Of weights."""
+
+    def _is_wrapper(self, name: str, text: str, known: set[str]) -> bool:
+        module, _, weight = name.rpartition(".")
+        try:
+            inside = {f"{module}._{weight}_{end}" for end in json.loads(text)["_tensor_data_names"]}
+        except (ValueError, KeyError, TypeError):  # it says something else
+            return False
+        self._parts |= {name: {part: part for part in inside}} if known.issuperset(inside) else {}
+        return name in self._parts
+
+    def shapes_of(self, name: str) -> torch.Tensor:
+        """A weight as the model sees it, on the meta device."""
+        return self._wrapper(name, self._meta) if name in self._wrapped else self._meta(name)
+
+    def _meta(self, name: str) -> torch.Tensor:
+        return torch.empty(self._directory.shape(name), dtype=self._directory.dtype(name), device="meta")
+
+    def _wrapper(self, name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """What torchao makes of what is inside."""
+        refuse_missing("torchao", extra=None)
+        from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
+
+        said = {name: self._wrapped[name], "tensor_names": json.dumps([name])}
+        try:
+            made, _ = unflatten_tensor_state_dict({part: read(part) for part in self._parts[name]}, said)
+            wrapper: torch.Tensor = made[name]
+        except (KeyError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError) as error:
+            raise ConfigError(
+                f"weights '{self._directory.path}': expected '{name}' as torchao writes it, but got {error!r}; fetch "
+                "the files again, or load the model with from_pretrained"
+            ) from error
+        return wrapper
 
     def holds(self, group: Group) -> bool:
         """Whether what a group of tensors makes is such a weight."""
@@ -50,6 +91,8 @@ class PackedWeights:
             ConfigError: What the checkpoint says of it is not what bitsandbytes writes.
         """
         name = group.sources[0][1]
+        if name in self._wrapped:
+            return said_of(self._wrapper(name, self._meta))
         parts, shape = self._parts[name], self._directory.shape(name)
         if _SCALES in parts:
             dtype, rows = self._directory.dtype(name), self._directory.shape(parts[_SCALES])
@@ -93,14 +136,21 @@ class PackedWeights:
     def read(self, group: Group) -> dict[str, torch.Tensor]:
         """What the bytes of a weight mean, by the names that bitsandbytes gives it; nothing of other weights.
 
+        A wrapper is there as a whole, as ``WRAPPER``.
+
         Memory: host, these tensors.
         """
+        if (name := group.sources[0][1]) in self._wrapped:
+            return {WRAPPER: self._wrapper(name, self._directory.read)}
         parts = self._parts[group.sources[0][1]] if self.holds(group) else {}
         return {end: self._directory.read(name) for end, name in parts.items()}
 
 
 def said_of(param: Any) -> str:
     """How a weight of a model is quantised. Args: param: Of bitsandbytes, or any other."""
+    if is_wrapped(param):
+        inside = ", ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors_in(param))
+        return f"{Wrapping(param)}, of {inside}"
     if not kind_of(param):
         return type(param).__qualname__ if is_quantized(param) else str(param.dtype)
     if kind_of(param) == "Int8Params":

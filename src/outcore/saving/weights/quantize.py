@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ def quantized(model: nn.Module, config: Any) -> nn.Module:
 
     Args:
         model: Of Transformers, on the meta device, without adapters; add these afterwards.
-        config: ``BitsAndBytesConfig`` or ``TorchAoConfig``; of a checkpoint that bitsandbytes quantised already, its
+        config: ``BitsAndBytesConfig`` or ``TorchAoConfig``; of a checkpoint that is quantised already, its
             ``model.config.quantization_config``.
 
     Returns:
@@ -37,8 +38,10 @@ def quantized(model: nn.Module, config: Any) -> nn.Module:
     from transformers import BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
     from transformers.quantizers import AutoHfQuantizer
 
-    if isinstance(config, Mapping) and config.get("quant_method") == "bitsandbytes":
-        config = BitsAndBytesConfig.from_dict(dict(config))
+    kinds = {"bitsandbytes": BitsAndBytesConfig, "torchao": TorchAoConfig}
+    if isinstance(config, Mapping) and config.get("quant_method") in kinds:
+        refuse_missing(config["quant_method"], extra="quantized" if config["quant_method"] == "bitsandbytes" else None)
+        config = kinds[config["quant_method"]].from_dict(dict(config))
     is_of_bitsandbytes = isinstance(config, BitsAndBytesConfig) and (config.load_in_4bit or config.load_in_8bit)
     if not is_of_bitsandbytes and not isinstance(config, TorchAoConfig):
         raise ConfigError(
@@ -74,7 +77,7 @@ def _make_tables() -> None:
 
 
 def _wrap_on_meta(module: Any, config: Any, dtype: torch.dtype) -> None:
-    from torchao.quantization import FqnToConfig, quantize_
+    from torchao.quantization import FqnToConfig
 
     way = config.get_apply_tensor_subclass()
     if isinstance(way, FqnToConfig) or config.include_input_output_embeddings:
@@ -84,16 +87,20 @@ def _wrap_on_meta(module: Any, config: Any, dtype: torch.dtype) -> None:
             "the model"
         )
 
-    def quantizer(value: torch.Tensor) -> Any:
-        outputs, inputs = value.shape
-        layer = nn.Linear(inputs, outputs, bias=False, device="meta")
-        layer.weight = Parameter(value.to(dtype), requires_grad=False)
-        quantize_(layer, way)
-        return layer.weight
-
+    quantizer = partial(_wrapped, dtype=dtype, way=way)
     module.weight = quantizer(module.weight.detach())
     if is_quantized(module.weight):
         setattr(module.weight, QUANTIZER, quantizer)
+
+
+def _wrapped(value: torch.Tensor, *, dtype: torch.dtype, way: Any) -> Any:
+    from torchao.quantization import quantize_
+
+    outputs, inputs = value.shape
+    layer = nn.Linear(inputs, outputs, bias=False, device="meta")
+    layer.weight = Parameter(value.to(dtype), requires_grad=False)
+    quantize_(layer, way)
+    return layer.weight
 
 
 def _quantize_on_meta(module: Any, weight: Any, dtype: torch.dtype) -> None:

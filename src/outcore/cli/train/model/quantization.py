@@ -16,7 +16,7 @@ Kind4bit = Literal["nf4", "fp4"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """Of all linear layers but the head, with bitsandbytes."""
+    """Of all linear layers but the head, with bitsandbytes or as a checkpoint has them."""
 
     bits: Literal[4, 8]
     kind: Kind4bit = "nf4"
@@ -47,6 +47,10 @@ class Quantization:
         )
 
     def __str__(self) -> str:
+        if self.stored is not None and self.stored.get("quant_method") == "torchao":
+            way = self.stored.get("quant_type")
+            named = way.get("default", {}).get("_type") if isinstance(way, Mapping) else way
+            return f"torchao's {named or 'formats'}"
         if self.bits != 4:
             return "8 bits"
         return f"4 bits, {self.kind}{', its statistics too' if self.nested else ''}"

@@ -356,10 +356,10 @@ def _check_config(where: str, raw: dict[str, Any]) -> None:
                 f"{_CONFIG} has {key} {number:,}; correct it"
             )
     said = raw.get("quantization_config")
-    if said is not None and not (isinstance(said, dict) and said.get("quant_method") == "bitsandbytes"):
+    if said is not None and not (isinstance(said, dict) and said.get("quant_method") in ("bitsandbytes", "torchao")):
         raise ConfigError(
-            f"{where}: expected weights in full precision, or quantised by bitsandbytes, but it is quantized in "
-            "another way; name the model that it was made from"
+            f"{where}: expected weights in full precision, or quantised by bitsandbytes or torchao, but it is "
+            "quantized in another way; name the model that it was made from"
         )
 
 
