@@ -8,7 +8,7 @@ from outcore.planning.bound.jobs import Job, Sweep, Work
 from outcore.planning.bound.times import Moment, Times
 
 
-def list_activations(times: Times, work: Work) -> None:
+def list_activations(times: Times, work: Work, *, alike: bool = False) -> None:
     """What forward saved leaves before the next call but one, and comes back for backward.
 
     The last two calls before backward are still there, and of those that went to disk the last are in slots.
@@ -17,31 +17,35 @@ def list_activations(times: Times, work: Work) -> None:
     Args:
         times: Of the plan.
         work: Grows.
+        alike: Only sums count.
     """
-    if not any(plan.saved_bytes for _, plan in times.pairs):
+    if not any([plan.saved_bytes for _, plan in times.pairs]):
         return
     kept = sum(p.num_slots for p in times.plan.pools if (p.tier, p.kind) == ("host", "activations"))
     are_equal = len({(plan.activations, plan.saved_bytes) for spec, plan in times.pairs if spec.name}) == 1
     brought, moved_s = [0.0] * len(times.visits), functools.cache(times.rates.move_s)
-    for calls in times.passes():
+    for calls in times.course.passes:
         plans = [times.pairs[times.visits[i].unit][1] for i, _ in calls[:-1]]
         on_disk = [place for place, plan in enumerate(plans) if plan.saved_bytes and plan.activations == "disk"]
         in_slots = on_disk[max(len(on_disk) - kept, 0) :]
         for place, ((i, then), plan) in enumerate(zip(calls[:-1], plans, strict=True)):
-            if not plan.saved_bytes:
+            nbytes = plan.saved_bytes
+            if not nbytes:
                 continue
-            leave_s, bring_s = moved_s("d2h", plan.saved_bytes), moved_s("h2d", plan.saved_bytes)
-            is_on_disk = plan.activations == "disk"
-            write_s, read_s = (moved_s(f"disk_{way}", plan.saved_bytes) * is_on_disk for way in ("write", "read"))
+            leave_s, bring_s, write_s, read_s = moved_s("d2h", nbytes), moved_s("h2d", nbytes), 0.0, 0.0
+            if plan.activations == "disk":
+                write_s, read_s = moved_s("disk_write", nbytes), moved_s("disk_read", nbytes)
             work.total_s["d2h"] += leave_s
             work.total_s["disk_write"] += write_s
             if place == len(calls) - 2:
                 continue
-            begin = Moment(i, times.used_s[i])
             if place in in_slots:
                 write_s = read_s = 0.0
             work.total_s["disk_read"] += read_s
             work.total_s["h2d"] += bring_s
+            if alike:
+                continue
+            begin = Moment(i, times.used_s[i])
             left = begin.plus(leave_s)
             until = (then, read_s + bring_s)
             if are_equal and place + kept + 2 < len(calls):  # one that leaves later needs the slot

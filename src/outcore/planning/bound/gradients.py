@@ -150,8 +150,9 @@ class _Gradients:
             self._work.slack_s["disk_write", slots] = most_of(found, number)
 
     def _read_for_update(self, passes: Sequence[_Pass]) -> None:
-        late = [unit for each in passes if not each.unit.is_read_again for unit in [each.unit] * each.unit.num_alike]
+        late = [each.unit for each in passes if not each.unit.is_read_again]
         freed_s = min((unit.costs.update_s for unit in late), default=math.inf)
+        late_s = [seconds for unit in late for seconds in [self._read_s(unit)] * unit.num_alike]
         for each in passes:
             unit, read_s = each.unit, self._read_s(each.unit)
             self._work.count = unit.num_alike
@@ -163,8 +164,8 @@ class _Gradients:
             ready = max(unit.after.plus(freed_s), written) if waits else written
             self._work.jobs.append(Job("disk_read", read_s, *ready, unit.first, rest_s, _KEPT))
         number = sum(p.num_slots for p in self._times.plan.pools if p.kind in ("landing", "gradients"))
-        self._work.slack_s["disk_read", _KEPT] = kept_s = most_of(map(self._read_s, late), number)
-        self._work.total_s["disk_read"] += sum(map(self._read_s, late)) - kept_s
+        self._work.slack_s["disk_read", _KEPT] = kept_s = most_of(late_s, number)
+        self._work.total_s["disk_read"] += sum(late_s) - kept_s
 
     def _rest_s(self, unit: Trained) -> float:
         """From the beginning of an update until the unit's next visit."""

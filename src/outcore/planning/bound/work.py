@@ -6,8 +6,9 @@ fetched again. What slots keep, or let happen ahead, is said as slack.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from outcore.planning.bound.times import Moment, Times, Trained
 from outcore.planning.paper.schedule import Circumstances
 from outcore.planning.paper.weight_cache import slot_sizes
 from outcore.planning.timing.rates import Rates
-from outcore.spec.cut import in_slot, weights_home
+from outcore.spec.cut import weights_home
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, PoolKind
 from outcore.spec.schedule import Visit
@@ -85,23 +86,20 @@ class _Listing:
         self._read_s: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
         self._kept_s: defaultdict[str, float] = defaultdict(float)
         self._fillings = _Fillings()
-        self.work = Work(times.used_s, times.compute_s, starts=times.starts())
+        self.work = Work(times.used_s, times.compute_s, starts=times.course.starts)
 
     def list_all(self, *, alike: bool = False) -> Work:
         """All of it. Args: alike: Only sums count."""
         self.work.total_s["compute"] += sum(self.work.compute_s)
         if self._times.rates.host_runs_ahead:
             self.work.total_s["host"] = self._times.host_s()
-        trained = self._times.trained()
-        units = list(trained.values())
-        if alike:
-            counts, one = Counter(unit.kind for unit in units), {unit.kind: unit for unit in units}
-            units = [one[kind]._replace(num_alike=count) for kind, count in counts.items()]
+        trained = None if alike else self._times.trained()
+        units = self._times.alike() if trained is None else list(trained.values())
         list_gradients(self._times, self.work, units)
         for unit in units:
             self.work.count = unit.num_alike
             self._update(unit)
-        list_activations(self._times, self.work)
+        list_activations(self._times, self.work, alike=alike)
         self._fetches(trained)
         self._take_off()
         return self.work
@@ -243,36 +241,37 @@ class _Listing:
 
     # Weights.
 
-    def _fetches(self, trained: Mapping[int, Trained]) -> None:
+    def _fetches(self, trained: Mapping[int, Trained] | None) -> None:
         times, brought = self._times, [costs.bring_s for costs in self._times.costs]
-        streamed = [i for i, pair in enumerate(times.pairs) if in_slot(*pair, "device")]
-        for size in sorted(set(slot_sizes(times.plan, "device"))):
-            mine = [
-                i for i in streamed if times.pool("device", "weights", times.model.units[i].weight_bytes)[0] == size
-            ]
-            number = slot_sizes(times.plan, "device").count(size)
+        sizes, streamed = slot_sizes(times.plan, "device"), times.streamed
+        slot_of = {nbytes: times.pool("device", "weights", nbytes)[0] for nbytes in set(streamed.values())}
+        for size in sorted(set(sizes)):
+            mine = [i for i, nbytes in streamed.items() if slot_of[nbytes] == size]
             for link in ("h2d", "link"):
-                self._sweep(link, {i: brought[i][_BRINGING.index(link)] for i in mine}, number, trained)
-        reads = {i: brought[i][0] for i, pair in enumerate(times.pairs) if pair[1].weights == "disk"}
-        slots = len(slot_sizes(times.plan, "device")) + len(slot_sizes(times.plan, "host"))
-        self._sweep("disk_read", reads, slots, trained)
+                self._sweep(link, {i: brought[i][_BRINGING.index(link)] for i in mine}, sizes.count(size), trained)
+        reads = {i: brought[i][0] for i, (_, plan) in enumerate(times.pairs) if plan.weights == "disk"}
+        self._sweep("disk_read", reads, len(sizes) + len(slot_sizes(times.plan, "host")), trained)
 
-    def _sweep(self, link: str, seconds: Mapping[int, float], slots: int, trained: Mapping[int, Trained]) -> None:
+    def _sweep(
+        self, link: str, seconds: Mapping[int, float], slots: int, trained: Mapping[int, Trained] | None
+    ) -> None:
+        """Args: trained: None: only sums count."""
         if not any(seconds.values()):
             return
-        visits, period = self._times.visits, len(self._times.visits)
-        by_visit = [0.0 if self._times.is_piece(i) else seconds.get(v.unit, 0.0) for i, v in enumerate(visits)]
-        firsts = [
-            self._first(link, trained[visit.unit], s)
-            if s and visit.unit in trained and trained[visit.unit].first == i + period
-            else None
-            for i, (visit, s) in enumerate(zip(visits, by_visit, strict=True))
-        ]
-        self.work.sweeps.append(Sweep(link, by_visit, firsts, slots))
-        for start, stop in zip(self.work.starts, [*self.work.starts[1:], period], strict=True):
-            pairs = list(zip(by_visit[start:stop], firsts[start:stop], strict=True))
-            again = [s for s, first in pairs if first is None]
-            self.work.total_s[link] += sum(s for s, _ in pairs) - most_of(again, slots)
+        course = self._times.course
+        by_visit = [seconds.get(unit, 0.0) for unit, _ in course.parts]
+        for i in course.pieces:
+            by_visit[i] = 0.0
+        places = {i: unit for unit, i in course.firsts.items() if by_visit[i] and unit in course.changed}
+        """Of units that have just been updated."""
+        if trained is not None:
+            firsts: list[Job | None] = [None] * len(by_visit)
+            for i, unit in places.items():
+                firsts[i] = self._first(link, trained[unit], by_visit[i])
+            self.work.sweeps.append(Sweep(link, by_visit, firsts, slots))
+        for start, stop in itertools.pairwise([*self.work.starts, len(by_visit)]):
+            again = [by_visit[i] for i in range(start, stop) if i not in places]
+            self.work.total_s[link] += sum(by_visit[start:stop]) - most_of(again, slots)
 
     def _first(self, link: str, unit: Trained, seconds: float) -> Job:
         """Of updated weights: they come behind the update."""

@@ -146,17 +146,26 @@ def play_steps(
 def _repeated(rows: Iterable[Sequence[Operation]]) -> Iterator[Sequence[Operation]]:
     """Rows without end, each laid out only while it brings something new: steps repeat, or two kinds take turns.
 
-    Slots may change places among themselves without an end; what follows what repeats all the same.
+    What a step leaves behind follows from what it did, in which order. So behind a row that was there before comes what
+    came then. Slots may change places among themselves without an end; what follows is the same all the same.
     """
     seen: list[Sequence[Operation]] = []
     orders: list[Sequence[tuple[object, ...]]] = []
     for row in rows:
         yield row
         seen.append(row)
-        orders.append([op[:5] for op in row])  # all but slots
+        orders.append([op[:4] for op in row])  # all but what they come after, and slots
         for period in (1, 2):
-            if len(orders) > 2 * period - 1 and orders[-period:] == orders[-2 * period : -period]:
-                yield from itertools.cycle(seen[-period:])
+            if orders[-1] in orders[-1 - period : -period]:
+                again = seen[-period:]
+                yield from itertools.cycle(map(_within_two, again, [again[-1], *again]))
+
+
+def _within_two(row: Sequence[Operation], before: Sequence[Operation]) -> Sequence[Operation]:
+    """Without what is over for longer than the step before."""
+    oldest = -len(before)
+    is_older = any([op.after and op.after[0] < oldest for op in row])
+    return [op._replace(after=tuple([i for i in op.after if i >= oldest])) for op in row] if is_older else row
 
 
 class _Part(NamedTuple):
