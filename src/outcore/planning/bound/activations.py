@@ -6,6 +6,8 @@ import functools
 
 from outcore.planning.bound.jobs import Job, Sweep, Work
 from outcore.planning.bound.times import Moment, Times
+from outcore.planning.timing.rates import Rates
+from outcore.spec.plan import Tier
 
 
 def list_activations(times: Times, work: Work, *, alike: bool = False) -> None:
@@ -23,7 +25,7 @@ def list_activations(times: Times, work: Work, *, alike: bool = False) -> None:
         return
     kept = sum(p.num_slots for p in times.plan.pools if (p.tier, p.kind) == ("host", "activations"))
     are_equal = len({(plan.activations, plan.saved_bytes) for spec, plan in times.pairs if spec.name}) == 1
-    brought, moved_s = [0.0] * len(times.visits), functools.cache(times.rates.move_s)
+    brought, moved_s = [0.0] * len(times.visits), functools.cache(functools.partial(_moved_s, times.rates))
     for calls in times.course.passes:
         plans = [times.pairs[times.visits[i].unit][1] for i, _ in calls[:-1]]
         on_disk = [place for place, plan in enumerate(plans) if plan.saved_bytes and plan.activations == "disk"]
@@ -32,9 +34,7 @@ def list_activations(times: Times, work: Work, *, alike: bool = False) -> None:
             nbytes = plan.saved_bytes
             if not nbytes:
                 continue
-            leave_s, bring_s, write_s, read_s = moved_s("d2h", nbytes), moved_s("h2d", nbytes), 0.0, 0.0
-            if plan.activations == "disk":
-                write_s, read_s = moved_s("disk_write", nbytes), moved_s("disk_read", nbytes)
+            leave_s, bring_s, write_s, read_s = moved_s(nbytes, plan.activations)
             work.total_s["d2h"] += leave_s
             work.total_s["disk_write"] += write_s
             if place == len(calls) - 2:
@@ -62,3 +62,11 @@ def list_activations(times: Times, work: Work, *, alike: bool = False) -> None:
     if any(brought):
         name = f"h2d with {slots} slots for activations"
         work.sweeps.append(Sweep(name, brought, [None] * len(brought), slots))
+
+
+def _moved_s(rates: Rates, nbytes: int, tier: Tier) -> tuple[float, float, float, float]:
+    """Seconds off the device, back there, and to disk and back."""
+    leave_s, bring_s = rates.move_s("d2h", nbytes), rates.move_s("h2d", nbytes)
+    if tier != "disk":
+        return leave_s, bring_s, 0.0, 0.0
+    return leave_s, bring_s, rates.move_s("disk_write", nbytes), rates.move_s("disk_read", nbytes)

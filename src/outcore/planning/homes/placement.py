@@ -148,6 +148,10 @@ class _Homes(NamedTuple):
     states: Tier
 
 
+def _homes_at(index: int, borders: Iterable[tuple[int, int]]) -> _Homes:
+    return _Homes(*("device" if index < near else "host" if index < far else "disk" for near, far in borders))
+
+
 class _Footprint(NamedTuple):
     """What one unit takes with given homes."""
 
@@ -167,6 +171,8 @@ class _Search:
         shapes = [_shape(unit, model) for unit in model.units]
         first = {shape: i for i, shape in reversed(list(enumerate(shapes)))}
         self._alike = [first[shape] for shape in shapes]
+        self._ends = list(itertools.accumulate(len(list(group)) for _, group in itertools.groupby(self._alike)))
+        """Of rows of equal units."""
         # Cached per object: functools.cache on the methods would keep every search alive.
         self._needs = functools.cache(self._count_needs)
         self._footprint = functools.cache(self._measure)
@@ -184,18 +190,19 @@ class _Search:
 
     def homes(self, line: Waterline) -> list[_Homes]:
         """Homes of all units, the root first."""
+        borders = self._borders(line)
+        return [_homes_at(i, borders) for i in range(self.num_units)]
+
+    def _borders(self, line: Waterline) -> list[tuple[int, int]]:
+        """Of weights, gradients and states: so many units have them on the device, and on device or host."""
         weights_device = min(line.on_device, self.num_units - 1)
         states_device = line.on_device - weights_device
-        rest = line.on_host
-        columns: list[list[Tier]] = []
+        rest, found = line.on_host, list[tuple[int, int]]()
         for on_device in (weights_device + 1, states_device, states_device):
             on_host = min(rest, self.num_units - on_device)
             rest -= on_host
-            tiers: list[Tier] = ["device"] * on_device
-            tiers += ["host"] * on_host
-            tiers += ["disk"] * (self.num_units - on_device - on_host)
-            columns.append(tiers)
-        return list(map(_Homes, *columns))
+            found.append((on_device, on_device + on_host))
+        return found
 
     def best(self, comforts: Sequence[Comfort]) -> tuple[Waterline, Comfort] | None:
         """The best plan that fits; ``comforts`` are alike on the device, the best one first."""
@@ -309,7 +316,12 @@ class _Search:
         return choices[first:stop]
 
     def _alike_homes(self, line: Waterline) -> Iterable[tuple[tuple[int, _Homes], int]]:
-        return Counter(zip(self._alike, self.homes(line), strict=True)).items()
+        """Equal units with the same homes, and how many there are: units in a row are looked at once."""
+        borders, found = self._borders(line), Counter[tuple[int, _Homes]]()
+        ends = {*self._ends, *itertools.chain.from_iterable(borders)} - {0}
+        for start, stop in itertools.pairwise([0, *sorted(ends)]):
+            found[self._alike[start], _homes_at(start, borders)] += stop - start
+        return found.items()
 
     def _homes_bytes(self, line: Waterline) -> _Bytes:
         total = _Bytes(0, 0, 0)

@@ -6,6 +6,7 @@ buffering down to the one slot that suffices.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -101,7 +102,10 @@ class Needs:
         for need in needs:
             if need.is_kept:
                 self.kept.add((need.tier, need.kind))
-            self.sizes.setdefault((need.tier, need.kind), Counter())[need.nbytes] += count
+            sizes = self.sizes.get((need.tier, need.kind))
+            if sizes is None:
+                sizes = self.sizes[need.tier, need.kind] = Counter()
+            sizes[need.nbytes] += count
 
 
 def needs_of(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> Iterator[Need]:
@@ -170,14 +174,23 @@ def pools_for(model: ModelSpec, units: Sequence[UnitPlan], comfort: Comfort = LE
 
 def build_pools(needs: Needs, comfort: Comfort) -> Iterator[Pool]:
     """Turn needs into pools, never with more slots than there are units to use them."""
-    for tier, kind in POOL_ORDER:
-        sizes, wanted = needs.sizes.get((tier, kind)), comfort.num_slots(tier, kind)
-        if (tier, kind) == ("device", "temporary") and needs.sizes.keys() >= _UPDATES_THERE:
+    for key in POOL_ORDER:
+        sizes = needs.sizes.get(key)
+        if not sizes:
+            continue
+        wanted = comfort.num_slots(*key)
+        if key == ("device", "temporary") and needs.sizes.keys() >= _UPDATES_THERE:
             wanted = 2
-        if sizes and (tier, kind) in needs.kept:
+        if key in needs.kept:
             wanted = min(sum(sizes.values()), MAX_SLOTS)
-        for slot_bytes, num_slots in _cut(sizes, wanted) if sizes else ():
-            yield Pool(tier=tier, kind=kind, slot_bytes=slot_bytes, num_slots=num_slots)
+        for slot_bytes, num_slots in _cut(sizes, wanted):
+            yield _pool(*key, slot_bytes, num_slots)
+
+
+@functools.lru_cache(4096)
+def _pool(tier: Tier, kind: PoolKind, slot_bytes: int, num_slots: int) -> Pool:
+    """Of plans by the hundred, with the same pools."""
+    return Pool(tier=tier, kind=kind, slot_bytes=slot_bytes, num_slots=num_slots)
 
 
 def _cut(sizes: Mapping[int, int], wanted: int) -> list[tuple[int, int]]:

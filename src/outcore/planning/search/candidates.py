@@ -115,6 +115,7 @@ class Choice:
         first = {shape: i for i, shape in reversed(list(enumerate(shapes)))}
         self._alike = [first[shape] for shape in shapes]
         self._footprint = functools.cache(self._measure)
+        self._can_be = functools.cache(self._tell_one)
         self._how, self._taken = functools.cache(self._tell), functools.cache(self._take)
         # A slot for staging holds all states of a unit: embeddings would make every slot as large as they are.
         sizes = Counter(u.update_bytes for u in model.units[1:] if u.update_bytes)
@@ -142,9 +143,9 @@ class Choice:
     def _take(self, candidate: Candidate) -> tuple[tuple[Pool, ...], dict[Tier, int]]:
         """Slots, and the bytes of all."""
         total: dict[Tier, int] = {"device": 0, "host": 0, "disk": 0}
-        needs, hows = Needs(), zip(self._alike, self._how(candidate), strict=True)
-        for key, count in Counter([(i, *how) for i, how in hows]).items():
-            footprint = self._footprint(*key)
+        needs = Needs()
+        for (i, how), count in Counter(zip(self._alike, self._how(candidate), strict=True)).items():
+            footprint = self._footprint(i, *how)
             needs.add(footprint.needs, count)
             for tier, nbytes in footprint.nbytes.items():
                 total[tier] += count * nbytes
@@ -157,13 +158,16 @@ class Choice:
         """Of every unit: its homes, and whether it is updated on the device, or inside backward."""
         if not candidate.share and not candidate.early:
             return [(kind, False, False) for kind in candidate.kinds]
-        units = [self._unit(i, kind) for i, kind in zip(self._alike, candidate.kinds, strict=True)]
-        small = (spec.update_bytes <= self._most_staged_bytes for spec in self._model.units)
-        pairs = enumerate(zip(units, small, strict=True))
-        staged = spread([i for i, (unit, fits) in pairs if fits and can_be_staged(unit)], candidate.share)
-        able = [i for i, pair in enumerate(zip(self._model.units, units, strict=True)) if can_be_early(*pair)]
-        early = spread([i for i in able if i not in staged], candidate.early)
+        able = [self._can_be(i, kind) for i, kind in zip(self._alike, candidate.kinds, strict=True)]
+        staged = spread([i for i, (can_be_staged, _) in enumerate(able) if can_be_staged], candidate.share)
+        others = [i for i, (_, can_be_early) in enumerate(able) if can_be_early and i not in staged]
+        early = spread(others, candidate.early)
         return [(kind, i in staged, i in early) for i, kind in enumerate(candidate.kinds)]
+
+    def _tell_one(self, index: int, kind: Kind) -> tuple[bool, bool]:
+        """Whether a unit can be updated on the device, and inside backward."""
+        spec, unit = self._model.units[index], self._unit(index, kind)
+        return spec.update_bytes <= self._most_staged_bytes and can_be_staged(unit), can_be_early(spec, unit)
 
     def _measure(self, index: int, kind: Kind, is_staged: bool, is_early: bool) -> _Footprint:  # noqa: FBT001
         spec, unit = self._model.units[index], self._unit(index, kind, is_staged, is_early)

@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -330,10 +330,14 @@ class _Search:
             return replace(candidate, kinds=(*kinds[:first], *(kind,) * number, *kinds[first + number :]))
 
         before, after = (looks.choice.tier_bytes(filled(number)) for number in (0, count))
-        grows = [tier for tier in before if after[tier] > before[tier]]
-        numbers, missing = range(count + 1), looks.missing
-        lacking = bisect.bisect_right(numbers, 0, key=lambda n: any(tier in grows for tier in missing(filled(n))))
-        return filled(max(lacking - 1, 0))
+        room, grows = looks.room(candidate.saves), [tier for tier in before if after[tier] > before[tier]]
+
+        def lacks(number: int) -> bool:
+            missing = looks.missing(filled(number))
+            return any(tier in grows for tier in missing)
+
+        near = min((count * max(room[t] - before[t], 0) // (after[t] - before[t]) for t in grows), default=count)
+        return filled(max(_first_true(lacks, count + 1, near) - 1, 0))
 
     def _shedding(self, candidate: Candidate, kind: Kind) -> Candidate:
         """Give a kind to as few units as must live farther, the last first."""
@@ -404,6 +408,18 @@ class _Search:
                 far = KINDS[2:] if self._is_small else sorted({*other.kinds, ALL_HOST}, key=self._choice.rank)[1:]
                 yield from (self._shed(other, kind) for kind in far)
         yield from self._choice.pairs(best) if self._is_small and not alone else ()
+
+
+def _first_true(test: Callable[[int], bool], count: int, near: int) -> int:
+    """The first of so many numbers that passes a test which all behind it pass, too. Args: near: A guess."""
+    low, high, number, step = 0, count, min(near, count - 1), 1
+    while low < high and not (low and high < count):
+        if test(number):
+            high, number = number, max(number - step, low)
+        else:
+            low, number = number + 1, min(number + step, high - 1)
+        step *= 2
+    return bisect.bisect_left(range(count), 1, low, high, key=test)
 
 
 def _uniform(looks: Looks, away: Away | None) -> dict[str, Candidate]:
