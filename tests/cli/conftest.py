@@ -16,7 +16,10 @@ from typing import Any
 import pytest
 import torch
 
+from outcore import forecast
 from outcore.cli import main as cli
+from outcore.planning.search.job import Job
+from outcore.planning.search.search import Found, search
 
 # Transformers imports it at some time, and then it complains of what it cannot load.
 with warnings.catch_warnings(action="ignore"), suppress(ImportError):
@@ -53,6 +56,21 @@ class Outcome:
 
 
 Run = Callable[..., Outcome]
+_searched: list[tuple[Job, Found]] = []
+
+
+@pytest.fixture(autouse=True)
+def _same_jobs_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands ask for few plans, and most of these often: a search always finds the same (``tests/planning``)."""
+
+    def find(job: Job, *_: object) -> Found:
+        known = next((found for other, found in _searched if other == job), None)
+        if known is None:
+            known = search(job)
+            _searched.append((job, known))
+        return known
+
+    monkeypatch.setattr(forecast, "search", find)
 
 
 @pytest.fixture

@@ -126,11 +126,11 @@ def test_the_largest_that_fits_into_three_minutes(monkeypatch, tmp_path, step_s,
 
 
 def test_a_size_has_a_time(monkeypatch, tmp_path):
-    found = demo_size._predicted((192, 8), "cpu", tmp_path, hardware="rtx-4090")
+    found = demo_size._predicted((192, 3), "cpu", tmp_path, hardware="rtx-4090")
     assert found.sizes["hidden_size"] == 192
     assert 0 < found.step_s < found.run_s(10)
     with pytest.raises(ConfigError, match="expected a machine whose speed is known"):
-        demo_size._predicted((192, 8), "cpu", tmp_path)
+        demo_size._predicted((192, 3), "cpu", tmp_path)
 
 
 def test_speeds_are_the_medians_of_both_loops_and_their_ratio():

@@ -17,8 +17,8 @@ from outcore.spec.hardware import Hardware
 
 from .conftest import CONFIG, Run
 
-TOO_LARGE, LARGE, MIDDLE, SMALL = 80, 8, 4, 2
-SMALL_BUDGETS = ("--device-memory", "2MiB", "--host-memory", "3MiB", "--disk-size", "1MiB", "--seq-len", 64)
+TOO_LARGE, LARGE, MIDDLE, SMALL = 20, 3, 2, 1
+SMALL_BUDGETS = ("--device-memory", "800KiB", "--host-memory", "1MiB", "--disk-size", "1MiB", "--seq-len", 64)
 
 
 def known_of(layers: int) -> known_models.Known:
@@ -33,12 +33,20 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("tiny")
-def test_the_largest_that_fit_each_with_its_plan(command: Run, config_json: Path):
+def test_the_largest_that_fit_each_with_its_plan(command: Run, config_json: Path, monkeypatch: pytest.MonkeyPatch):
+    asked_for: list[str] = []
+
+    def known(name: str) -> Hardware:
+        asked_for.append(name)
+        return known_hardware(name)
+
+    monkeypatch.setattr(forecast, "known_hardware", known)
     done = command("plan", "--fit", "--hardware", "rtx-4090", *SMALL_BUDGETS, "--json")
     assert done.status == 0, done.err
+    assert asked_for == ["rtx-4090"], "once"
     found = json.loads(done.out)
-    assert [row["model"] for row in found["models"]] == ["tiny-8", "tiny-4", "tiny-2"]
-    assert found["too_large"] == ["tiny-80"]
+    assert [row["model"] for row in found["models"]] == ["tiny-3", "tiny-2", "tiny-1"]
+    assert found["too_large"] == ["tiny-20"]
     asked = Question(
         model=str(config_json),
         hardware="rtx-4090",
@@ -47,15 +55,15 @@ def test_the_largest_that_fit_each_with_its_plan(command: Run, config_json: Path
         grad_accum=1,
         precision="bf16",
         clipping=True,
-        device_memory="2MiB",
-        host_memory="3MiB",
+        device_memory="800KiB",
+        host_memory="1MiB",
         disk_size="1MiB",
     )
     config_json.write_text(json.dumps({**CONFIG, "num_hidden_layers": MIDDLE}))
     assert found["models"][1]["predicted_step_s"] == answer(asked).found.simulation.step_s
     for row in found["models"]:
         assert row["predicted_tokens_per_s"] == pytest.approx(64 / row["predicted_step_s"])
-        assert row["reserved_bytes"]["device"] <= 2 * 2**20
+        assert row["reserved_bytes"]["device"] <= 800 * 2**10
         assert row["activations"]
 
 
@@ -68,8 +76,8 @@ def test_as_a_table_for_a_machine_of_a_file(command: Run, tmp_path: Path, monkey
     first, _, heads, *rows = done.out.splitlines()
     assert "predicted for 1 x 64 tokens in bf16" in first
     assert heads.split()[:4] == ["model", "parameters", "step", "tokens/s"]
-    assert rows[0].startswith("tiny-8")
-    assert "too large: tiny-80" in done.out
+    assert rows[0].startswith("tiny-3")
+    assert "too large: tiny-20" in done.out
 
 
 @pytest.mark.parametrize(
@@ -80,7 +88,7 @@ def test_as_a_table_for_a_machine_of_a_file(command: Run, tmp_path: Path, monkey
         (("--fit", "--html", "plan.html"), "--fit: expected it without --out and --html"),
         (("--fit", "--out", "plan.json"), "--fit: expected it without --out and --html"),
         (("--fit", "--device-memory", "0"), "--device-memory: expected more than 0 bytes"),
-        (("--fit", "--device-memory", "1KiB"), "expected a machine that trains one of 4 known models, but even tiny-2"),
+        (("--fit", "--device-memory", "1KiB"), "expected a machine that trains one of 4 known models, but even tiny-1"),
         (("--fit", "--precision", "fp8"), "--precision: expected one of fp32, bf16, pure_bf16"),
     ],
 )
@@ -90,20 +98,6 @@ def test_bad_input_is_one_message(command: Run, options: tuple[str, ...], messag
     assert (done.status, done.out) == (2, "")
     assert message in done.err
     assert "Traceback" not in done.err
-
-
-@pytest.mark.usefixtures("tiny")
-def test_the_machine_is_asked_for_once(command: Run, monkeypatch: pytest.MonkeyPatch):
-    asked: list[str] = []
-
-    def known(name: str) -> Hardware:
-        asked.append(name)
-        return known_hardware(name)
-
-    monkeypatch.setattr(forecast, "known_hardware", known)
-    monkeypatch.setattr(fit, "MOST", 1)
-    assert command("plan", "--fit", "--hardware", "rtx-4090", *SMALL_BUDGETS).status == 0
-    assert asked == ["rtx-4090"]
 
 
 @pytest.mark.usefixtures("tiny")

@@ -28,15 +28,15 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> Answer:
     folder.mkdir()
     return answer(
         Question(
-            model=str(write_json(folder / "config.json", {**CONFIG, "num_hidden_layers": 4})),
+            model=str(write_json(folder / "config.json", CONFIG)),
             hardware="rtx-4090",
             batch_size=2,
             seq_len=64,
             grad_accum=1,
             precision="bf16",
             clipping=True,
-            device_memory="500KiB",
-            host_memory="600KiB",
+            device_memory="400KiB",
+            host_memory="500KiB",
             disk_size=None,
         )
     )
@@ -168,7 +168,7 @@ def test_pictures_are_there_and_nothing_sticks_out(shown: Page, tmp_path: Path, 
         )
         assert sizes, picture
         assert all(wide > 150 and high > 20 for wide, high in sizes), picture
-    assert shown.evaluate("document.querySelectorAll('#units rect').length") >= 15  # 3 rows of 5 units
+    assert shown.evaluate("document.querySelectorAll('#units rect').length") >= 12  # 3 rows of 4 units
     assert shown.evaluate("document.querySelectorAll('#curves circle.today').length") == 3
     colors = shown.evaluate(
         "(() => { const c = document.getElementById('timeline'); const seen = new Set(); const d = c.getContext('2d')"

@@ -23,11 +23,12 @@ from .models import even_footprint, layered
 
 MIB = 2**20
 STATE = 18 * MIB
+LAYERS = 3  # a search looks at more much longer
 
 
 def setting_of(device: float, host: float, disk: float, **options: object) -> Setting:
     """Args: device, host, disk: Layers' states that fit there."""
-    model = layered(6, root=0, layer=MIB)
+    model = layered(LAYERS, root=0, layer=MIB)
     names = [unit.name for unit in model.units[1:]]
 
     def profile_of(batch_size: int) -> Profile:
@@ -51,7 +52,7 @@ def setting_of(device: float, host: float, disk: float, **options: object) -> Se
 
 @pytest.fixture(scope="module")
 def case() -> tuple[Setting, Found]:
-    setting = setting_of(2, 4, 12)
+    setting = setting_of(1.5, 2, 6)
     return setting, search(setting.job())
 
 
@@ -85,9 +86,9 @@ def test_batches_until_they_do_not_fit(case):
 
 
 def test_activations_take_what_they_need():
-    setting = setting_of(2, 4, 12)
+    setting = setting_of(1.5, 2, 6)
     job, larger = (replaced.job().within(None) for replaced in (setting, dataclasses.replace(setting, batch_size=64)))
-    assert job.activations.nbytes == pytest.approx(1.03 * (5 * MIB / 2 + 4 * MIB), abs=4096)
+    assert job.activations.nbytes == pytest.approx(1.03 * (2 * MIB / 2 + 4 * MIB), abs=4096)
     assert larger.activations.nbytes == pytest.approx(16 * job.activations.nbytes, abs=17 * 4096)
     assert job.activations.share == larger.activations.share == 0
     on_cpu = dataclasses.replace(setting, activation_share=0.0).job()
@@ -95,40 +96,40 @@ def test_activations_take_what_they_need():
 
 
 def test_of_a_model_that_cannot_be_followed_a_share_is_left():
-    setting = setting_of(2, 4, 12)
+    setting = setting_of(1.5, 2, 6)
     work = setting.profile.work
     job = dataclasses.replace(setting, profile_of=lambda _: Profile(work, None)).job()
     assert (job.within(None).activations, job.saved) == ((0, 0.3), {})
 
 
 def test_activations_that_leave_leave_less_of_the_host():
-    setting, away = setting_of(2, 4, 12), Away("host", "keep")
+    setting, away = setting_of(1.5, 2, 6), Away("host", "keep")
     job = dataclasses.replace(setting, ways=(away,)).job()
-    assert job.within(away).limits.host_bytes == setting.limits.host_bytes - 6 * 4 * MIB
-    assert job.within(away).limits.device_bytes == setting.limits.device_bytes - 2 * 4 * MIB  # slots
+    assert job.within(away).limits.host_bytes == setting.limits.host_bytes - LAYERS * 4 * MIB
+    assert job.within(away).limits.device_bytes == setting.limits.device_bytes - 4 * MIB  # a slot
     found = search(job)
     assert found.candidate.saves == away
     assert found.simulation.timeline.moved_bytes()["d2h"] > 0
 
 
-def test_half_of_the_units_may_save_more_where_they_are():
-    setting, half = setting_of(2, 4, 12), Away("device", "select", 0.5)
-    job = dataclasses.replace(setting, ways=(half,)).job()
-    assert job.within(half).limits == setting.limits
-    more = 3 * (2 * MIB - MIB / 2)  # of three units products instead of arguments alone
-    assert job.within(half).activations.nbytes == pytest.approx(
-        job.within(None).activations.nbytes + 1.03 * more, rel=0.2
+def test_a_part_of_the_units_may_save_more_where_they_are():
+    setting, third = setting_of(1.5, 2, 6), Away("device", "select", 1 / LAYERS)
+    job = dataclasses.replace(setting, ways=(third,)).job()
+    assert job.within(third).limits == setting.limits
+    more = 2 * MIB - MIB / 2  # of one unit products instead of arguments alone
+    assert job.within(third).activations.nbytes == pytest.approx(
+        job.within(None).activations.nbytes + 1.03 * more, rel=0.05
     )
-    units = half.of(setting.profile.footprint).applied(search(job).plan).units
+    units = third.of(setting.profile.footprint).applied(search(job).plan).units
     assert Counter((unit.policy, unit.activations) for unit in units[1:]) == {
-        ("select", "device"): 3,
-        ("recompute", "device"): 3,
+        ("select", "device"): 1,
+        ("recompute", "device"): 2,
     }
 
 
 def test_as_many_units_save_more_as_there_is_room_for():
     """For all there is none."""
-    setting, select = setting_of(0.9, 9, 12), Away("device", "select")
+    setting, select = setting_of(0.6, 6, 6), Away("device", "select")
     found = search(dataclasses.replace(setting, ways=(None, select)).job())
     assert found.candidate.saves is not None
     assert 0 < found.candidate.saves.share < 1
@@ -142,7 +143,7 @@ def test_nothing_fits():
 
 @pytest.mark.parametrize("room", [Room(0, 0.0), Room(MIB, 0.3)])
 def test_the_least_would_do_and_a_byte_less_would_not(room: Room):
-    setting = setting_of(2, 4, 12)
+    setting = setting_of(1.5, 2, 6)
     found = least(setting.model, setting.limits, room)
 
     def fits(**limits: int) -> bool:

@@ -27,7 +27,7 @@ CHILD = """
 
     import outcore
 
-    WIDTH, DEPTH = 1536, 12
+    WIDTH, DEPTH = 1024, 12
     with torch.device("meta"):
         blocks = [
             nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
@@ -82,7 +82,7 @@ def peak_bytes(group: Path) -> int:
 
 @pytest.mark.timeout(300)
 def test_a_quarter_of_the_state_is_enough(tmp_path: Path) -> None:
-    quarter = 18 * (12 * (2 * 1536 * 1536 + 4 * 1536) + 1537) // 4
+    quarter = 18 * (12 * (2 * 1024 * 1024 + 4 * 1024) + 1025) // 4
     with memory_group(quarter + LIBRARIES_BYTES) as group:
 
         def join() -> None:

@@ -16,12 +16,11 @@ SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 3,
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_a_base_of_4_bits(is_packed: bool, tmp_path: Path) -> None:
-    """Whether it is quantised as it is read, or was before."""
-    numel, in_4_bits = write_base(tmp_path, is_packed=is_packed, **SIZES)
+def test_a_base_of_4_bits(tmp_path: Path) -> None:
+    """Quantised as it is read, which takes more than one that was before (``outside/quantized_memory.py --packed``)."""
+    numel, in_4_bits = write_base(tmp_path, is_packed=False, **SIZES)
     assert in_4_bits < 2 * numel / 3
-    done, _ = train(tmp_path, in_4_bits + LIBRARIES_BYTES, in_4_bits, is_packed=is_packed)
+    done, _ = train(tmp_path, in_4_bits + LIBRARIES_BYTES, in_4_bits, is_packed=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert len(losses(tmp_path)) == 1
     assert math.isfinite(losses(tmp_path)[0])

@@ -15,7 +15,7 @@ from .test_container import memory_group
 
 # Python, torch and TRL (about 350 MiB), activations, a unit's fresh gradients.
 LIBRARIES_BYTES = 450 * 2**20
-HIDDEN, INTERMEDIATE, LAYERS, VOCABULARY = 512, 1408, 8, 260
+HIDDEN, INTERMEDIATE, LAYERS, VOCABULARY = 448, 1232, 8, 260
 CONFIG = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
