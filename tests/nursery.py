@@ -1,8 +1,8 @@
 """Processes that begin with all libraries imported: forked from one that has, where a fresh one takes ten seconds.
 
 Each is a process of its own and the child of whoever asked for it. It begins as ``python -c``, ``python -m`` or
-``python FILE`` does, and ends as these do: with signals, handlers for the exit and the end of the interpreter. What
-must begin with nothing imported, or in a control group, has to be started by ``subprocess`` itself.
+``python FILE`` does, and ends as these do: with signals, handlers for the exit and (``Whole``) the end of the
+interpreter. What must begin with nothing imported, or in a control group, has to be started by ``subprocess`` itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import sys
 import threading
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 IMPORTED = os.environ.get(
     "OUTCORE_TEST_IMPORTED",
@@ -38,9 +38,13 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 class Popen(subprocess.Popen):
-    """As ``subprocess.Popen([sys.executable, ...])``."""
+    """As ``subprocess.Popen([sys.executable, ...])``, but for the very end.
 
-    is_worker = False
+    The process waits for its threads and calls what is registered for the exit, but does not take its interpreter
+    apart: that is 0.4 s, most of what a small one takes. An error that nobody caught ends it as ever.
+    """
+
+    is_worker, is_taken_apart = False, False
 
     def _execute_child(self, args: Any, *more: Any) -> None:
         _, _, _, _, folder, environment, _, _, _, *ends = more[:15]
@@ -50,6 +54,7 @@ class Popen(subprocess.Popen):
         simulated = arguments[:1] == [str(SIMULATED)]
         job = {"arguments": arguments[simulated:], "folder": str(folder or Path.cwd())}
         job |= {"environment": dict(environment or os.environ), "is_worker": self.is_worker}
+        job["is_taken_apart"] = self.is_taken_apart
         fds = [number if fd == -1 else fd for number, fd in enumerate((reads, writes, errors))]
         with _ONE_AT_A_TIME:
             nursery = _nursery(simulated=simulated)
@@ -82,7 +87,13 @@ def run(
     return done
 
 
-class Worker(Popen):
+class Whole(Popen):
+    """To its very end."""
+
+    is_taken_apart = True
+
+
+class Worker(Whole):
     """Has a nursery of its own from the start, as those of pytest-xdist."""
 
     is_worker = True
@@ -145,7 +156,23 @@ def main() -> None:
         for number, fd in enumerate(fds):
             os.dup2(fd, number)
             os.close(fd)
+        _do(job) if job["is_taken_apart"] else _do_and_end(job)
+
+
+def _do_and_end(job: dict[str, Any]) -> NoReturn:
+    status: Any = 0
+    try:
         _do(job)
+    except SystemExit as stop:
+        status = stop.code or 0
+    if not isinstance(status, int):
+        print(status, file=sys.stderr)
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _born(channel: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:

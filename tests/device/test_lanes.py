@@ -410,5 +410,7 @@ for lane in Lane:
         device.submit(lane, "work", lambda: (time.sleep(0.001), torch.randn(1000).sum()))
 print("end")
 """
-    done = nursery.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    done = nursery.run(
+        [sys.executable, "-c", program], kind=nursery.Whole, capture_output=True, text=True, timeout=120, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")

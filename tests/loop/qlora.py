@@ -56,13 +56,14 @@ def trained(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, **options)
 
 
-def drive(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
-    """Between forward and backward something else passes through the slots."""
+def drive(model: nn.Module, optimizer: Any, *, evaluates: bool = True) -> list[torch.Tensor]:
+    """Args: evaluates: Between forward and backward something else passes through the slots."""
     seen = []
     for i in range(2):
         loss = model(input_ids=ids(i), labels=ids(i)).loss
-        with torch.no_grad():
-            model(input_ids=ids(i + 1))
+        if evaluates:
+            with torch.no_grad():
+                model(input_ids=ids(i + 1))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -77,12 +78,12 @@ def base_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def is_the_plain_loop(
     load: Callable[[], Any], where: str, policy: str, activations: str, disk: Path, traced: Any = None
 ) -> None:
-    """Args: load: Makes the model. traced: How to compile its blocks."""
+    """Args: traced: How to compile its blocks; nothing is evaluated then: it has its own code."""
     model = load().to(DEVICE)
     for block in model.base_model.model.model.layers if traced else ():
         block.compile(**traced)
     torch.manual_seed(5)
-    want, state = drive(model, trained(model, fused=True)), inside(model)
+    want, state = drive(model, trained(model, fused=True), evaluates=not traced), inside(model)
     if traced:
         torch._dynamo.reset()
     model = load()
@@ -91,7 +92,7 @@ def is_the_plain_loop(
     options = {"compile": traced or False, "budget": outcore.Budget(disk=str(disk))}
     with outcore.prepare(model, optimizer, plan=plan, device=DEVICE, **options) as (model, optimizer):
         torch.manual_seed(5)
-        assert_same(want, drive(model, optimizer))
+        assert_same(want, drive(model, optimizer, evaluates=not traced))
         assert_same(list(state.values()), list(inside(model).values()))
     if traced:
         torch._dynamo.reset()

@@ -241,7 +241,7 @@ def test_a_second_interrupt_ends_the_process_while_an_update_hangs(tmp_path):
             folder = tmp_path / ending
             folder.mkdir()
             command = [sys.executable, "-c", SCRIPT, str(folder), ending]
-            process = nursery.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            process = nursery.Whole(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
             running[folder] = stack.enter_context(process)
             stack.callback(process.kill)
         for process in running.values():

@@ -339,7 +339,7 @@ def test_the_interpreter_ends_without_close(tmp_path):
     for ending in endings:
         (tmp_path / ending).mkdir()
         command = [sys.executable, "-c", SCRIPT, str(tmp_path / ending), ending]
-        running[ending] = nursery.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        running[ending] = nursery.Whole(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for ending, process in running.items():
         out, err = process.communicate(timeout=120)
         assert process.returncode == endings[ending], err

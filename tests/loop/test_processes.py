@@ -152,5 +152,5 @@ distributed.destroy_process_group()
 def test_two_processes(tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", RANK, str(tmp_path / "store")]
-    ranks = [nursery.Popen([*command, str(rank)], env=environment) for rank in range(2)]
+    ranks = [nursery.Whole([*command, str(rank)], env=environment) for rank in range(2)]
     assert [rank.wait(timeout=100) for rank in ranks] == [0, 0]

@@ -28,7 +28,7 @@ RUN = """
 
 
 def start_run(folder, how="sleep"):
-    process = nursery.Popen(
+    process = nursery.Whole(
         [sys.executable, "-c", textwrap.dedent(RUN), str(folder), how],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -36,7 +36,7 @@ def mapped() -> bool:
 
 def begun(memory):
     pipes = {"stdin": -1, "stdout": -1, "text": True}
-    other = nursery.Popen([sys.executable, "-c", OTHER, memory.address, str(NBYTES)], **pipes)
+    other = nursery.Whole([sys.executable, "-c", OTHER, memory.address, str(NBYTES)], **pipes)
     assert other.stdout.readline() == "2\n"
     return other
 

@@ -58,7 +58,14 @@ def launch_and_wait(
 
 
 def start(
-    code: str, num_ranks: int, arguments: Sequence[str], *, timeout_s: float, is_fresh: bool = False, **environment: str
+    code: str,
+    num_ranks: int,
+    arguments: Sequence[str],
+    *,
+    timeout_s: float,
+    is_fresh: bool = False,
+    kind: type[nursery.Popen] = nursery.Popen,
+    **environment: str,
 ) -> list[subprocess.Popen]:
     """Processes that a launcher would start."""
     common = {**os.environ, "OMP_NUM_THREADS": "1", "OUTCORE_RANKS_TIMEOUT_S": str(timeout_s)}
@@ -66,7 +73,7 @@ def start(
     common |= {"LOCAL_WORLD_SIZE": str(num_ranks), **environment}
     simulated = [str(nursery.SIMULATED)] if os.environ.get("OUTCORE_TEST_DEVICE") == "cuda" else []
     return [
-        (subprocess if is_fresh else nursery).Popen(
+        (subprocess.Popen if is_fresh else kind)(
             [sys.executable, *simulated, "-c", f"import sys; sys.path.insert(0, {str(TESTS)!r})\n{code}", *arguments],
             env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONHASHSEED": str(rank)},
             stdout=-1,

@@ -107,7 +107,7 @@ def watch(fault: Fault, num_ranks: int, folder: str) -> list[Watched]:
     """Run the ranks until all have ended."""
     code = "from ranks.faults import main; main()"
     with _STARTING:
-        ranks = start(code, num_ranks, [json.dumps(fault), folder], timeout_s=60.0)
+        ranks = start(code, num_ranks, [json.dumps(fault), folder], timeout_s=60.0, kind=nursery.Whole)
     found: dict[int, Watched] = {}
 
     def listen(number: int) -> None:

@@ -78,7 +78,7 @@ with prepared:
 
 def start(stack, code, *arguments):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = nursery.Popen(
+    process = nursery.Whole(
         [sys.executable, "-c", code, *map(str, arguments)],
         text=True,
         stdin=subprocess.PIPE,
