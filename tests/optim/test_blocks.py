@@ -143,7 +143,8 @@ def test_settings_steps_and_dtypes_may_differ_from_piece_to_piece():
 
 def test_small_parameters_share_a_kernel_call(monkeypatch):
     calls = []
-    monkeypatch.setattr("outcore.optim.blocks.apply", lambda step: calls.append([t.numel() for t in step.targets]))
+    note = lambda step: calls.append([t.numel() for t in step.targets])  # noqa: E731
+    monkeypatch.setattr("outcore.optim.blocks.bound", lambda *_: note)
     blocked = Blocked(OPTIMIZERS["adamw"], (10, 64, 65, 300))
     update_blocks(blocked.pieces(1, [random(n, n) for n in (10, 64, 65, 300)]), scratch_of(256, torch.float32))
     assert calls == [[10, 64, 65], [256], [44]]  # 64 + 64 + 128 fill the scratch

@@ -196,7 +196,7 @@ def test_stop_ends_an_update_at_the_next_block(monkeypatch):
     updated = []
     begun = threading.Event()
 
-    def slow(blocks, room):
+    def slow(blocks, *_):
         updated.append(blocks)
         begun.set()
         time.sleep(0.05)

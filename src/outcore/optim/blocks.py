@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import final
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from outcore.core.quantities import align_up
 from outcore.optim.compact import close_masters, open_masters
 from outcore.optim.formats import Codes, decode, encode
-from outcore.optim.kernels import FusedStep, apply
+from outcore.optim.kernels import FusedStep, Stepper, bound
 from outcore.optim.rules import Hyper, RuleHyper, SgdHyper
 from outcore.spec.layout import CODES
 
@@ -33,7 +33,7 @@ CUT_NUMEL = 64
 
 
 @final
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, eq=False)  # not frozen: each block is one, and that would take four times as long
 class Piece:
     """One parameter to update, or a part of one cut at multiples of ``CUT_NUMEL`` elements. All tensors are 1D."""
 
@@ -100,15 +100,21 @@ class Piece:
         states, old_targets, old_states = cut_each(self.states), cut(self.old_target), cut_each(self.old_states)
         starts = accumulate(numels, initial=self.start)
         for i, (target, start) in enumerate(zip(targets, starts, strict=False)):
-            yield replace(
-                self,
-                start=start,
+            yield Piece(
                 target=target,
                 grad=grads[i],
                 states=states[i],
                 weights=weights[i],
+                step=self.step,
+                hyper=self.hyper,
+                factors=self.factors,
+                zero=self.zero,
                 old_target=old_targets[i],
                 old_states=old_states[i],
+                numbers=self.numbers,
+                likes=self.likes,
+                codes=self.codes,
+                start=start,
             )
 
     def _cut_state(self, name: str, tensor: Tensor, numels: Sequence[int]) -> Sequence[Tensor]:
@@ -147,11 +153,12 @@ def update_blocks(pieces: Iterable[Piece], scratch: Tensor, is_stopped: Callable
                 times = hyper.rule.temporaries if isinstance(hyper, RuleHyper) else 2.0
                 cuts = min(cuts, max(int(cuts / max(times / lanes, 1.0)), 1))
             numel = cuts * cut
-            room = scratch[: lanes * numel * dtype.itemsize].view(dtype).view(lanes, numel)
+            room = scratch[: lanes * numel * dtype.itemsize].view(dtype).view(lanes, numel).unbind()
+            step = None if isinstance(hyper, RuleHyper) else bound(hyper, group[0].target.device, dtype)
             for blocks in ([piece] for piece in group) if group[0].is_whole else _filled(group, numel):
                 if is_stopped():
                     raise StoppedError("the model was closed")
-                _update(blocks, room)
+                _update(blocks, room, step)
 
 
 _Alike = tuple[Hyper, torch.dtype, bool, tuple[tuple[str, str], ...]]
@@ -192,12 +199,13 @@ def _sizes(numel: int, first: int, following: int) -> list[int]:
     return [first, *[following] * whole, *([rest] if rest else [])]
 
 
-def _update(blocks: list[Piece], lanes: Tensor) -> None:
+def _update(blocks: list[Piece], lanes: Sequence[Tensor], step: Stepper | None) -> None:
     """One kernel call, and the casts around it.
 
     Args:
         blocks: Alike.
         lanes: Scratch of the dtype of the update: a row for gradients, and one for each state that is coded.
+        step: The fused kernel; of rules None.
     """
     hyper = blocks[0].hyper
     for block in blocks:  # out of place: the new bytes of a block are in cache when the kernel comes to them
@@ -211,10 +219,11 @@ def _update(blocks: list[Piece], lanes: Tensor) -> None:
     if isinstance(hyper, RuleHyper):
         for block, grad, (target, states) in zip(blocks, grads, held, strict=True):
             _follow(hyper, block, target, grad, states)
-    else:
+    elif step is not None:
         targets, steps = [target for target, _ in held], [block.step for block in blocks]
-        columns = [tuple(states[name] for name in hyper.state_names) for _, states in held]
-        apply(FusedStep(hyper=hyper, targets=targets, grads=grads, states=columns, steps=steps))
+        names = hyper.state_names
+        columns = [tuple([states[name] for name in names]) for _, states in held]
+        step(FusedStep(hyper=hyper, targets=targets, grads=grads, states=columns, steps=steps))
     for each in coded:
         _encode(*each)
     for block in blocks:
@@ -235,7 +244,7 @@ def _gradients(blocks: Sequence[Piece], scratch: Tensor) -> list[Tensor]:
     return grads
 
 
-def _rooms(blocks: Sequence[Piece], lanes: Tensor) -> Iterator[tuple[Piece, Codes, dict[str, Tensor]]]:
+def _rooms(blocks: Sequence[Piece], lanes: Sequence[Tensor]) -> Iterator[tuple[Piece, Codes, dict[str, Tensor]]]:
     """The scratch of every coded state of every block."""
     start = 0
     for block in blocks:
@@ -243,7 +252,7 @@ def _rooms(blocks: Sequence[Piece], lanes: Tensor) -> Iterator[tuple[Piece, Code
             raise AssertionError("a block whose states are not coded among others")
         stop = start + align_up(block.target.numel(), block.cut_numel)
         if block.is_whole:
-            rooms = {name: lanes.new_empty(stop - start) for name in block.codes.formats}
+            rooms = {name: lanes[0].new_empty(stop - start) for name in block.codes.formats}
         else:
             rooms = {name: lanes[i][start:stop] for i, name in enumerate(block.codes.formats, start=1)}
         yield block, block.codes, rooms

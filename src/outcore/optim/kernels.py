@@ -29,7 +29,7 @@ _CHANGED = (AttributeError, TypeError, ValueError, RuntimeError)  # how a missin
 
 
 @final
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, eq=False)
 class FusedStep:
     """One step for several tensors with the same settings, as one kernel call takes it. All tensors are 1D."""
 
@@ -47,10 +47,6 @@ class FusedStep:
     def first(self) -> bool:
         """Whether momentum buffers start here."""
         return self.steps[0] == 1
-
-    def state_column(self, index: int) -> list[Tensor]:
-        """One state of every target."""
-        return [state[index] for state in self.states]
 
     def count(self, step: int) -> Tensor:
         """A step number as torch keeps it; only read."""
@@ -82,6 +78,12 @@ def apply(step: FusedStep) -> None:
     """
     if step.targets:
         stepper_for(step.hyper, step.targets[0].device, step.targets[0].dtype)(step)
+
+
+def bound(hyper: FusedHyper, device: torch.device, dtype: torch.dtype) -> Stepper:
+    """As ``apply``, for many steps with the same settings: what they decide is looked up once."""
+    stepper = stepper_for(hyper, device, dtype)
+    return _bound(hyper) if stepper is _private_step else stepper
 
 
 def stepper_for(hyper: FusedHyper, device: torch.device, dtype: torch.dtype) -> Stepper:
@@ -124,23 +126,30 @@ def _kernel_name(hyper: FusedHyper) -> str:
 
 
 def _private_step(step: FusedStep) -> None:
-    hyper = step.hyper
+    _bound(step.hyper)(step)
+
+
+def _bound(hyper: FusedHyper) -> Stepper:
     kernel = getattr(torch, _kernel_name(hyper))
     common = {"lr": hyper.lr, "weight_decay": hyper.weight_decay, "maximize": hyper.maximize}
     if isinstance(hyper, SgdHyper):
-        buffers = step.state_column(0) if hyper.momentum else []
         common |= {"momentum": hyper.momentum, "dampening": hyper.dampening, "nesterov": hyper.nesterov}
-        kernel(step.targets, step.grads, buffers, is_first_step=bool(buffers) and step.first, **common)
-        return
-    counts = {n: step.count(n) for n in set(step.steps)}
-    step_counts = [counts[n] for n in step.steps]
-    common["eps"] = hyper.eps
-    if isinstance(hyper, AdagradHyper):
-        kernel(step.targets, step.grads, step.state_column(0), step_counts, lr_decay=hyper.lr_decay, **common)
-        return
-    moments = (step.state_column(0), step.state_column(1), step.state_column(2) if hyper.amsgrad else [])
-    common |= {"beta1": hyper.beta1, "beta2": hyper.beta2, "amsgrad": hyper.amsgrad}
-    kernel(step.targets, step.grads, *moments, step_counts, **common)
+    elif isinstance(hyper, AdagradHyper):
+        common |= {"eps": hyper.eps, "lr_decay": hyper.lr_decay}
+    else:
+        common |= {"eps": hyper.eps, "beta1": hyper.beta1, "beta2": hyper.beta2, "amsgrad": hyper.amsgrad}
+    is_sgd, num_states = isinstance(hyper, SgdHyper), len(hyper.state_names)
+    lists = range(3 if isinstance(hyper, AdamHyper) else 1)
+
+    def run(step: FusedStep) -> None:
+        columns = [[state[i] for state in step.states] if i < num_states else [] for i in lists]
+        if is_sgd:
+            kernel(step.targets, step.grads, *columns, is_first_step=bool(columns[0]) and step.first, **common)
+        else:
+            counts = {n: step.count(n) for n in set(step.steps)}
+            kernel(step.targets, step.grads, *columns, [counts[n] for n in step.steps], **common)
+
+    return run
 
 
 def _public_step(step: FusedStep, *, fused: bool) -> None:
