@@ -71,8 +71,9 @@ class Home(Generic[H]):
     def span(self, start: int = 0, stop: int | None = None) -> Span:
         """A part of it."""
         stop, memory = self.nbytes if stop is None else stop, self.memory
-        is_part = memory is not None and stop - start != self.nbytes
-        return Span(self, start, stop, stop - start, memory.part(start, stop) if is_part else memory)
+        if memory is not None and stop - start != self.nbytes:
+            memory = memory.part(start, stop)
+        return Span(self, start, stop, stop - start, memory)
 
     def before_read(self) -> dict[str, Dependency[H]]:
         """What a reader waits for."""
@@ -84,7 +85,7 @@ class Home(Generic[H]):
 
     def read_by(self, reader: H) -> None:
         """An operation that reads was submitted."""
-        self.readers = newest([*self.readers, reader])
+        self.readers = newest([*self.readers, reader]) if self.readers else [reader]
 
     def written_by(self, writer: H) -> None:
         """An operation that writes was submitted, and came after ``before_write``."""

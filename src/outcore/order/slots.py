@@ -161,11 +161,10 @@ class Pools(Generic[H]):
 
     def forget(self, home: Home[H]) -> None:
         """Bytes on disk change: copies of them in slots are worth nothing."""
-        for pools in self._pools.values():
-            for pool in pools:
-                for slot in pool.slots:
-                    if slot.kept is home:
-                        slot.kept = slot.kept_after = None
+        for slots in self.planned:
+            for slot in slots:
+                if slot.kept is home:
+                    slot.kept = slot.kept_after = None
 
     def reclaim(self) -> None:
         """Take all slots back; nothing may be in flight.

@@ -125,6 +125,10 @@ class _Graph:
         self._sums = sums
         self._at = sums[self._unrolled]
         """Seconds of compute before each node."""
+        self._jobs: defaultdict[str, list[Job]] = defaultdict(list)
+        """By link."""
+        for job in work.jobs:
+            self._jobs[job.link].append(job)
 
     def longest_cycle(self) -> tuple[float, dict[str, float]] | None:
         """Seconds per step, and what they consist of."""
@@ -176,10 +180,10 @@ class _Graph:
         sums: dict[str, _Matrix] = {}
         found: dict[str, _Matrix] = {}
         base = np.maximum(self._at[None, :] - self._at[: self._n, None], 0.0)
-        of_jobs, of_sweeps = ({item.link for item in items} for items in (self._work.jobs, self._work.sweeps))
-        for name in sorted(of_jobs | of_sweeps, key=lambda name: (name not in LINKS, name)):
-            others = (False, True) if any(job.link == name and job.instead_of for job in self._work.jobs) else (False,)
-            swept = (False, True) if any(sweep.link == name for sweep in self._work.sweeps) else (False,)
+        of_sweeps = {sweep.link for sweep in self._work.sweeps}
+        for name in sorted(self._jobs.keys() | of_sweeps, key=lambda name: (name not in LINKS, name)):
+            others = (False, True) if any([job.instead_of for job in self._jobs.get(name, ())]) else (False,)
+            swept = (False, True) if name in of_sweeps else (False,)
             views = [self._view(name, by_others=o, is_swept=s) for o, s in itertools.product(others, swept)]
             sums[name] = np.max([view[0] for view in views], axis=0)
             found[name] = np.max([view[1] for view in views], axis=0)
@@ -201,7 +205,7 @@ class _Graph:
             is_swept: Take updated weights for any others, which slots may hold; else as jobs of their own.
         """
         sweeps = [sweep for sweep in self._work.sweeps if sweep.link == link]
-        jobs = [job for job in self._work.jobs if job.link == link]
+        jobs = self._jobs.get(link, [])
         replaced = {job.instead_of for job in jobs if job.instead_of} if by_others else set()
         jobs = [job for job in jobs if bool(job.instead_of) <= by_others and job.held_by not in replaced]
         if not is_swept:
@@ -277,17 +281,18 @@ class _Graph:
 
     def _chains(self) -> _Matrix:
         """Of single chains of operations."""
-        found = np.zeros((self._n, len(self._unrolled)))
-        period = len(self._work.compute_s)
-        for after, before, seconds in self._work.chains:
-            for shift in (-period, 0, period):
-                first, last = after + shift, before + shift
-                if first >= 0 and last < len(self._sums):
-                    row = int(np.searchsorted(self._unrolled, first, side="right")) - 1
-                    column = int(np.searchsorted(self._unrolled, last, side="left"))
-                    if row < self._n and column < len(self._unrolled):
-                        seconds_ = seconds + self._sums[first] - self._at[row] + self._at[column] - self._sums[last]
-                        found[row, column] = max(found[row, column], seconds_)
+        found, size = np.zeros((self._n, len(self._unrolled))), len(self._unrolled)
+        shifts = np.repeat(np.arange(-1, 2), len(self._work.chains)) * len(self._work.compute_s)
+        after, before, seconds = np.tile(np.array(self._work.chains).reshape(-1, 3), (3, 1)).T
+        first, last = (visits.astype(int) + shifts for visits in (after, before))
+        inside = (first >= 0) & (last < len(self._sums))
+        first, last, seconds = first[inside], last[inside], seconds[inside]
+        row = np.searchsorted(self._unrolled, first, side="right") - 1
+        column = np.searchsorted(self._unrolled, last, side="left")
+        inside = (row < self._n) & (column < size)
+        first, last, row, column = first[inside], last[inside], row[inside], column[inside]
+        between_s = seconds[inside] + self._sums[first] - self._at[row] + self._at[column] - self._sums[last]
+        np.maximum.at(found, (row, column), between_s)
         return found
 
 

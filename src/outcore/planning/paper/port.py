@@ -141,26 +141,26 @@ class Paper:
         after: After[Entry],
         moved: int | None = None,
     ) -> Entry:
-        begin, order, move = self._begin, set[int](), self.move
+        begin, move, row, order = self._begin, self.move, self.row, {-1}
         for dependency in after.values():
             if isinstance(dependency, Entry):
-                order.add(dependency.index - begin)
+                order.add(dependency.index)
             elif dependency is not None:
-                order.update([entry.index - begin for entry in dependency if entry is not None])
-        self.row.append(
-            Operation(
-                lane,
-                kind,
-                unit,
-                sum([span.nbytes for span in writes]) if moved is None else moved,
-                tuple([index for index in sorted(order) if index >= -begin]),
-                None if move is None else move.slot,
-                None if move is None or move.evicts is None else self._names[move.evicts],
-                _accesses(reads) if self.says_where else (),
-                _accesses(writes) if self.says_where else (),
-            )
+                order.update([entry.index for entry in dependency if entry is not None])
+        order.remove(-1)  # before the first operation there is none
+        fields = (
+            lane,
+            kind,
+            unit,
+            sum([span.nbytes for span in writes]) if moved is None else moved,
+            tuple([index - begin for index in sorted(order)]),
+            None if move is None else move.slot,
+            None if move is None or move.evicts is None else self._names[move.evicts],
+            _accesses(reads) if self.says_where else (),
+            _accesses(writes) if self.says_where else (),
         )
-        return Entry(begin + len(self.row) - 1, lane)
+        row.append(tuple.__new__(Operation, fields))  # sooner than its constructor
+        return Entry(begin + len(row) - 1, lane)
 
 
 def _accesses(spans: Sequence[Span]) -> tuple[Access, ...]:

@@ -163,6 +163,7 @@ class _Steps:
         self._saved: dict[int, list[SavedCall[Entry] | None]] = {}
         """By unit: what its forwards saved and sent away, the newest last. None: one that had no home for it."""
         self._progress = [_Progress() for _ in self._units]
+        self._work = [_Nothing(self, unit) for unit in self._units]
         self.factors: list[Entry] = []
         """What makes the clip factor of the step."""
         self._reached: dict[int, Ledger[Entry]] = {}  # by this backward pass
@@ -248,11 +249,11 @@ class _Steps:
         progress.is_open, progress.made, progress.is_loose = False, None, False
         is_first = not progress.has_gradients
         if self._turns is not None:
-            self._gradients.share(unit, _Nothing(self, unit), self._make_room, is_first=is_first)
+            self._gradients.share(unit, self._work[unit.index], self._make_room, is_first=is_first)
             if unit.index not in self._reached and unit.index != ROOT:
                 return
         else:
-            self._gradients.send(unit, _Nothing(self, unit), is_first=is_first)
+            self._gradients.send(unit, self._work[unit.index], is_first=is_first)
         progress.num_passes += not progress.is_counted
         progress.has_gradients = progress.is_counted = True
         if unit.plan.early and progress.num_passes == self._plan.accumulation_steps:
@@ -264,12 +265,12 @@ class _Steps:
         in_time = self.paper.in_time
         if in_time is None:
             progress.is_attempted = True
-            self._updates.attempt(unit, _Nothing(self, unit))
+            self._updates.attempt(unit, self._work[unit.index])
             return
         progress.attempt = in_time.attempt = in_time.start(unit)
         progress.is_attempted = progress.attempt is not None
         if progress.is_attempted:
-            self._updates.attempt(unit, _Nothing(self, unit))
+            self._updates.attempt(unit, self._work[unit.index])
         in_time.attempt = None
 
     def _step(self, visits: Sequence[Visit]) -> None:
@@ -286,7 +287,7 @@ class _Steps:
         for unit in self._units:
             if self._progress[unit.index].is_attempted and not self.is_made_early(unit):
                 self._updates.forget_attempt(unit)
-        self._updates.step((self._units[i] for i in indices), lambda unit: _Nothing(self, unit))
+        self._updates.step((self._units[i] for i in indices), lambda unit: self._work[unit.index])
         for index in indices:
             self._progress[index] = _Progress()
 
@@ -322,8 +323,12 @@ class _Nothing:
     """What operations do on paper."""
 
     def __init__(self, steps: _Steps, unit: Ledger[Entry]) -> None:
-        self._steps, self._unit, self.factors = steps, unit, steps.factors
-        self.nbytes = unit.spec.bucket_bytes
+        self._steps, self._unit, self.nbytes = steps, unit, unit.spec.bucket_bytes
+
+    @property
+    def factors(self) -> list[Entry]:
+        """Of the step."""
+        return self._steps.factors
 
     @property
     def is_early(self) -> bool:

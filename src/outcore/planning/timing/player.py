@@ -12,7 +12,7 @@ from outcore.planning.timing.fair import ONE, Fair, link_number
 from outcore.planning.timing.rates import LINK_OF, Rates
 from outcore.spec.timeline import COMPUTE, HOST, Span, Timeline
 
-_ROUNDING = 1e-12
+_ROUNDING = 1e-15
 
 
 class Task(NamedTuple):
@@ -90,7 +90,7 @@ class _Turns:
         """Tasks of attempts that were not made."""
         self._attempts: dict[int, Attempt] = {}
         """By task."""
-        self._behind: dict[int, list[int]] = {}
+        self.behind: dict[int, list[int]] = {}
         """Task -> those whose turn may come when it is over."""
         self._num_before: dict[int, int] = {}
         """Task of an attempt -> how many of these are left."""
@@ -101,12 +101,12 @@ class _Turns:
         """A task of an attempt. Args: before: Tasks that are to be over before its turn comes."""
         self._attempts[index], self._num_before[index] = attempt, len(before)
         for other in before:
-            self._behind.setdefault(other, []).append(index)
+            self.behind.setdefault(other, []).append(index)
         self.come += [] if before else [index]
 
     def over(self, index: int) -> None:
         """A task is over."""
-        for other in self._behind.pop(index, ()):
+        for other in self.behind.pop(index, ()):
             self._num_before[other] -= 1
             self.come += [] if self._num_before[other] else [other]
 
@@ -135,8 +135,12 @@ class Player:
         """By task: seconds, at full speed."""
         self._links: list[int] = []
         """By task: the number of its link."""
-        self._running: list[int] = []
-        self._speeds, self._counts = Fair(rates), 0
+        self._running: dict[int, float] = {}
+        """Task -> when it is over at the speeds that there are."""
+        self._begun: list[int] = []
+        """Tasks that begin now."""
+        self._fair, self._counts = Fair(rates), 0
+        self._speeds = self._fair[0]
         self._now, self._latest = 0.0, -1
 
     def is_over(self, index: int) -> bool:
@@ -153,13 +157,10 @@ class Player:
         self._left += [task.seconds for task in new]
         self._links += [link_number(task.lane) for task in new]
         successors += [[] for _ in new]
-        for i, task in enumerate(new, start=begin):
-            lane, first = task.lane, set(task.after)
-            if lane in last_of:
-                first.add(last_of[lane])
+        for i, (lane, _, _, _, after) in enumerate(new, start=begin):
+            waits, before = 0, last_of.get(lane, -1)
             last_of[lane] = i
-            waits = 0
-            for other in first:
+            for other in after if before < 0 else (*after, before):
                 if end[other] < 0:
                     successors[other].append(i)
                     waits += 1
@@ -176,41 +177,54 @@ class Player:
 
     def run(self, until: int | None = None) -> None:
         """Until a task is over; None: until all are."""
-        start, end, cause = self.played.start, self.played.end, self.played.cause
-        waiting, successors = self._waiting, self._successors
-        ready, running, over, left, links = self._ready, self._running, list[int](), self._left, self._links
-        now, counts = self._now, self._counts
-        while (ready or running) and (until is None or end[until] < 0):
-            if self.turns.come:
+        end, cause, waiting, successors = self.played.end, self.played.cause, self._waiting, self._successors
+        ready, turns = self._ready, self.turns
+        while (ready or self._begun or self._running) and (until is None or end[until] < 0):
+            if turns.come:
                 self._skip()
-            while ready:
-                index = ready.pop()
-                start[index] = now
-                counts += ONE[links[index]]
-                (running if left[index] else over).append(index)
-            if not over:
-                speeds = self._speeds[counts]
-                lasts = [left[i] / speeds[links[i]] for i in running]
-                passed = min(lasts)
-                now, enough, going_on = now + passed, passed * (1 + _ROUNDING), []
-                for index, seconds in zip(running, lasts, strict=True):
-                    if seconds <= enough:
-                        over.append(index)
-                    else:
-                        left[index] *= 1 - passed / seconds
-                        going_on.append(index)
-                running = going_on
+            over = self._begin() or self._go_on()
             for index in over:
-                end[index], self._latest = now, index
-                counts -= ONE[links[index]]
+                end[index] = self._now
                 for other in successors[index]:
                     waiting[other] -= 1
                     if not waiting[other]:
                         cause[other] = index
                         ready.append(other)
-                self.turns.over(index)
-            over.clear()
-        self._now, self._counts, self._running = now, counts, running
+                if turns.behind:
+                    turns.over(index)
+            self._latest = over[-1]
+
+    def _begin(self) -> list[int]:
+        """What is ready begins. Returns: what is over at once."""
+        ready, start, left, over = self._ready, self.played.start, self._left, []
+        while ready:
+            index = ready.pop()
+            start[index] = self._now
+            if left[index]:
+                self._begun.append(index)
+                self._counts += ONE[self._links[index]]
+            else:
+                over.append(index)
+        return over
+
+    def _go_on(self) -> list[int]:
+        """Until the next are over. Returns: which."""
+        running, links, now = self._running, self._links, self._now
+        before, speeds = self._speeds, self._fair[self._counts]
+        if speeds is not before:
+            for index, at in running.items():
+                running[index] = now + (at - now) * before[links[index]] / speeds[links[index]]
+            self._speeds = speeds
+        for index in self._begun:
+            running[index] = now + self._left[index] / speeds[links[index]]
+        self._begun.clear()
+        self._now = now = min(running.values())
+        enough = now * (1 + _ROUNDING)
+        over = [index for index, at in running.items() if at <= enough]
+        for index in over:
+            del running[index]
+            self._counts -= ONE[links[index]]
+        return over
 
     def _skip(self) -> None:
         """What is not made is over at once, and waits for nothing more."""

@@ -171,10 +171,8 @@ def _within_two(row: Sequence[Operation], before: Sequence[Operation]) -> Sequen
 class _Part(NamedTuple):
     """What is the same of an operation whenever it is laid out."""
 
-    lane: str
     name: str
     seconds: float
-    nbytes: int
     is_submitted: bool
     """By a host that takes time for visits."""
     launch_s: float
@@ -197,22 +195,22 @@ class _Laying:
         """More of a step."""
         host_visit_s, runs_ahead, (tasks, _, places) = self._pace.host_visit_s, self._rates.host_runs_ahead, self.laid
         begin, end, did, submitted, known = self._begin, self._end, self._did, self.submitted, self._known
-        for op in operations:
-            what = op[:4]  # lane, kind, unit and bytes
+        for lane, kind, unit, moved, comes_after, *_ in operations:
+            what = lane, kind, unit, moved
             if what not in known:
-                known[what] = self._part(op)
-            lane, name, seconds, nbytes, is_submitted, launch_s, uses_activations = known[what]
+                known[what] = self._part(Operation(*what, ()))
+            name, seconds, is_submitted, launch_s, uses_activations = known[what]
             if is_submitted:
                 submitted.append(did)
                 did = (len(tasks),)
                 tasks.append(Task(HOST, f"submit {name}", host_visit_s, 0, ()))
-            after = tuple([places[begin + i] for i in op.after if begin + i >= 0])
+            after = tuple([places[begin + i] for i in comes_after if begin + i >= 0])
             if uses_activations:  # the backward that was begun goes on when they are there
                 begun = tasks[end]
                 tasks[end], name, seconds = begun._replace(seconds=0.0), begun.name, begun.seconds
             place = len(tasks)
             submitted.append(did)
-            tasks.append(Task(lane, name, seconds, nbytes, after + did))
+            tasks.append(Task(lane, name, seconds, moved, after + did))
             places.append(place)
             if lane == COMPUTE:
                 end = place
@@ -228,7 +226,7 @@ class _Laying:
         pace, is_visit = self._pace, self._rates.host_runs_ahead and op.kind in _VISITS
         launch_s = pace.launch_s(op.unit, op.kind) if is_visit else 0.0
         is_submitted, uses_activations = is_visit and pace.host_visit_s > 0, op.kind == _USE_ACTIVATIONS
-        return _Part(op.lane, op.name, pace.seconds(op), op.nbytes, is_submitted, launch_s, uses_activations)
+        return _Part(op.name, pace.seconds(op), is_submitted, launch_s, uses_activations)
 
     def end_step(self) -> None:
         """What comes next is of another one."""
