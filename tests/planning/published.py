@@ -80,10 +80,10 @@ def fixed(seconds: Callable[[float], float], target_s: float, low: float, high: 
     return math.sqrt(low * high)
 
 
-def lohan(layers: int = 40) -> Iterator[Row]:
+def lohan() -> Iterator[Row]:
     """13B on an RTX 4090: states on drives, updates inside backward. TFLOPS are taken as 6 per parameter and token."""
     source, params, seq_len = "LoHan, evaluation_data.md", 12.85 * GIGA, 1024
-    model = model_of(params, layers)
+    model = model_of(params, 40)
     flops = {batch: 6 * params * batch * seq_len for batch in (8, 16, 32, 64, 128)}
     by_batch = dict(zip(flops, (42.8, 84.3, 143.1, 155.8, 153.8), strict=True))
     by_drives = {1: 37.5, 2: 64.3, 3: 81.1, 6: 121.7, 12: 142.0}

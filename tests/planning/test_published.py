@@ -8,14 +8,16 @@ import pytest
 
 from outcore.planning.paper.weight_cache import Cache, Use, belady
 
-from .published import lohan
+from .published import deep_optimizer_states, lazy_train, lohan
 
 
-def test_two_and_three_drives_and_other_batches():
-    rows = {row.what: row for row in lohan(layers=12) if not row.is_fixed}
-    assert len(rows) == 6
-    for what, row in rows.items():
-        assert row.ratio == pytest.approx(1, abs=0.2), what
+def test_most_rows_are_predicted():
+    """LoHan's, with two and three drives among them, and as many others as the report counts; it explains the rest."""
+    free = [row for row in [*lohan(), *deep_optimizer_states(), *lazy_train()] if not row.is_fixed]
+    near = [row for row in free if row.ratio == pytest.approx(1, abs=0.2)]
+    assert [row.what for row in free if row.source == near[0].source] == [row.what for row in near[:7]]
+    assert {row.what for row in near[:7]} >= {"batch 32, 2 drives", "batch 32, 3 drives"}
+    assert (len(near), len(free)) == (17, 26)
 
 
 def test_elixir_moves_as_many_blocks():

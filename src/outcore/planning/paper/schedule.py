@@ -156,7 +156,6 @@ class _Steps:
         self.paper = paper = Paper([unit.name for unit in model.units])
         paper.in_time = None if clock is None else InTime(clock)
         self._model, self._plan, self._circumstances = model, plan, circumstances
-        self._num_pieces = model.micro_batches_in_unit
         order: StepOrder[Entry] = StepOrder(model, plan, paper)
         self._units, self._weights = order.ledgers, order.weights
         self._gradients, self._updates, self._activations = order.gradients, order.updates, order.activations
@@ -217,9 +216,10 @@ class _Steps:
     def _save(self, unit: Ledger[Entry], calls: list[SavedCall[Entry] | None]) -> None:
         is_free = self._activations.room(unit) >= unit.plan.saved_bytes
         calls.append(self._activations.end_forward(unit, _Saved(unit.plan.saved_bytes)) if is_free else None)
-        if self._num_pieces > 1 and len(calls) % self._num_pieces == 0:  # backward comes to the first piece first
+        count = self._model.micro_batches_in_unit
+        if count > 1 and len(calls) % count == 0:  # backward comes to the first piece first
             self._activations.turn(unit)
-            calls[-self._num_pieces :] = reversed(calls[-self._num_pieces :])
+            calls[-count:] = reversed(calls[-count:])
 
     def _make_room(self, pool: SlotPool[Entry]) -> None:
         if self._turns is not None:  # see ``RankedGradients``
