@@ -108,12 +108,37 @@ def test_kernels_of_the_small_block_are_those_that_a_model_is_counted_by():
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Hardware:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Hardware, set[int], set[int]]:
+    """Beside it, the pages of the disk that were written, and those that were read without."""
+    written, unwritten = set[int](), set[int]()
+    read, write = DiskStore.read, DiskStore.write
+
+    def pages(extent: Extent) -> set[int]:
+        return set(range(extent.offset // PAGE_BYTES, (extent.offset + extent.nbytes) // PAGE_BYTES))
+
+    def noted_write(store: DiskStore, extent: Extent, memory: torch.Tensor) -> None:
+        write(store, extent, memory)
+        written.update(pages(extent))
+
+    def noted_read(store: DiskStore, extent: Extent, memory: torch.Tensor) -> None:
+        unwritten.update(pages(extent) - written)
+        read(store, extent, memory)
+
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    hardware = measure(OPENED, [tmp_path_factory.mktemp("disk")], LEAST)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DiskStore, "write", noted_write)
+        patch.setattr(DiskStore, "read", noted_read)
+        moves = {"disk_read": (Lane.STATES_READ, noted_read), "disk_write": (Lane.DISK_WRITE, noted_write)}
+        patch.setattr(work, "_TRANSFERS", moves)
+        hardware = measure(OPENED, [tmp_path_factory.mktemp("disk")], LEAST)
     assert torch.equal(before, torch.get_rng_state()), "a run draws the numbers that it would have drawn"
-    return hardware
+    return hardware, written, unwritten
+
+
+@pytest.fixture
+def found(measured: tuple[Hardware, set[int], set[int]]) -> Hardware:
+    return measured[0]
 
 
 class TestMeasuring:
@@ -138,30 +163,10 @@ class TestMeasuring:
         assert ("compute" in found.host.parts) == (DEVICE == "cpu")
         assert {"h2d", "d2h", "update", "disk_read", "disk_write"} <= found.host.parts.keys()
 
-    def test_only_what_was_written_is_read(self, tmp_path, monkeypatch):
+    def test_only_what_was_written_is_read(self, measured):
         """A filesystem answers for the rest without its drive, many times as fast."""
-        written, unwritten = set[int](), set[int]()
-        read, write = DiskStore.read, DiskStore.write
-
-        def pages(extent: Extent) -> set[int]:
-            return set(range(extent.offset // PAGE_BYTES, (extent.offset + extent.nbytes) // PAGE_BYTES))
-
-        def noted_write(store: DiskStore, extent: Extent, memory: torch.Tensor) -> None:
-            write(store, extent, memory)
-            written.update(pages(extent))
-
-        def noted_read(store: DiskStore, extent: Extent, memory: torch.Tensor) -> None:
-            unwritten.update(pages(extent) - written)
-            read(store, extent, memory)
-
-        monkeypatch.setattr(DiskStore, "write", noted_write)
-        monkeypatch.setattr(DiskStore, "read", noted_read)
-        monkeypatch.setattr(
-            work,
-            "_TRANSFERS",
-            {"disk_read": (Lane.STATES_READ, noted_read), "disk_write": (Lane.DISK_WRITE, noted_write)},
-        )
-        assert measure(OPENED, [tmp_path], LEAST).disk is not None
+        hardware, written, unwritten = measured
+        assert hardware.disk is not None
         assert len(written) == LEAST.disk_bytes // PAGE_BYTES
         assert not unwritten
 

@@ -62,8 +62,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("is_transposed", [False, True])
-@pytest.mark.parametrize(("there", "here"), WAYS)
+@pytest.mark.parametrize(("there", "here", "is_transposed"), [(*way, i % 2 == 0) for i, way in enumerate(WAYS)])
 def test_a_checkpoint_goes_on_in_either_format(there: Any, here: Any, is_transposed: bool, tmp_path: Path) -> None:
     with prepared(tmp_path, *there, is_transposed=is_transposed) as (model, optimizer):
         assert has_compact(optimizer) == (there[0] == "compact" and there[1] != "device")
