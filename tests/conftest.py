@@ -102,7 +102,7 @@ def _stays_together(path: Path) -> str | None:
     text, folder = path.read_text(), path.parent.name
     if folder in FIRST:
         return folder
-    return path.name if 'scope="module"' in text else None
+    return path.name if 'scope="module"' in text or "@functools.cache\n" in text else None
 
 
 def _turn(item: pytest.Item) -> int:

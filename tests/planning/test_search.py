@@ -66,7 +66,7 @@ WAYS = (None, Away("device", "select"), Away("host", "keep"))
 JOBS = {
     "some on the device": lambda: job_of(3, 2, 9),
     "little host": lambda: job_of(3, 1.5, 2.2, 9),
-    "neither host nor disk alone": lambda: job_of(8, 1, 6, 4),
+    "neither host nor disk alone": lambda: job_of(4, 1, 2.5, 2),
     "two micro-batches": lambda: job_of(2, 1, 9, micro_batches=2),
     "updates inside backward": lambda: job_of(3, 1, 12, is_promised=True, clipping=False),
     "activations": lambda: job_of(2, 2, 9, activation_share=0.3, footprint=FOOTPRINT, ways=WAYS),

@@ -122,12 +122,12 @@ def test_creating_and_closing_leaves_nothing(tmp_path: Path) -> None:
     for _ in range(3):
         once()
     before, threads, files = rss_bytes(), threading.active_count(), len(os.listdir("/proc/self/fd"))
-    for _ in range(20):
+    for _ in range(6):
         once()
     assert list(tmp_path.iterdir()) == []
     assert threading.active_count() == threads
     assert len(os.listdir("/proc/self/fd")) == files
-    # One run takes about 70 MB: a single arena kept alive would show twenty times over.
+    # One run takes about 70 MB: a single arena kept alive would show six times over.
     assert rss_bytes() - before < 20e6
 
 
