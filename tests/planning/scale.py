@@ -51,9 +51,10 @@ MODELS = {
 }
 NODES = {
     "8 x RTX 4090, PCIe 4.0 without P2P": "rtx-4090+server-ddr4-2s+server-nvme-x8+no-p2p+200g",
+    "8 x A100 80 GB, PCIe 4.0 switches": "a100-80gb+server-ddr4-2s+server-nvme-x8+switch-pcie4+8x200g",
     "8 x H100, NVLink": "h100+server-ddr5-2s+server-nvme-x8",
 }
-HOST_BYTES = {"8 x RTX 4090, PCIe 4.0 without P2P": 1024 * GIB}
+HOST_BYTES = {node: 1024 * GIB for node in NODES if "PCIe" in node}
 PER_NODE, SEQ_LEN, MICRO_BATCHES = 8, 4096, 4
 GPUS = (8, 64, 512)
 MEASURED = {"h100": (1.65 * GIGA * 4, 15.33 / 4 / (4.460 - 0.971)), "others": (0.75 * GIGA * 4, 11.3 / 4 / 1.545)}

@@ -398,8 +398,8 @@ def begin() -> tuple[int, int]:
     if DEVICE == "cuda":
         import simulator
 
-        simulator.set_knobs(num_devices=num_ranks)
-        torch.cuda.set_device(rank)
+        simulator.set_knobs(num_devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     return rank, num_ranks
 
 

@@ -72,10 +72,11 @@ def start(
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(num_ranks)}
     common |= {"LOCAL_WORLD_SIZE": str(num_ranks), **environment}
     simulated = [str(nursery.SIMULATED)] if os.environ.get("OUTCORE_TEST_DEVICE") == "cuda" else []
+    per_node = int(common["LOCAL_WORLD_SIZE"])
     return [
         (subprocess.Popen if is_fresh else kind)(
             [sys.executable, *simulated, "-c", f"import sys; sys.path.insert(0, {str(TESTS)!r})\n{code}", *arguments],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONHASHSEED": str(rank)},
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank % per_node), "PYTHONHASHSEED": str(rank)},
             stdout=-1,
             stderr=-1,
             text=True,
