@@ -38,7 +38,7 @@ from outcore.saving.weights.give_back import Origin, give_back, origins_of, take
 from outcore.spec.budget import Budget
 from outcore.spec.model import ModelSpec, Precision
 from outcore.spec.plan import AwayTier, Plan
-from outcore.together import chosen, chosen_alone, free_of_node, joined, meet, of_first_rank, of_this_rank
+from outcore.together import chosen, chosen_alone, free_of_node, groups_said, joined, meet, of_first_rank, of_this_rank
 
 _Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
@@ -336,7 +336,7 @@ def _prepare_rank(
         resumed = None if options.checkpoint is None else Resumed(options.checkpoint)
         names = () if resumed is None else resumed.names
         first_values = FirstValues(model, options.weights, later=names, quantized=cut.quantized)
-        cut, plan = chosen(cut, options, device, world)
+        cut, plan = chosen(cut, options, device, world, groups_said(model, optimizer, rule))
     except BaseException:
         device.close()
         raise

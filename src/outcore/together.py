@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -16,6 +16,7 @@ from outcore.core.errors import ConfigError, OutcoreError, PlanInfeasibleError, 
 from outcore.core.quantities import PAGE_BYTES
 from outcore.device.device import Device
 from outcore.device.opening import device_of_rank
+from outcore.optim.rules import UpdateRule, said
 from outcore.planning.homes.check import check_plan
 from outcore.planning.timing.ranks import Ranks
 from outcore.planning.units.partition import Partition
@@ -64,10 +65,12 @@ def meet(world: World | None) -> None:
         world.all_of(None)
 
 
-def chosen(cut: Partition, options: Options, device: Device, world: World | None) -> tuple[Partition, Plan]:
+def chosen(
+    cut: Partition, options: Options, device: Device, world: World | None, groups: Iterable[str] = ()
+) -> tuple[Partition, Plan]:
     """The model as this rank updates it, and the plan of all ranks; a collective if there are several.
 
-    Args: as for ``choose_plan``. world: The ranks; None: there is one.
+    Args: as for ``choose_plan``. world: The ranks; None: there is one. groups: What param groups are, in their order.
 
     Raises:
         ConfigError: Ranks have different models, or were asked for different things; or as ``choose_plan`` raises.
@@ -76,7 +79,7 @@ def chosen(cut: Partition, options: Options, device: Device, world: World | None
     if world is None:
         return cut, choose_plan(cut, options, device, Timed(cut, options, device))
     world.join_lanes(device)
-    agree(world, _facts(cut, options))
+    agree(world, _facts(cut, options) | {f"param group {number}": said for number, said in enumerate(groups)})
     per_node = world.size if world.size % world.local_size else world.local_size
     ranks = Ranks(world.size // per_node, per_node)
     is_fast = options.reduction == "fast"
@@ -116,6 +119,15 @@ def _searched(
     cut, (found, _) = fastest(asked, cut, timed, make, in_order=options.loop is not None)
     timed.turn_to(cut)
     return cut, found, timed
+
+
+def groups_said(model: nn.Module, optimizer: torch.optim.Optimizer | None, rule: UpdateRule | None) -> Iterator[str]:
+    """Settings and parameters of each param group."""
+    if optimizer is None or rule is None:
+        return
+    names = {id(param): name for name, param in model.named_parameters()}
+    for group in optimizer.param_groups:
+        yield f"{said(rule.hyper(group))} {[names.get(id(param)) for param in group['params']]}"
 
 
 def among(cut: Partition, ranks: Ranks, rank: int, *, keeps_buckets: bool = False) -> Partition:

@@ -44,6 +44,12 @@ def test_refusals() -> None:
     refuses("clipping= of rank 1 differs from rank 0's", clipping=not RANK)
     with pytest.raises(outcore.ConfigError, match="unit '0' of rank 1 differs from rank 0's"):
         outcore.prepare(*build(40 + RANK), device="cpu")
+    for what in ("settings", "parameters"):
+        model, optimizer = build()
+        group = optimizer.param_groups[0]
+        group |= {"lr": 0.1 + RANK} if what == "settings" else {"params": list(model.parameters())[RANK:]}
+        with pytest.raises(outcore.ConfigError, match="param group 0 of rank 1 differs from rank 0's"):
+            outcore.prepare(model, optimizer, device="cpu")
     with pytest.raises(outcore.OutcoreError) as refusal:
         outcore.prepare(*build(), device="cpu", budget=outcore.Budget(device="4KB", host="4KB"))
     assert "rank 0 said: " in str(refusal.value) if RANK else isinstance(refusal.value, outcore.PlanInfeasibleError)
