@@ -26,6 +26,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "plain_loop.py"
 COMMAND = [sys.executable, "-c", "from outcore.cli.main import main; main()", "demo"]
 # Of the same shape, with fewer numbers: writing the sample alone takes seconds else.
 SIZES = "import outcore.cli.demo.plain_loop as p; p.HIDDEN, p.LAYERS, p.BATCH_SIZE, p.SEQUENCE = 64, 4, 2, 33; "
+SIZES += "import outcore.cli.demo.demo as d; d.SAMPLE_TOKENS = 9; "
 SMALL = [*COMMAND[:2], SIZES + COMMAND[2], COMMAND[3]]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import warnings
 from pathlib import Path
@@ -254,6 +255,13 @@ def test_a_directory_needs_no_weights(command: Run, config_json: Path, tmp_path:
     assert done.status == 0, done.err
 
 
+@pytest.fixture
+def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A question that is asked again, to be answered in another form."""
+    monkeypatch.setattr(planning, "answer", functools.cache(planning.answer))
+
+
+@pytest.mark.usefixtures("planned_once")
 def test_bytes_written_and_what_they_mean_to_a_drive(command: Run, config_json: Path):
     tight = ("--device-memory", "450KiB", "--host-memory", "450KiB", "--seq-len", 16)
     done = command("plan", "--model", config_json, "--hardware", "rtx-4090", *tight, "--json")
@@ -268,6 +276,7 @@ def test_bytes_written_and_what_they_mean_to_a_drive(command: Run, config_json: 
 RANKS = ("--nodes", 2, "--gpus-per-node", 4)
 
 
+@pytest.mark.usefixtures("planned_once")
 def test_ranks_share_a_node(command: Run, config_json: Path):
     tight = ("--hardware", "a100-80gb", "--host-memory", "4MiB", "--device-memory", "900KiB", "--seq-len", 64)
     alone, *both = (
