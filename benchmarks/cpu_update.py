@@ -116,12 +116,19 @@ def deepspeed(b: Buffers) -> Callable[[], None]:
     return with_casts(b, param, optimizer)
 
 
-def bitsandbytes(b: Buffers) -> Callable[[], None]:
-    """bitsandbytes' AdamW with moments of 8 bits, with the casts that a training loop needs."""
-    adamw = importlib.import_module("bitsandbytes").optim.AdamW8bit
+def bitsandbytes(b: Buffers, bits: int) -> Callable[[], None]:
+    """bitsandbytes' AdamW with moments of so many bits, with the casts that a training loop needs."""
+    adamw = getattr(importlib.import_module("bitsandbytes").optim, f"AdamW{bits}bit")
     param = torch.nn.Parameter(b.master.clone())
     optimizer = adamw([param], lr=HYPER.lr, weight_decay=HYPER.weight_decay)
     return with_casts(b, param, optimizer)
+
+
+OTHERS: dict[str, Callable[[Buffers], Callable[[], None]]] = {
+    "deepspeed": deepspeed,
+    "bitsandbytes_32bit": functools.partial(bitsandbytes, bits=32),
+    "bitsandbytes_8bit": functools.partial(bitsandbytes, bits=8),
+}
 
 
 def by_name(b: Buffers, workers: UpdateWorkers, name: str) -> Callable[[], None]:
@@ -167,7 +174,7 @@ def measure(
 ) -> dict[str, list[float]]:
     """Seconds per run, in turns; before, untimed, until sizes of blocks are settled."""
     for name, run in contestants.items():
-        is_settled = name in (*WHOLE, "stream", "unblocked", "deepspeed", "bitsandbytes")
+        is_settled = name in (*WHOLE, "stream", "unblocked", *OTHERS)
         for _ in range(1 if is_settled else (5 * TRIALS)):
             run()
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
@@ -202,7 +209,7 @@ def main() -> None:
             "unblocked": unblocked(buffers),
             **{name: by_name(buffers, workers, name) for name in args.rules},
         }
-        for name, build in (("deepspeed", deepspeed), ("bitsandbytes", bitsandbytes)):
+        for name, build in OTHERS.items():
             try:
                 contestants[name] = build(buffers)
             except Exception as error:  # it is imported and built here: anything may fail, and none of it is ours
