@@ -111,7 +111,7 @@ def search(job: Job, simulated: Simulated | None = None) -> Found:
     Raises:
         PlanInfeasibleError: Nothing fits.
 
-    Cost: 100 units some 4 s.
+    Cost: 100 units some 3 s.
     """
     return _Search(job, simulated).found()
 
