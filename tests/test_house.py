@@ -96,6 +96,11 @@ def test_rooms():
     assert not {relative(folder): count for folder, count in files.items() if count > ROOM}
 
 
+def test_nothing_lies_about_in_the_root():
+    """What a redirection wrote, say: such a file has no ending."""
+    assert [path.name for path in ROOT.iterdir() if path.is_file() and "." not in path.name] == ["LICENSE"]
+
+
 def test_names_of_modules_say_what_they_are():
     assert not [name for name, _ in modules() if FORBIDDEN_MODULES & set(name.removesuffix(".py").split("/"))]
 

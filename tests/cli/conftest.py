@@ -63,10 +63,10 @@ _searched: list[tuple[Job, Found]] = []
 def _same_jobs_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands ask for few plans, and most of these often: a search always finds the same (``tests/planning``)."""
 
-    def find(job: Job, *_: object) -> Found:
+    def find(job: Job, *shared: Any) -> Found:
         known = next((found for other, found in _searched if other == job), None)
         if known is None:
-            known = search(job)
+            known = search(job, *shared)
             _searched.append((job, known))
         return known
 

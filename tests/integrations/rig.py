@@ -73,7 +73,7 @@ class Streamed(Plain):
 
     def prepare(self, model: torch.nn.Module, optimizer: Any, **options: Any) -> Any:
         """With a budget so tight that something must be everywhere."""
-        options["budget"] = options.get("budget") or tight(model, optimizer, self.folder, **options)
+        self.budget = options["budget"] = options.get("budget") or tight(model, optimizer, self.folder, **options)
         return prepare_in_loop(model, optimizer, **options)
 
 
@@ -83,7 +83,9 @@ _TIGHT: dict[str, tuple[int, int]] = {}
 def tight(model: torch.nn.Module, optimizer: Any, folder: Path, **options: Any) -> outcore.Budget:
     """The least on the device, and so much on the host that something is left for the disk, but not all."""
     params = [(name, p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()]
-    key = repr((type(optimizer), params, options))
+    groups = [] if optimizer is None else optimizer.param_groups
+    settings = [{**group, "params": len(group["params"])} for group in groups]  # such as formats of states and masters
+    key = repr((type(optimizer), settings, params, options))
     if key not in _TIGHT:
         found = _tight(model, optimizer, folder, **options)
         _TIGHT[key] = found.device, found.host

@@ -84,15 +84,17 @@ def test_fp16_weights_with_masters_are_the_same_wherever_they_live(tmp_path):
 
 @pytest.mark.parametrize("job", [language, sft])
 def test_compact_masters(job, tmp_path):
-    """Those of the same Trainer with fp32 masters."""
-    found = []
+    """Those of the same Trainer with fp32 masters, which take more."""
+    found, tight = [], []
     for chosen in ("fp32", "compact"):
         with streamed(tmp_path, precision="bf16", master_format=chosen) as side:
             trainer = job(side, tmp_path / chosen)
             found.append(seen(trainer, train))
             codes = [CODES in u.ledger.state_specs for u in attachment_of(trainer.model).engine.units]
             assert any(codes) == (chosen == "compact")
+            tight.append(side.budget.host)
     exactly(*found)
+    assert tight[0] > tight[1]
 
 
 def test_activations_leave_under_autocast(tmp_path):
