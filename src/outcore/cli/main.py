@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import signal
 import sys
 import traceback
@@ -183,6 +184,7 @@ def _fit(asked: Asked, *, as_json: bool) -> None:
 
 
 def _plan(asked: Asked, out: Path | None, html: Path | None, *, as_json: bool) -> None:
+    atexit.register(gc.freeze)  # else Python goes through all that was made once more at its end, for a second
     from outcore.cli.plan.answer import answer
     from outcore.cli.plan.text import to_json, to_text
 
