@@ -13,8 +13,8 @@ import pytest
 
 from .test_container import memory_group
 
-# Python, torch and TRL (about 350 MiB), activations, a unit's fresh gradients.
-LIBRARIES_BYTES = 450 * 2**20
+# Python, torch, TRL and what that imports (about 400 MiB with torchao), activations, a unit's fresh gradients.
+LIBRARIES_BYTES = 500 * 2**20
 HIDDEN, INTERMEDIATE, LAYERS, VOCABULARY = 448, 1232, 8, 260
 CONFIG = {
     "model_type": "llama",
