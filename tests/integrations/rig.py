@@ -82,7 +82,9 @@ _TIGHT: dict[str, tuple[int, int]] = {}
 
 def tight(model: torch.nn.Module, optimizer: Any, folder: Path, **options: Any) -> outcore.Budget:
     """The least on the device, and so much on the host that something is left for the disk, but not all."""
-    params = [(name, p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()]
+    params = [
+        (name, p.requires_grad, [(t.shape, t.dtype) for t in tensors_in(p)]) for name, p in model.named_parameters()
+    ]
     groups = [] if optimizer is None else optimizer.param_groups
     settings = [{**group, "params": len(group["params"])} for group in groups]  # such as formats of states and masters
     key = repr((type(optimizer), settings, params, options))

@@ -88,7 +88,7 @@ def plain_with_compiled_blocks(drive: Drive, build: Callable[[], nn.Module], opt
     return result, num_codes()
 
 
-_PLAIN: dict[Drive, tuple[Any, int]] = {}
+_PLAIN: dict[tuple[Drive, str], tuple[Any, int]] = {}
 """What does not depend on the plan."""
 
 
@@ -96,11 +96,12 @@ def same(
     drive: Drive, folder: Path, *, build: Callable[[], nn.Module] = five, options: Any = TRACED, **plan: Any
 ) -> tuple[int, int]:
     """Drive a plain model with compiled blocks and a prepared one; how many codes either needed."""
-    if drive not in _PLAIN or build is not five:
-        _PLAIN[drive] = plain_with_compiled_blocks(drive, build, options)
+    key = drive, repr(options)
+    if key not in _PLAIN or build is not five:
+        _PLAIN[key] = plain_with_compiled_blocks(drive, build, options)
         torch._dynamo.reset()
         counters.clear()
-    want, of_plain = _PLAIN[drive] if build is five else _PLAIN.pop(drive)
+    want, of_plain = _PLAIN[key] if build is five else _PLAIN.pop(key)
     with compiled(make(build), folder, options, **plan) as (model, optimizer):
         before = num_codes()  # what tried whether this machine compiles
         torch.manual_seed(5)
