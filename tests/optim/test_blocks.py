@@ -147,7 +147,7 @@ def test_small_parameters_share_a_kernel_call(monkeypatch):
     monkeypatch.setattr("outcore.optim.blocks.bound", lambda *_: note)
     blocked = Blocked(OPTIMIZERS["adamw"], (10, 64, 65, 300))
     update_blocks(blocked.pieces(1, [random(n, n) for n in (10, 64, 65, 300)]), scratch_of(256, torch.float32))
-    assert calls == [[10, 64, 65], [256], [44]]  # 64 + 64 + 128 fill the scratch
+    assert calls == [[256], [44], [10, 64, 65]]  # 64 + 64 + 128 fill the scratch
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -156,15 +156,20 @@ def test_small_parameters_share_a_kernel_call(monkeypatch):
     block=st.integers(64, 5000),
     workers=st.integers(1, 5),
     name=st.sampled_from(sorted(OPTIMIZERS)),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    factors=st.sampled_from([(), (0.3,), (0.3, 0.7)]),
 )
-def test_any_cut_gives_the_same_bits(numels, block, workers, name):
-    plain, blocked = PlainLoop(OPTIMIZERS[name], numels), Blocked(OPTIMIZERS[name], numels)
+def test_any_cut_gives_the_same_bits(numels, block, workers, name, dtype, factors):
+    plain = PlainLoop(OPTIMIZERS[name], numels)
+    blocked = Blocked(OPTIMIZERS[name], numels, weights_dtype=torch.bfloat16)
+    factors = tuple(torch.tensor(factor) for factor in factors)
     for step in (1, 2):
-        grads = [random(n, step * 7 + n) for n in numels]
-        plain.step(grads)
-        for share in split(blocked.pieces(step, grads), workers):
+        grads = [random(n, step * 7 + n, dtype) for n in numels]
+        plain.step(grads, factors)
+        for share in split(blocked.pieces(step, grads, factors=factors), workers):
             update_blocks(share, scratch_of(block, torch.float32))
     assert_same_bits(blocked.tensors(), plain.tensors(blocked.names))
+    assert_same_bits(blocked.weights, [p.detach().bfloat16() for p in plain.params])
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

@@ -150,3 +150,19 @@ def test_norms_without_the_private_kernel(changed, monkeypatch):
     with pytest.warns(RuntimeWarning, match="torch._foreach_norm .* cannot be used for torch.float32 on cpu"):
         taken = kernels.norms(tensors)
     assert_same_bits([torch.linalg.vector_norm(torch.stack(taken))], [want])
+
+
+@pytest.mark.parametrize(
+    "changed", [None, lambda targets, _: [t.zero_() for t in targets]], ids=["missing", "other bits"]
+)
+def test_copies_without_the_private_kernel(changed, monkeypatch):
+    kernels._copies_together.cache_clear()
+    monkeypatch.setattr(torch, "_foreach_copy_", changed)
+    origins = [random(n, n) for n in (199, 4097)]
+    targets = [torch.zeros_like(origin, dtype=torch.bfloat16) for origin in origins]
+    try:
+        with pytest.warns(RuntimeWarning, match="torch._foreach_copy_ .* cannot be used for torch.float32 on cpu"):
+            kernels.copy_all(targets, origins)
+    finally:
+        kernels._copies_together.cache_clear()
+    assert_same_bits(targets, [origin.bfloat16() for origin in origins])

@@ -196,14 +196,15 @@ def test_stop_ends_an_update_at_the_next_block(monkeypatch):
     updated = []
     begun = threading.Event()
 
-    def slow(blocks, *_):
-        updated.append(blocks)
+    def slow(step):
+        updated.append(step)
         begun.set()
         time.sleep(0.05)
 
-    monkeypatch.setattr("outcore.optim.blocks._update", slow)
+    monkeypatch.setattr("outcore.optim.blocks.bound", lambda *_: slow)
     num_blocks = 60
     pieces = Blocked(OPTIMIZERS["adamw"], (num_blocks * USUAL_BYTES // 4,)).pieces(1, [None])
+    pieces[0].zero = True
     with UpdateWorkers(1) as workers:
         stopper = threading.Thread(target=lambda: (begun.wait(30), workers.stop()))
         stopper.start()

@@ -7,15 +7,16 @@ size, nor the number of workers, nor the place in memory matters.
 
 [Note: interpreter lock] Every call of torch lets go of the interpreter lock and takes it again. A worker that finds it
 taken sleeps until it is woken, which takes longer than the call. So the views of all blocks of a parameter are made by
-one call per tensor, and few calls are left per block.
+one call per tensor, and two calls are left per block of a fused kernel: the kernel itself, and what copies its weights
+and casts the next block's gradient.
 """
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import final
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 from outcore.core.quantities import align_up
 from outcore.optim.compact import close_masters, open_masters
 from outcore.optim.formats import Codes, decode, encode
-from outcore.optim.kernels import FusedStep, Stepper, bound
+from outcore.optim.kernels import FusedHyper, FusedStep, Stepper, bound, copy_all
 from outcore.optim.rules import Hyper, RuleHyper, SgdHyper
 from outcore.spec.layout import CODES
 
@@ -98,7 +99,7 @@ class Piece:
 
         targets, grads, weights = self.target.split_with_sizes(numels), cut(self.grad), cut(self.weights)
         states, old_targets, old_states = cut_each(self.states), cut(self.old_target), cut_each(self.old_states)
-        starts = accumulate(numels, initial=self.start)
+        starts = itertools.accumulate(numels, initial=self.start)
         for i, (target, start) in enumerate(zip(targets, starts, strict=False)):
             yield Piece(
                 target=target,
@@ -147,7 +148,7 @@ def update_blocks(pieces: Iterable[Piece], scratch: Tensor, is_stopped: Callable
     with torch.no_grad():
         for (hyper, dtype, _, formats), group in _alike(pieces).items():
             # A rule makes tensors of the size of a block, and all of them should fit where the scratch does.
-            cut, lanes = group[0].cut_numel, 1 + len(formats)
+            cut, lanes, cannot_be_cut = group[0].cut_numel, 1 + len(formats), group[0].is_whole
             cuts = scratch.numel() // (dtype.itemsize * cut * lanes)
             if isinstance(hyper, RuleHyper) or formats:
                 times = hyper.rule.temporaries if isinstance(hyper, RuleHyper) else 2.0
@@ -155,7 +156,9 @@ def update_blocks(pieces: Iterable[Piece], scratch: Tensor, is_stopped: Callable
             numel = cuts * cut
             room = scratch[: lanes * numel * dtype.itemsize].view(dtype).view(lanes, numel).unbind()
             step = None if isinstance(hyper, RuleHyper) else bound(hyper, group[0].target.device, dtype)
-            for blocks in ([piece] for piece in group) if group[0].is_whole else _filled(group, numel):
+            if step is not None and not isinstance(hyper, RuleHyper) and not formats:
+                group = [piece for piece in group if not _stream(piece, hyper, room[0], step, is_stopped)]
+            for blocks in ([piece] for piece in group) if cannot_be_cut else _filled(group, numel):
                 if is_stopped():
                     raise StoppedError("the model was closed")
                 _update(blocks, room, step)
@@ -179,11 +182,11 @@ def _filled(pieces: Sequence[Piece], block_numel: int) -> Iterator[list[Piece]]:
     if not block_numel:
         raise AssertionError(f"the scratch of an update holds less than {CUT_NUMEL} elements")
     batch: list[Piece] = []
-    room, cut = block_numel, pieces[0].cut_numel
+    room = block_numel
     for piece in pieces:
         for block in piece.parts(_sizes(piece.target.numel(), room, block_numel)):
             batch.append(block)
-            room -= align_up(block.target.numel(), cut)
+            room -= align_up(block.target.numel(), block.cut_numel)
             if room <= 0:
                 yield batch
                 batch, room = [], block_numel
@@ -197,6 +200,42 @@ def _sizes(numel: int, first: int, following: int) -> list[int]:
         return [numel] if numel else []
     whole, rest = divmod(numel - first, following)
     return [first, *[following] * whole, *([rest] if rest else [])]
+
+
+def _stream(piece: Piece, hyper: FusedHyper, room: Tensor, step: Stepper, is_stopped: Callable[[], bool]) -> bool:
+    """Update a piece of several blocks as ``_update`` does, with two calls of torch per block and little between them.
+
+    Returns:
+        Whether it was such a piece, in host memory and in place.
+    """
+    numel = room.numel()
+    is_in_place = piece.old_target is None and not piece.old_states
+    if not 0 < numel < piece.target.numel() or not room.is_cpu or not is_in_place:
+        return False
+    targets, grads, weights, *states = [
+        itertools.repeat(None) if tensor is None else tensor.split(numel)
+        for tensor in (piece.target, piece.grad, piece.weights, *[piece.states[n] for n in hyper.state_names])
+    ]
+    is_cast = not piece.zero and piece.grad is not None and piece.grad.dtype != room.dtype
+    one = FusedStep(hyper=hyper, targets=[room], grads=[room], states=[()], steps=[piece.step])
+    copies: tuple[list[Tensor], list[Tensor]] = [], []  # weights of the last block go with this one's gradient
+    for target, grad, to, *held in zip(targets, grads, weights, *states, strict=False):
+        there = room if target.numel() == numel else room[: target.numel()]
+        if is_cast:
+            copies[0].append(there)
+            copies[1].append(grad)
+        copy_all(*copies)
+        if is_stopped():
+            raise StoppedError("the model was closed")
+        one.targets[0], one.grads[0], one.states[0] = (
+            target,
+            _gradient(piece, there if is_cast else grad, there),
+            (*held,),
+        )
+        step(one)
+        copies = ([], []) if to is None else ([to], [target])
+    copy_all(*copies)
+    return True
 
 
 def _update(blocks: list[Piece], lanes: Sequence[Tensor], step: Stepper | None) -> None:
@@ -239,7 +278,7 @@ def _gradients(blocks: Sequence[Piece], scratch: Tensor) -> list[Tensor]:
             room = torch.empty_like(block.target, dtype=block.update_dtype) if _needs_room(block) else scratch
         else:
             room = scratch if numel == scratch.numel() else scratch[start : start + numel]
-        grads.append(_gradient(block, room))
+        grads.append(_gradient(block, block.grad, room))
         start += align_up(numel, cut)
     return grads
 
@@ -327,20 +366,22 @@ def _needs_room(block: Piece) -> bool:
     return block.zero or bool(block.factors) or block.grad is None or block.grad.dtype != block.update_dtype
 
 
-def _gradient(block: Piece, room: Tensor) -> Tensor:
-    """The gradient as the kernel takes it: itself if it can be read in place, else in ``room``."""
-    factors = block.factors
-    if block.zero:
+def _gradient(piece: Piece, grad: Tensor | None, room: Tensor) -> Tensor:
+    """A part of the gradient as the kernel takes it: itself if it can be read in place, else in ``room``."""
+    factors = piece.factors
+    if piece.zero:
         room.zero_()
-    elif block.grad is None:
+    elif grad is None:
         raise AssertionError("a piece without gradient must be marked zero")
-    elif block.grad.dtype != room.dtype:
-        room.copy_(block.grad)
+    elif grad is room:
+        pass  # it is there
+    elif grad.dtype != room.dtype:
+        room.copy_(grad)
     elif factors:
-        torch.mul(block.grad, factors[0], out=room)
+        torch.mul(grad, factors[0], out=room)
         factors = factors[1:]
     else:
-        return block.grad
+        return grad
     for factor in factors:
         room.mul_(factor)
     return room

@@ -119,6 +119,32 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [taken[i] for i in range(len(tensors))]
 
 
+def copy_all(targets: list[Tensor], origins: list[Tensor]) -> None:
+    """Copy each into its target, with one call where torch has it; to be called under ``no_grad``."""
+    if len(targets) > 1 and _copies_together():
+        torch._foreach_copy_(targets, origins)
+    else:
+        for target, origin in zip(targets, origins, strict=True):
+            target.copy_(origin)
+
+
+@lru_cache(maxsize=1)
+def _copies_together() -> bool:
+    """See [Note: first use]."""
+    wave = torch.arange(199, dtype=torch.float32, device="cpu").sin_()
+    origins = [wave, wave.bfloat16()]
+    targets = [torch.zeros_like(origin) for origin in reversed(origins)]
+    reason = "other results than Tensor.copy_"
+    try:
+        torch._foreach_copy_(targets, origins)
+        if all(torch.equal(t, o.to(t.dtype)) for t, o in zip(targets, origins, strict=True)):
+            return True
+    except _CHANGED as error:
+        reason = f"{type(error).__name__}: {error}"
+    _warn("_foreach_copy_", wave.device, wave.dtype, reason, "Tensor.copy_")
+    return False
+
+
 def _kernel_name(hyper: FusedHyper) -> str:
     if isinstance(hyper, AdamHyper):
         return "_fused_adamw_" if hyper.decoupled else "_fused_adam_"
