@@ -82,7 +82,7 @@ class Forecast:
     """See ``DeviceFacts``."""
     keeps_what_fits: bool = True
     """Whether calls keep their activations while there is room, where the plan has them recomputed."""
-    simulated: Simulated = field(init=False, repr=False, compare=False, default_factory=dict)
+    simulated: Simulated = field(init=False, repr=False, compare=False, default_factory=Simulated)
     """By now."""
 
     @property

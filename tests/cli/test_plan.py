@@ -351,7 +351,7 @@ def test_damaged_hardware_and_unknown_models(command: Run, config_json: Path, tm
 
 
 def test_what_is_said_while_planning_is_a_notice(command, monkeypatch):
-    def warn(_: object) -> None:
+    def warn(*_: object) -> None:
         warnings.warn("this machine was measured", stacklevel=1)
         raise ConfigError("that is all")
 
@@ -381,6 +381,6 @@ def test_well_known_models_need_no_hub(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(source, "snapshot_download", refuse)
     built = []
-    monkeypatch.setattr(planning, "answer_for", lambda asked, found, machine: built.append(found))
+    monkeypatch.setattr(planning, "answer_for", lambda asked, found, *others: built.append(found))
     answer(asked(Path("meta-llama/Llama-3.1-8B"), Path("rtx-4090")))
     assert (built[0].config.num_hidden_layers, built[0].weights) == (32, None)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import pickle
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 
@@ -65,6 +68,19 @@ def test_each_change_has_a_gain_that_a_search_confirms(case):
     assert again.simulation.step_s <= more_host.step_s * 1.001
     assert more_host.step_s <= again.simulation.step_s * 1.1
     assert more_host.gain == pytest.approx(found.simulation.step_s / more_host.step_s)
+
+
+def test_changes_may_be_estimated_elsewhere(case):
+    """All but that of the batch, whose profile is not there yet."""
+
+    def elsewhere(function: Callable[[Any], object], items: Iterable[Any]) -> Iterator[object]:
+        first, *others = items
+        yield function(first)
+        for item in others:
+            there, sent = pickle.loads(pickle.dumps((function, item)))
+            yield pickle.loads(pickle.dumps(there(sent)))
+
+    assert best_changes(*case, most=99, over=elsewhere) == best_changes(*case, most=99)
 
 
 def test_more_memory_is_never_slower(case):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pickle
 import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -16,10 +18,10 @@ from outcore.planning.homes.reservations import tier_bytes
 from outcore.planning.homes.sending import Away
 from outcore.planning.homes.share import balanced_share
 from outcore.planning.paper.schedule import Circumstances, usual_visits
-from outcore.planning.search.candidates import ALL_HOST, Kind
+from outcore.planning.search.candidates import ALL_DISK, ALL_HOST, Candidate, Kind
 from outcore.planning.search.job import Job
-from outcore.planning.search.looks import Looks
-from outcore.planning.search.search import Found, search
+from outcore.planning.search.looks import Looks, Simulated
+from outcore.planning.search.search import Found, _Search, search
 from outcore.planning.timing.rates import Rates
 from outcore.planning.timing.simulate import simulate
 from outcore.spec.budget import Limits
@@ -117,6 +119,41 @@ def test_is_never_slower_than_todays_rule_and_says_why_others_lost(case):
 def test_is_always_the_same():
     job, found = searched("some on the device")
     assert search(job) == found
+
+
+def test_several_at_once_come_to_the_same():
+    """Also where another process works them out. The first of those that are tried at once counts."""
+
+    def elsewhere(function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+        for item in items:
+            there, sent = pickle.loads(pickle.dumps((function, item)))
+            yield pickle.loads(pickle.dumps(there(sent)))
+
+    job = job_of(10, 1, 4, 30)
+    job = dataclasses.replace(job, rates=rates_of(job.model, d2h=2 * MIB / 4e-3))
+    simulated, alone = Simulated(), Simulated()
+    simulated.over = elsewhere
+    found, same = search(job, simulated), search(job, alone)
+    assert dataclasses.replace(found, num_simulated=same.num_simulated) == same
+    assert found.runners_up == same.runners_up
+    assert len(simulated) > len(alone)  # some of those behind the first that was better
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_what_was_looked_at_ahead_is_looked_at_again(at_once: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Simulated, "at_once", at_once)
+    search = _Search(job_of(10, 1, 8, 30))
+    middle, slow = (search._choice.uniform(kind) for kind in (Kind("host", "host", "disk"), ALL_DISK))
+    fast = search._firsts()[0]
+    taken: list[Candidate] = []
+
+    def around(best: Candidate, *, alone: bool) -> Iterator[Candidate]:
+        taken.append(best)
+        yield from (middle, fast)
+
+    monkeypatch.setattr(search, "_around", around)
+    assert search._descend(slow, 10) == fast
+    assert taken == [slow, middle, fast]
 
 
 def test_updates_begin_where_gradients_come_first():

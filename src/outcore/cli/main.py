@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from outcore.cli.plan.second import Second
 from outcore.cli.train.methods import FINE_TUNING, PREFERENCES, Method
 from outcore.cli.train.settings import options
 from outcore.core.collecting import rarely_collecting
@@ -150,7 +151,7 @@ def plan(  # noqa: PLR0913 (one option each)
         raise ConfigError("--fit: expected it without --out and --html, which are for one model; leave them out")
     from outcore.cli.train.output.notices import notices
 
-    with rarely_collecting(), notices():
+    with rarely_collecting(), Second(starts=not fit) as second, notices():
         from outcore.cli.plan.answer import Question  # whose libraries talk as they are imported
 
         asked = Question(
@@ -172,7 +173,7 @@ def plan(  # noqa: PLR0913 (one option each)
             load_in_4bit=load_in_4bit,
             load_in_8bit=load_in_8bit,
         )
-        _fit(asked, as_json=as_json) if fit else _plan(asked, out, html, as_json=as_json)
+        _fit(asked, as_json=as_json) if fit else _plan(asked, second, out, html, as_json=as_json)
 
 
 def _fit(asked: Asked, *, as_json: bool) -> None:
@@ -183,12 +184,12 @@ def _fit(asked: Asked, *, as_json: bool) -> None:
     print(fitting.to_json(fitted) if as_json else fitting.to_text(fitted))
 
 
-def _plan(asked: Asked, out: Path | None, html: Path | None, *, as_json: bool) -> None:
+def _plan(asked: Asked, second: Second, out: Path | None, html: Path | None, *, as_json: bool) -> None:
     atexit.register(gc.freeze)  # else Python goes through all that was made once more at its end, for a second
     from outcore.cli.plan.answer import answer
     from outcore.cli.plan.text import to_json, to_text
 
-    found = answer(asked)
+    found = answer(asked, second.map if second.is_there else map)
     if out is not None:
         found.found.plan.save(out)
     if html is not None:

@@ -6,8 +6,8 @@ import dataclasses
 import functools
 import os
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -118,6 +118,8 @@ class Answer:
     """Which activations leave the device."""
     guess: str = ""
     """Why the model was not followed, where it was not."""
+    over: Callable[..., Iterable[Any]] = field(default=map, compare=False)
+    """As of ``answer``."""
 
     @property
     def hardware(self) -> Hardware:
@@ -143,7 +145,7 @@ class Answer:
     @cached_property
     def changes(self) -> tuple[Change, ...]:
         """What would help most, where others can be searched as this one was."""
-        return () if self.guess else best_changes(self.setting, self.found)
+        return () if self.guess else best_changes(self.setting, self.found, over=self.over)
 
     @cached_property
     def loads(self) -> tuple[Load, ...]:
@@ -221,8 +223,12 @@ class Answer:
         return {lane: value / self.found.simulation.num_steps for lane, value in sums.items()}
 
 
-def answer(question: Question) -> Answer:
+def answer(question: Question, over: Callable[..., Iterable[Any]] = map) -> Answer:
     """Plan for a model on a machine. No weights are needed, and neither is the machine.
+
+    Args:
+        question: What is asked.
+        over: As ``map``: may work several things out at once.
 
     Raises:
         ConfigError: An option that cannot be used.
@@ -231,10 +237,12 @@ def answer(question: Question) -> Answer:
     is_there = os.path.lexists(Path(question.model).expanduser())
     known = None if is_there else next((each for each in known_models() if each.name == question.model), None)
     source = find_shapes(question.model) if known is None else known.source
-    return answer_for(question, source, machine_for(question))
+    return answer_for(question, source, machine_for(question), over)
 
 
-def answer_for(question: Question, source: ModelSource, hardware: Hardware) -> Answer:
+def answer_for(
+    question: Question, source: ModelSource, hardware: Hardware, over: Callable[..., Iterable[Any]] = map
+) -> Answer:
     """The same for a model that was found. Raises: as ``answer``."""
     precision = _precision(question.precision)
     limits = _limits(question, hardware)
@@ -246,7 +254,7 @@ def answer_for(question: Question, source: ModelSource, hardware: Hardware) -> A
     keeps = rule_for(*members(optimizer)).kept(optimizer.param_groups)
     cut = partition(model, keeps=keeps, precision=precision)
     with of_a_node(question.ranks.per_node):
-        return _Asking(question, among(cut, question.ranks, 0), hardware, limits).answer()
+        return _Asking(question, among(cut, question.ranks, 0), hardware, limits).answer(over)
 
 
 def machine_for(question: Question) -> Hardware:
@@ -287,13 +295,15 @@ class _Asking:
         self._loop = Loop(question.grad_accum, clips=question.clipping, is_promised=True, makes_logits=makes_logits)
         self._profile_of = functools.cache(self._profile)
 
-    def answer(self) -> Answer:
+    def answer(self, over: Callable[..., Iterable[Any]]) -> Answer:
         """Choose as a run would."""
         asked, sample = self._question, self._sample(self._question.batch_size)
         profile = self._profile_of(asked.batch_size)
         hardware = NO_TIMES if self._guess else self._hardware  # without times a run follows the rule
         options = Options(sample=sample, precision=self._cut.spec.precision, hardware=hardware, loop=self._loop)
         timed = Timed(self._cut, options, self._machine, profile=profile, ranks=asked.ranks)
+        if (forecast := timed.forecast()) is not None:
+            forecast.simulated.over = over
         placed = self._placed(options, timed)
         sending = placed.sending
         setting = Setting(
@@ -313,7 +323,7 @@ class _Asking:
         forecast = timed.forecast()
         simulated = None if forecast is None else forecast.simulated
         found = dataclasses.replace(explain(setting.job(), bare, placed.candidate, simulated), plan=placed.plan)
-        return Answer(question=asked, setting=setting, found=found, sending=sending, guess=self._guess)
+        return Answer(question=asked, setting=setting, found=found, sending=sending, guess=self._guess, over=over)
 
     def _placed(self, options: Options, timed: Timed) -> Placed:
         """The plan of a run; of several ranks also how they have weights."""

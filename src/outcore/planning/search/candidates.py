@@ -78,6 +78,9 @@ class Candidate:
     def __hash__(self) -> int:  # of hundreds of units, asked again and again
         return self._hash
 
+    def __getstate__(self) -> dict[str, object]:  # another process hashes otherwise
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+
 
 class _Footprint(NamedTuple):
     """What one unit takes."""

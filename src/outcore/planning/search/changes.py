@@ -49,31 +49,52 @@ class Point(NamedTuple):
     is_today: bool
 
 
-def best_changes(setting: Setting, found: Found, *, most: int = 3) -> tuple[Change, ...]:
+class _Tried(NamedTuple):
+    """A change of which it is not known yet what it gains."""
+
+    name: str
+    effort: float
+    setting: Setting
+    """That it makes."""
+    known: Candidate
+    """Good for the setting as it is."""
+    same_s: float
+    """Of a step that trains as many tokens per second as without the change."""
+
+
+def best_changes(
+    setting: Setting, found: Found, *, most: int = 3, over: Callable[..., Iterable[Change | None]] = map
+) -> tuple[Change, ...]:
     """The changes with the largest gain for their effort.
 
     Args:
         setting: As it is.
         found: For the setting.
         most: Of them.
+        over: As ``map``. All but the first item can be pickled: its batch is another one, which is not followed yet.
     """
-    changes: list[Change] = []
-    for name, effort, other in _changed(setting):
-        gain = math.exp(changes[-1].worth * effort) if len(changes) == most else _LEAST_GAIN
-        same_s = found.simulation.step_s * other.tokens / setting.tokens
-        reached = estimate(other.job(), [found.candidate], enough_s=same_s / gain)
-        if reached is not None and reached.step_s and same_s / reached.step_s >= _LEAST_GAIN:
-            change = Change(name, effort, reached.step_s, same_s / reached.step_s)
-            changes = sorted([*changes, change], key=lambda change: -change.worth)[:most]
-    return tuple(changes)
+    step_s, known = found.simulation.step_s, found.candidate
+    tried = [_Tried(*each, known, step_s * each[-1].tokens / setting.tokens) for each in _changed(setting)]
+    changes = [change for change in over(_estimated, tried) if change is not None]
+    return tuple(sorted(changes, key=lambda change: -change.worth)[:most])
+
+
+def _estimated(tried: _Tried) -> Change | None:
+    """None: it gains next to nothing."""
+    reached = estimate(tried.setting.job(), [tried.known], enough_s=tried.same_s / _LEAST_GAIN)
+    if reached is None or not reached.step_s or tried.same_s / reached.step_s < _LEAST_GAIN:
+        return None
+    return Change(tried.name, tried.effort, reached.step_s, tried.same_s / reached.step_s)
 
 
 def _changed(setting: Setting) -> Iterator[tuple[str, float, Setting]]:
     """Name, effort, and the setting that it makes."""
+    batch = 2 * setting.batch_size
+    yield f"batches of {batch} sequences", 1, replace(setting, batch_size=batch)
+    setting = replace(setting, profile_of={setting.batch_size: setting.profile}.__getitem__)
     hardware, limits = setting.hardware, setting.limits
     disk, bus, host, device = hardware.disk, hardware.bus, hardware.host, hardware.device
-    batch, steps = 2 * setting.batch_size, 2 * setting.micro_batches
-    yield f"batches of {batch} sequences", 1, replace(setting, batch_size=batch)
+    steps = 2 * setting.micro_batches
     yield f"{steps} micro-batches per step", 1, replace(setting, micro_batches=steps)
     if setting.clipping:
         yield "no clipping, so that updates run inside backward", 1, replace(setting, clipping=False)
@@ -142,7 +163,7 @@ def _curve(
     """Points from the smallest value on: what fits with less is known where there is more."""
     points: list[Point] = []
     known: Sequence[Candidate] = [found.candidate]
-    simulated: Simulated | None = {} if is_memory else None
+    simulated = Simulated() if is_memory else None
     for value in sorted(values):
         if value == today:
             points.append(Point(value, found.simulation.step_s, setting.tokens, is_today=True))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from outcore.planning.bound.bound import MAX_NODES, Bound, bound_of, busiest_s
 from outcore.planning.homes.placement import place
@@ -10,12 +12,24 @@ from outcore.planning.homes.sending import Away
 from outcore.planning.paper.schedule import Circumstances, usual_visits
 from outcore.planning.search.candidates import Candidate, Choice
 from outcore.planning.search.job import Job
-from outcore.planning.timing.simulate import Simulation, simulate, steps_until_settled
+from outcore.planning.timing.simulate import PlayedSteps, Simulation, play_steps, simulation_of, steps_until_settled
 from outcore.spec.plan import Plan, Pool, Tier, UnitPlan
 
 _Key = tuple[tuple[UnitPlan, ...], tuple[Pool, ...], int, int]
-Simulated = dict[_Key, Simulation]
-"""Simulations of plans, at the same rates."""
+
+
+class Simulated(dict[_Key, Simulation]):
+    """Simulations of plans, at the same rates."""
+
+    over: Callable[..., Iterable[Any]] = map
+    """With which several are made: as ``map``, which makes one after the other."""
+
+    @property
+    def at_once(self) -> int:
+        """How many."""
+        return 1 if self.over is map else 2
+
+
 _COARSE = 24
 _WEAR = 0.005
 """Of the time that the drive writes: a plan must gain so much by it. What is written wears the drive, for nothing where
@@ -35,7 +49,7 @@ class Looks:
         )
         self._visits = usual_visits(job.model, job.micro_batches)
         self._circumstances = Circumstances(clips=job.clipping)
-        self._simulated: Simulated = {} if simulated is None else simulated
+        self.simulated = Simulated() if simulated is None else simulated
         # Cached per object: functools.cache on the methods would keep every search alive.
         self.plan = functools.cache(self.choice.plan)
         """The candidate written down, without activations that leave."""
@@ -65,7 +79,7 @@ class Looks:
     @property
     def num_simulated(self) -> int:
         """Plans."""
-        return len(self._simulated)
+        return len(self.simulated)
 
     def missing(self, candidate: Candidate) -> dict[Tier, int]:
         """Bytes above the limits, by tier."""
@@ -85,14 +99,31 @@ class Looks:
 
     def simulation(self, plan: Plan, away: Away | None) -> Simulation:
         """When steps have settled: the first ones of plans that use the disk may be far longer, or shorter."""
-        run, job = self.run(plan, away), self._job
-        key = run.units, run.pools, run.prefetch_depth, run.last_updated_first
-        if key not in self._simulated:
-            warm_up = steps_until_settled(run)
-            self._simulated[key] = simulate(
-                job.model, run, job.rates, self._visits, self._circumstances, warm_up=warm_up
-            )
-        return self._simulated[key]
+        run = self.run(plan, away)
+        key = _key(run)
+        if key not in self.simulated:
+            self.simulated[key] = simulation_of(self._again(run))
+        return self.simulated[key]
+
+    def simulate(self, plans: Iterable[tuple[Plan, Away | None]]) -> None:
+        """Several that will be asked for."""
+        runs = [self.run(plan, away) for plan, away in plans]
+        new = {key: run for run in runs if (key := _key(run)) not in self.simulated}
+        for (key, run), numbers in zip(new.items(), self.simulated.over(self._numbers, new.values()), strict=True):
+            self.simulated[key] = Simulation(**numbers, again=self._again(run))
+
+    def _numbers(self, run: Plan) -> dict[str, Any]:
+        """Of a simulation, without what it is of."""
+        found = vars(simulation_of(self._again(run)))
+        return {name: value for name, value in found.items() if name != "again"}
+
+    def _again(self, run: Plan) -> Callable[[], PlayedSteps]:
+        job, warm_up = self._job, steps_until_settled(run)
+        given = (job.model, run, job.rates, self._visits, self._circumstances)
+        return functools.partial(play_steps, *given, warm_up=warm_up, says_where=False)
+
+    def __reduce__(self) -> tuple[type[Looks], tuple[Job]]:  # for another process, which finds the same
+        return Looks, (self._job,)
 
     def bound(self, plan: Plan, away: Away | None, max_nodes: int = MAX_NODES) -> Bound:
         """Of a plan."""
@@ -115,3 +146,7 @@ class Looks:
         """A bound that is sooner worked out."""
         job, run = self._job, self.run(self.plan(candidate), candidate.saves)
         return busiest_s(job.model, run, job.rates, self._visits, self._circumstances)
+
+
+def _key(run: Plan) -> _Key:
+    return run.units, run.pools, run.prefetch_depth, run.last_updated_first

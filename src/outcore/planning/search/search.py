@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 from outcore.core.collecting import rarely_collecting
 from outcore.core.errors import PlanInfeasibleError
-from outcore.core.quantities import format_bytes
 from outcore.planning.bound.bound import Bound
 from outcore.planning.homes.sending import Away
 from outcore.planning.homes.share import balanced_share
@@ -37,6 +36,7 @@ from outcore.planning.search.candidates import (
 )
 from outcore.planning.search.job import Job
 from outcore.planning.search.looks import Looks, Simulated
+from outcore.planning.search.runners_up import SMALLEST_GAIN, RunnerUp, runners_up, uniform
 from outcore.planning.timing.simulate import Simulation
 from outcore.spec.plan import Plan
 
@@ -58,21 +58,9 @@ _FILLINGS, _FILLINGS_OF_SMALL = 30, 160
 _ESTIMATED = 3
 """Fillings whose bounds are worked out for an estimate. One is simulated, beside those that are known."""
 _ROUNDING = 1e-9
-_GAIN = 1e-4
-"""Smaller ones are not worth another plan."""
 _BINDS = 0.03
 """Other orders of updates are tried where gradients and updates each bind a larger part of a step."""
 _BALANCED_BYTES = (16.0, 14.0)  # fp32 master, moments and gradient there; master, moments and a bf16 weight back
-
-
-@dataclass(frozen=True)
-class RunnerUp:
-    """A plan that was not chosen."""
-
-    name: str
-    step_s: float | None
-    """None: it does not fit."""
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -97,7 +85,7 @@ class Found:
     @functools.cached_property
     def runners_up(self) -> tuple[RunnerUp, ...]:
         """Simple plans."""
-        return tuple(_runners_up(self))
+        return tuple(runners_up(self.looks, self.bare, self.candidate.saves, self.simulation.step_s))
 
 
 @rarely_collecting()
@@ -161,6 +149,14 @@ def estimate(
         return None
 
 
+class _Tried(NamedTuple):
+    """How many changes were looked at when one was simulated."""
+
+    simulated: int
+    bounded: int
+    seen: int
+
+
 class _Search:
     """Finds candidates of one job."""
 
@@ -173,6 +169,9 @@ class _Search:
         self._is_small = len(job.model.units) - 1 <= SMALL
         self._budget = max(12, min(_SIMULATED_UNITS // units, _MOST_SIMULATED))
         self._share = round(balanced_share(job.rates, there=_BALANCED_BYTES[0], back=_BALANCED_BYTES[1]), 2)
+
+    def __reduce__(self) -> tuple[type[_Search], tuple[Job]]:  # for another process, which finds the same
+        return _Search, (self._job,)
 
     def found(self) -> Found:
         """The best of all."""
@@ -189,8 +188,8 @@ class _Search:
         changed = [self._descend(start, most) for start, most in zip(best, turns, strict=False)]
         if self._is_small and changed and units > _FEW_UNITS:
             changed.append(self._kick(min(changed, key=looks.seconds)))
-        uniform = [candidate for candidate in _uniform(looks, None).values() if self._fits(candidate)]
-        plans = [*((looks.plan(candidate), candidate) for candidate in self._fastest([*changed, *uniform], 1)), today]
+        simple = [candidate for candidate in uniform(looks, None).values() if self._fits(candidate)]
+        plans = [*((looks.plan(candidate), candidate) for candidate in self._fastest([*changed, *simple], 1)), today]
         return self.explain(*min(plans, key=lambda pair: looks.cost_s(pair[0], pair[1].saves)))
 
     def _lowest(self, candidates: Iterable[Candidate], most: int) -> list[Candidate]:
@@ -208,10 +207,11 @@ class _Search:
 
     def _fastest(self, ordered: Iterable[Candidate], most: int) -> list[Candidate]:
         """Some of the fastest. Args: ordered: By their bounds, so that most need not be simulated."""
-        found: list[Candidate] = []
+        ordered, looks, found = list(ordered), self._looks, list[Candidate]()
+        looks.simulate((looks.plan(candidate), candidate.saves) for candidate in ordered[:most])
         for candidate in ordered:
-            if len(found) < most or self._looks.coarse_s(candidate) < self._looks.seconds(found[-1]):
-                found = sorted([*found, candidate], key=self._looks.seconds)[:most]
+            if len(found) < most or looks.coarse_s(candidate) < looks.seconds(found[-1]):
+                found = sorted([*found, candidate], key=looks.seconds)[:most]
         return found
 
     def _keeps_all(self, candidate: Candidate) -> bool:
@@ -271,7 +271,8 @@ class _Search:
 
     def _firsts(self) -> list[Candidate]:
         """One filling with each of the ways of activations that are fastest."""
-        first = [best for away in dict.fromkeys(self._job.ways) for best in self._soonest(away)]
+        ways = list(dict.fromkeys(self._job.ways))
+        first = [best for several in self._looks.simulated.over(self._soonest, ways) for best in several]
         return self._fastest(sorted(first, key=self._looks.coarse_s), _MOST_WAYS)
 
     def _fillings(self, ways: Iterable[Away | None]) -> Iterator[Candidate]:
@@ -352,27 +353,46 @@ class _Search:
 
     def _descend(self, best: Candidate, most: int, *, alone: bool = False) -> Candidate:
         """Take every change that makes it faster, until none does or enough were tried. Args: alone: No pairs."""
-        looks, simulated, bounded, seen = self._looks, 0, 0, {best}
-        is_better = True
-        while is_better:
-            is_better = False
-            for other in self._around(best, alone=alone):
-                if simulated >= most or bounded >= _BOUNDS * most:
-                    return best
-                if other in seen or not self._fits(other):
-                    continue
-                seen.add(other)
-                enough_s = looks.seconds(best) * (1 - _GAIN)
-                if looks.busiest(other)[0] >= enough_s:
-                    continue
-                bounded += 1
-                if looks.coarse_s(other) >= enough_s:
-                    continue
-                simulated += 1
+        seen, tried = {best: None}, _Tried(0, 0, 1)
+        while True:
+            enough_s = self._looks.seconds(best) * (1 - SMALLEST_GAIN)
+            faster = self._first_faster(self._open_around(best, enough_s, most, seen, tried, alone=alone), enough_s)
+            if faster is None:
+                return best
+            best, tried = faster
+            for ahead in list(seen)[tried.seen :]:  # they were looked at for nothing
+                del seen[ahead]
+
+    def _first_faster(
+        self, open_ones: Iterator[tuple[Candidate, _Tried]], enough_s: float
+    ) -> tuple[Candidate, _Tried] | None:
+        """Of several that are simulated at once the first counts, so that it does not matter how many that are."""
+        looks, at_once = self._looks, 1 if self._is_small else self._looks.simulated.at_once
+        while several := list(itertools.islice(open_ones, at_once)):
+            looks.simulate((looks.plan(other), other.saves) for other, _ in several)
+            for other, tried in several:
                 if looks.seconds(other) < enough_s:
-                    best, is_better = other, True
-                    break
-        return best
+                    return other, tried
+        return None
+
+    def _open_around(
+        self, best: Candidate, enough_s: float, most: int, seen: dict[Candidate, None], tried: _Tried, *, alone: bool
+    ) -> Iterator[tuple[Candidate, _Tried]]:
+        """Changes that may take less. Args: tried: Before."""
+        looks, (simulated, bounded, _) = self._looks, tried
+        for other in self._around(best, alone=alone):
+            if simulated >= most or bounded >= _BOUNDS * most:
+                return
+            if other in seen or not self._fits(other):
+                continue
+            seen[other] = None
+            if looks.busiest(other)[0] >= enough_s:
+                continue
+            bounded += 1
+            if looks.coarse_s(other) >= enough_s:
+                continue
+            simulated += 1
+            yield other, _Tried(simulated, bounded, len(seen))
 
     def _kick(self, best: Candidate) -> Candidate:
         """Change several things at once, by chance that is always the same, and go on from there."""
@@ -420,29 +440,3 @@ def _first_true(test: Callable[[int], bool], count: int, near: int) -> int:
             low, number = number + 1, min(number + step, high - 1)
         step *= 2
     return bisect.bisect_left(range(count), 1, low, high, key=test)
-
-
-def _uniform(looks: Looks, away: Away | None) -> dict[str, Candidate]:
-    named = {"everything on the device": ALL_DEVICE, "all in host memory": ALL_HOST, "all on disk": ALL_DISK}
-    named["states on disk, the rest in host memory"] = Kind("host", "host", "disk")
-    return {name: looks.choice.uniform(kind, saves=away) for name, kind in named.items()}
-
-
-def _runners_up(found: Found) -> Iterator[RunnerUp]:
-    looks, away, step_s = found.looks, found.candidate.saves, found.simulation.step_s
-    others: Iterable[tuple[str, Plan, Away | None]] = [("filled tier by tier", looks.today, looks.first_way)]
-    for name, candidate in _uniform(looks, away).items():
-        missing = looks.missing(candidate)
-        if missing:
-            needs = ", ".join(f"{format_bytes(nbytes)} of {tier}" for tier, nbytes in missing.items())
-            yield RunnerUp(name, None, f"does not fit: it lacks {needs}")
-        else:
-            others = itertools.chain(others, [(name, looks.plan(candidate), away)])
-    for name, other, way in others:
-        simulation = looks.simulation(other, way)
-        binds = max(simulation.binding, key=simulation.binding.__getitem__, default="compute")
-        slower = simulation.step_s / step_s - 1 if step_s else 0.0
-        same = "equally fast" if slower > -_GAIN else f"predicted {-slower:.1%} faster"
-        reason = f"{slower:.1%} slower: {binds} binds" if slower > _GAIN else same
-        if (other.units, other.pools, way) != (found.bare.units, found.bare.pools, away):
-            yield RunnerUp(name, simulation.step_s, reason)

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-from torch import nn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outcore.planning.forward.footprint import Footprint
 from outcore.planning.timing.ranks import ALONE, Ranks, between, share_of
 from outcore.planning.timing.rates import LINKS, Link, Rates, Shared
-from outcore.planning.units.blocks import output_embeddings
 from outcore.spec.hardware import DevicePart, Hardware, HostPart
 from outcore.spec.model import ModelSpec
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _IN_HOST_MEMORY = ("h2d", "d2h", "disk_read", "disk_write")
@@ -80,6 +80,10 @@ def unit_work(model: nn.Module, spec: ModelSpec, *, batch_size: int, seq_len: in
         batch_size: Sequences of a micro-batch.
         seq_len: Tokens of each.
     """
+    from torch import nn  # here, since rates and times of units need no torch
+
+    from outcore.planning.units.blocks import output_embeddings
+
     heads = {id(p) for head in output_embeddings(model) for p in head.parameters()}
     owners = {name: (p, owner) for name, p, owner in _parameters(model)}
     config, tokens = getattr(model, "config", None), batch_size * seq_len

@@ -93,6 +93,9 @@ class Rates:
         """What was worked out with these rates, for whoever will ask it again."""
         return {}
 
+    def __getstate__(self) -> dict[str, object]:  # another process can work it out again
+        return {name: value for name, value in self.__dict__.items() if name != "known"}
+
     def move_s(self, link: Link | Way, nbytes: int) -> float:
         """Seconds to move bytes, alone."""
         return nbytes / self.bytes_per_s.get(link, math.inf) + (self.latency_s.get(link, 0.0) if nbytes else 0.0)

@@ -77,7 +77,12 @@ def simulate(
 
     Cost: 100 units and one micro-batch 0.04 s for the schedule, 0.03 s for playing it.
     """
-    again = partial(play_steps, model, plan, rates, visits, circumstances, warm_up=warm_up, says_where=False)
+    given = (model, plan, rates, visits, circumstances)
+    return simulation_of(partial(play_steps, *given, warm_up=warm_up, says_where=False))
+
+
+def simulation_of(again: Callable[[], PlayedSteps]) -> Simulation:
+    """What steps come to. Args: again: Plays them."""
     steps = again()
     return Simulation(
         step_s=(steps.end_s - steps.start_s) / steps.num_steps,
