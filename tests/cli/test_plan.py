@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,27 @@ def test_text_says_what_is_predicted_where_it_lives_and_what_lost(command: Run, 
     assert "(predicted) for 2 x 64 tokens" in lines["step"]
     assert {"not", "peak", "least", "helps"} <= lines.keys()
     assert "budget 2.00 MiB" in done.out
+
+
+WHOLE = """
+import atexit, sys
+from outcore.cli import main, start
+class Left:
+    def __del__(self): print("taken apart")
+left, own = Left(), main.main
+def run():
+    atexit.register(print, "closed")
+    own()
+main.main = run
+start.main()
+"""
+
+
+def test_the_command_by_itself_says_the_same_and_ends_at_once(command: Run, config_json: Path):
+    """With a second process, where there is a second core."""
+    asked = ("plan", "--model", config_json, "--hardware", "rtx-4090", *SMALL)
+    done = subprocess.run([sys.executable, "-c", WHOLE, *map(str, asked)], capture_output=True, text=True, check=True)
+    assert done.stdout == command(*asked).out + "closed\n"
 
 
 @pytest.mark.parametrize(("name", "least", "most"), [("lion_32bit", 8, 8.6), ("adamw_8bit", 6, 11.8)])

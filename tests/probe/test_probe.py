@@ -45,7 +45,7 @@ OPENED = partial(open_device, DEVICE)
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(kept, "_EFFORTS", {"whole": LEAST, "quick": LEAST})
+    monkeypatch.setattr("outcore.probe.measure.EFFORTS", {"whole": LEAST, "quick": LEAST})
 
 
 class TestArithmetic:

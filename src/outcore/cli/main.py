@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import signal
 import sys
 import traceback
@@ -185,7 +184,6 @@ def _fit(asked: Asked, *, as_json: bool) -> None:
 
 
 def _plan(asked: Asked, second: Second, out: Path | None, html: Path | None, *, as_json: bool) -> None:
-    atexit.register(gc.freeze)  # else Python goes through all that was made once more at its end, for a second
     from outcore.cli.plan.answer import answer
     from outcore.cli.plan.text import to_json, to_text
 

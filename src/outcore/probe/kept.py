@@ -14,12 +14,12 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 
@@ -27,14 +27,22 @@ from outcore.core.errors import ConfigError
 from outcore.device.opening import device_name, open_device
 from outcore.memory.limits import host_bytes
 from outcore.memory.topology import processor_name, read_topology
-from outcore.probe.links import Between
-from outcore.probe.measure import QUICK, WHOLE, Effort, measure
 from outcore.spec.hardware import Hardware
 from outcore.spec.text_file import Described
 
+if TYPE_CHECKING:
+    from outcore.device.device import Device
+    from outcore.probe.links import Between
+
 PROBE_VERSION = "5"
 """Of how it is measured: older measurements are stale."""
-_EFFORTS: Mapping[str, Effort] = {"whole": WHOLE, "quick": QUICK}
+
+
+def measure(open_device: Callable[[], Device], disks: Sequence[Path], effort: str) -> Hardware:
+    """Measure the machine. Args: effort: Its name; the rest as of ``probe.measure``."""
+    from outcore.probe.measure import EFFORTS, measure  # here: it imports the engine, and what is kept needs none
+
+    return measure(open_device, disks, EFFORTS[effort])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +118,7 @@ class Machine:
             DiskError: A folder cannot serve the disk tier.
             MemoryBudgetError: There is no room to measure in.
         """
-        opened = partial(open_device, self.torch_device)
-        hardware = measure(opened, self.disks, _EFFORTS[effort])
+        hardware = measure(partial(open_device, self.torch_device), self.disks, effort)
         if between is not None:
             hardware = dataclasses.replace(hardware, links=between.links, network=between.network)
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -59,6 +59,7 @@ class Effort:
 
 WHOLE = Effort(window_s=0.3, buffer_bytes=256 * MIB, sizes=(MIB // 16, MIB, 16 * MIB), disk_bytes=512 * MIB, steps=40)
 QUICK = Effort(window_s=0.05, buffer_bytes=64 * MIB, sizes=(MIB // 16, 8 * MIB), disk_bytes=64 * MIB, steps=8)
+EFFORTS: Mapping[str, Effort] = {"whole": WHOLE, "quick": QUICK}
 
 
 def measure(open_device: Callable[[], Device], disks: Sequence[Path], effort: Effort = WHOLE) -> Hardware:
