@@ -20,6 +20,8 @@ from threading import Thread
 from types import TracebackType
 from typing import IO, Any, Self, TypeVar
 
+from outcore.core.collecting import rarely_collecting
+
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 _SERVE = "from outcore.cli.plan.second import serve; serve()"
@@ -140,7 +142,7 @@ def serve(requests: IO[bytes] | None = None, results: IO[bytes] | None = None) -
     asked, results = pickle.Unpickler(requests or sys.stdin.buffer), results or sys.stdout.buffer
     import outcore.planning.search.changes  # noqa: F401 (before it is asked for)
 
-    with suppress(EOFError):
+    with suppress(EOFError), rarely_collecting():
         while True:
             what = asked.load()
             if isinstance(what, tuple):  # else it is there for what comes

@@ -66,7 +66,11 @@ def left_as_it_is(model: nn.Module) -> Iterator[None]:
     ``functional_call`` puts lent tensors back where a module is reached by two names, and forwards count or collect.
     """
     before = [
-        (module.__dict__, dict(module.__dict__), [(v, copy.copy(v)) for v in module.__dict__.values() if _holds(v)])
+        (
+            module.__dict__,
+            dict(module.__dict__),
+            [(v, copy.copy(v) if v else ()) for v in module.__dict__.values() if _holds(v)],
+        )
         for module in model.modules()
     ]
     try:

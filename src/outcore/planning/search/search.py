@@ -279,11 +279,15 @@ class _Search:
         """See [Note: how it is found]."""
         today = self.like(self._looks.today, self._job.ways[0])
         yield from filter(self._fits, [today])
-        for away in dict.fromkeys(ways):
-            fitting = filter(self._fits, dict.fromkeys(self._filled(away)))
-            ordered = sorted(fitting, key=lambda c: (self._looks.busiest(c), c.order))
-            for filled in ordered[: _FILLINGS_OF_SMALL if self._is_small else _FILLINGS]:
+        for several in self._looks.simulated.over(self._best_filled, list(dict.fromkeys(ways))):
+            for filled in several:
                 yield from self._eager(filled)
+
+    def _best_filled(self, away: Away | None) -> list[Candidate]:
+        """Those of one way with activations that are told apart by their bounds."""
+        fitting = filter(self._fits, dict.fromkeys(self._filled(away)))
+        ordered = sorted(fitting, key=lambda c: (self._looks.busiest(c), c.order))
+        return ordered[: _FILLINGS_OF_SMALL if self._is_small else _FILLINGS]
 
     def _filled(self, away: Away | None) -> Iterator[Candidate]:
         """One or two kinds of near homes for as many units as fit, far ones for the rest."""
