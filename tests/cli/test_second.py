@@ -31,7 +31,8 @@ def test_it_works_out_what_it_is_asked_for(second: Second):
     second._ask_for(math.sqrt, deque(enumerate([1.0, 4.0, 9.0])), found)
     assert found == {0: 1, 1: 2, 2: 3}
     assert second.num_done == 3
-    assert second.map(math.sqrt, [16.0, 25.0]) == [4, 5]
+    assert second.map(math.sqrt, [16.0, 25.0], before=lambda: found.update({3: 16})) == [4, 5]
+    assert found[3] == 16
 
 
 def test_without_it_the_first_does_everything():

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_YOUNG = 1_000_000
+_YOUNG = 4_000_000
 """New objects before it looks for circles; its own number is some hundred."""
 
 

@@ -145,7 +145,12 @@ class Answer:
     @cached_property
     def changes(self) -> tuple[Change, ...]:
         """What would help most, where others can be searched as this one was."""
-        return () if self.guess else best_changes(self.setting, self.found, over=self.over)
+        over = self.over if self.over is map else functools.partial(self.over, before=self._all_else)
+        return () if self.guess else best_changes(self.setting, self.found, over=over)
+
+    def _all_else(self) -> None:
+        """Work out what is said beside the changes."""
+        _ = self.loads, self.found.bound, self.found.simulation.timeline
 
     @cached_property
     def loads(self) -> tuple[Load, ...]:

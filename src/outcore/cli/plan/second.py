@@ -53,17 +53,21 @@ class Second:
         """Whether it was started, and has not ended."""
         return self._process is not None
 
-    def map(self, function: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
+    def map(
+        self, function: Callable[[_T], _R], items: Iterable[_T], *, before: Callable[[], object] = lambda: None
+    ) -> list[_R]:
         """A function of every item, in their order. The other process takes the last ones.
 
         Args:
             function: Of a module, or of an object that can be pickled. Pure: it does not matter who works it out.
             items: Those that cannot be pickled come first.
+            before: What the first process does before it takes any.
         """
         left, found = deque(enumerate(items)), dict[int, _R]()
         asking = Thread(target=self._ask_for, args=(function, left, found))
         if len(left) > 1 and self._send(function):  # by itself, while nobody adds to what it holds
             asking.start()
+            before()
             _work_out(function, left, found)
             asking.join()
         _work_out(function, left, found)

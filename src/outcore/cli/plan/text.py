@@ -20,7 +20,8 @@ _DAY_S = 86400.0
 
 def to_text(found: Answer) -> str:
     """For people: what is predicted, where everything lives, what lost and why."""
-    rows = [*_facts(found), *_memory(found), *_runners_up(found), *_helps(found)]
+    helps = list(_helps(found))  # first: others may work on it meanwhile
+    rows = [*_facts(found), *_memory(found), *_runners_up(found), *helps]
     width = max(len(name) for name, _ in rows)
     lines = (f"{name:<{width}}  {value}".rstrip() for name, value in rows)
     return "\n".join([*lines, "", plan_table(found.spec, found.found.plan, found.limits)])
