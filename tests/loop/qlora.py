@@ -78,8 +78,9 @@ def base_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def is_the_plain_loop(
     load: Callable[[], Any], where: str, policy: str, activations: str, disk: Path, traced: Any = None
 ) -> None:
-    """Args: traced: How to compile its blocks; nothing is evaluated then: it has its own code."""
+    """Args: traced: How to compile its blocks; then nothing is evaluated, without a cache: each has its own code."""
     model = load().to(DEVICE)
+    model.config.use_cache = not traced
     for block in model.base_model.model.model.layers if traced else ():
         block.compile(**traced)
     torch.manual_seed(5)
@@ -87,6 +88,7 @@ def is_the_plain_loop(
     if traced:
         torch._dynamo.reset()
     model = load()
+    model.config.use_cache = not traced
     optimizer = trained(model)
     _, plan = forced(model, optimizer, where, policy=policy, activations=activations)
     options = {"compile": traced or False, "budget": outcore.Budget(disk=str(disk))}

@@ -13,6 +13,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -391,6 +392,11 @@ def random_cases(seed: int, count: int, *, cut: bool = False) -> Iterator[Case]:
         )
 
 
+def num_loops() -> int:
+    """Threads of gloo, one for each group."""
+    return sum(path.read_text() == "gloo_tcp_loop\n" for path in Path("/proc/self/task").glob("*/comm"))
+
+
 def begin() -> tuple[int, int]:
     """This rank, and how many there are. On simulated GPUs each has one."""
     torch.set_num_threads(1)
@@ -408,6 +414,7 @@ def main(arguments: Sequence[str]) -> None:
     rank, num_ranks = begin()
     for text in json.loads(arguments[0]):
         print(json.dumps(run(Case(*text), arguments[1], num_ranks, rank)), flush=True)
+        assert num_loops() <= 1, "with the last engine its groups have ended, and the default one is left"
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

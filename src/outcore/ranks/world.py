@@ -115,11 +115,11 @@ class World:
         """Give the groups back, unless ``kept`` does. Nothing may be under way. Idempotent."""
         if self._is_kept:
             return
-        if self.failure is None:
-            self.note("outcore.close")
-        else:
-            self._groups.hang_up()
+        self.note("outcore.close") if self.failure is None else self._groups.hang_up()
         self._groups.close()
+        self._cuts.clear()
+        for last in ("_control", "_reduce", "_save"):  # with it go the threads and sockets of a group
+            vars(self).pop(last, None)
 
     # From the caller's thread.
 
