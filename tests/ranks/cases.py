@@ -144,6 +144,7 @@ class Case(NamedTuple):
         return " ".join(f"{k}={v}" for k, v in self._asdict().items() if v != Case._field_defaults[k]) or "plain"
 
 
+RULES = "SGD Adagrad RMSprop Adadelta Adamax NAdam RAdam Lion Adafactor Muon".split()
 CASES = [
     Case(),
     Case(dtype="bfloat16"),
@@ -249,7 +250,8 @@ def made(case: Case) -> Any:
     for kind, names in ((case.optim, of_muon or list(trained)), ("AdamW", trained.keys() - of_muon if of_muon else [])):
         params = [p for name, p in trained.items() if name in names]
         group = {"params": params, "state_format": case.states, "master_format": case.masters}
-        found += [getattr(torch.optim, kind)([group], lr=1e-2, **kinds.get(kind, {}))] if params else []
+        made_by = getattr(torch.optim, kind, None) or getattr(outcore.optim, kind)
+        found += [made_by([group], lr=1e-2, **kinds.get(kind, {}))] if params else []
     return model, as_one(found)
 
 
@@ -374,6 +376,8 @@ def random_cases(seed: int, count: int, *, cut: bool = False) -> Iterator[Case]:
         dtype = draw.choice(["float32", "bfloat16", *(["float64"] if kind != "lora" else [])])
         # One rank adds gradients of a block that is called twice in an order of its own (docs/exceptions.md).
         has_reference = dtype != "float64" and kind != "backwards"
+        states = draw.choice(["fp32", "fp32", *(["bf16", "8bit"] if has_reference else [])])
+        has_rule = has_reference and states == "fp32" and draw.random() < 0.8
         may_be_compact = has_reference and dtype == "bfloat16" and kind != "lora"  # whose adapters are in fp32
         yield Case(
             kind=kind,
@@ -385,10 +389,11 @@ def random_cases(seed: int, count: int, *, cut: bool = False) -> Iterator[Case]:
             delays=draw.choice([0, 0, draw.randrange(1, 1000)]),
             keep=draw.choice([False, True]),
             permute=draw.choice([0, 0, draw.randrange(1, 1000)]),
-            states=draw.choice(["fp32", "fp32", *(["bf16", "8bit"] if has_reference else [])]),
+            states=states,
             partition=partition,
             gather=gather,
             masters=draw.choice(["fp32", "compact" if may_be_compact else "fp32"]),
+            optim=draw.choice(RULES) if has_rule else "AdamW",
         )
 
 
