@@ -86,7 +86,10 @@ def tight(model: torch.nn.Module, optimizer: Any, folder: Path, **options: Any) 
         (name, p.requires_grad, [(t.shape, t.dtype) for t in tensors_in(p)]) for name, p in model.named_parameters()
     ]
     groups = [] if optimizer is None else optimizer.param_groups
-    settings = [{**group, "params": len(group["params"])} for group in groups]  # such as formats of states and masters
+    names = {p: name for name, p in model.named_parameters()}
+    settings = [
+        {**group, "params": [*map(names.get, group["params"])]} for group in groups
+    ]  # such as formats of states
     key = repr((type(optimizer), settings, params, options))
     if key not in _TIGHT:
         found = _tight(model, optimizer, folder, **options)

@@ -6,12 +6,14 @@ so that a mean over three ranks rounds as one over three more micro-batches does
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import random
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -399,7 +401,11 @@ def random_cases(seed: int, count: int, *, cut: bool = False) -> Iterator[Case]:
 
 def num_loops() -> int:
     """Threads of gloo, one for each group."""
-    return sum(path.read_text() == "gloo_tcp_loop\n" for path in Path("/proc/self/task").glob("*/comm"))
+    found = 0
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # it has ended since
+            found += path.read_text() == "gloo_tcp_loop\n"
+    return found
 
 
 def begin() -> tuple[int, int]:
@@ -419,6 +425,9 @@ def main(arguments: Sequence[str]) -> None:
     rank, num_ranks = begin()
     for text in json.loads(arguments[0]):
         print(json.dumps(run(Case(*text), arguments[1], num_ranks, rank)), flush=True)
+        deadline_s = time.monotonic() + 10.0
+        while num_loops() > 1 and time.monotonic() < deadline_s:
+            time.sleep(0.01)  # its last instructions
         assert num_loops() <= 1, "with the last engine its groups have ended, and the default one is left"
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
