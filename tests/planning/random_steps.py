@@ -30,7 +30,7 @@ from outcore.spec.cut import shared
 from outcore.spec.model import ModelSpec, Sharing, UnitSpec
 from outcore.spec.plan import TIERS, Plan, UnitPlan
 from outcore.spec.schedule import Visit
-from outcore.spec.timeline import COMPUTE
+from outcore.spec.timeline import COMPUTE, HOST
 
 from .models import unit
 
@@ -166,30 +166,54 @@ def steps_s(step: Step, chance: random.Random, *, num_orders: int, steps: int = 
         shuffled = chance.sample(range(len(step.model.units)), len(step.model.units))
         order = lambda visits, count, last_first: [i for i in shuffled if i < count]  # noqa: E731
     with mock.patch.object(schedule, "update_order", order):
-        laid_out = consecutive(step.model, step.plan, step.visits, nothing_held(step.plan), step.circumstances)
-        rows = [found.operations for found in itertools.islice(laid_out, steps)]
+        plain = laid_out(step, steps)
+    yield settled_s(*plain, step.rates)[0]
+    for _ in range(num_orders if step.rates.host_runs_ahead else 0):
+        found_s, end_s = settled_s(*reordered(*plain, chance), step.rates)
+        yield max(found_s, end_s / steps)
+
+
+def chosen_s(step: Step) -> float:
+    """Seconds of a step with the updates in one of the orders that a search tries: the fastest of them."""
+    count = len(step.plan.units)
+    plans = [replace(step.plan, last_updated_first=number) for number in sorted({0, 1, 2, 3, count // 2, count})]
+    return min(settled_s(*laid_out(replace(step, plan=plan), STEPS), step.rates)[0] for plan in plans)
+
+
+def laid_out(step: Step, steps: int) -> tuple[list[Task], list[int]]:
+    """Some steps as tasks, and the last of compute in each."""
+    found = consecutive(step.model, step.plan, step.visits, nothing_held(step.plan), step.circumstances)
     pace = Pace(step.model, step.plan, step.rates, clips=step.circumstances.clips)
-    plain = tasks_of(rows, pace, step.rates)[:2]
-    others = num_orders if step.rates.host_runs_ahead else 0
-    for i in range(1 + others):
-        tasks, ends = reordered(*plain, chance) if i else plain
-        end = play(tasks, step.rates).end
-        done = list(itertools.accumulate(end, max))
-        settled_s = max(at[ends[-1]] - at[ends[steps // 2 - 1]] for at in (end, done)) / (steps - steps // 2)
-        yield max(settled_s, max(end) / steps) if i else settled_s
+    laid = tasks_of([row.operations for row in itertools.islice(found, steps)], pace, step.rates)
+    return laid.tasks, laid.ends
+
+
+def settled_s(tasks: Sequence[Task], ends: Sequence[int], rates: Rates) -> tuple[float, float]:
+    """Seconds of one of the later steps, and of all."""
+    end, half = play(tasks, rates).end, len(ends) // 2
+    done = list(itertools.accumulate(end, max))
+    return max(at[ends[-1]] - at[ends[half - 1]] for at in (end, done)) / (len(ends) - half), done[-1]
 
 
 def reordered(tasks: Sequence[Task], ends: Sequence[int], chance: random.Random) -> tuple[list[Task], list[int]]:
-    """Another order of every lane but compute: of what is ready, each takes what pleases it."""
+    """Another order of every lane but compute: of what is ready, each takes what pleases it.
+
+    What is not made keeps its turn: who waits for it waits for all that its lane did before (``order.ledger.newest``).
+    """
     waiting = [len(set(task.after)) for task in tasks]
     successors: list[set[int]] = [set() for _ in tasks]
     computes = [i for i, task in enumerate(tasks) if task.lane == COMPUTE]
     for earlier, later in itertools.pairwise(computes):
         successors[earlier].add(later)
         waiting[later] += earlier not in tasks[later].after
+    last_of: dict[str, int] = {}
     for i, task in enumerate(tasks):
-        for first in set(task.after):
+        keeps_turn = not task.nbytes and task.lane not in (COMPUTE, HOST) and task.lane in last_of
+        before = {*task.after, last_of[task.lane]} if keeps_turn else set(task.after)
+        waiting[i] += len(before) - len(set(task.after))
+        for first in before:
             successors[first].add(i)
+        last_of[task.lane] = i
     wish = [
         chance.choice([i, i + 200 * chance.random(), i - 200 * (task.lane == "h2d")]) for i, task in enumerate(tasks)
     ]
@@ -216,7 +240,8 @@ def reordered(tasks: Sequence[Task], ends: Sequence[int], chance: random.Random)
 
 
 def main() -> None:
-    ratios: dict[str, list[float]] = {"roomy": [], "others": [], "with activations away": [], "reordered": []}
+    names = ("roomy", "roomy, order chosen", "others", "with activations away", "reordered")
+    ratios: dict[str, list[float]] = {name: [] for name in names}
     for seed in range(*map(int, sys.argv[1:3])):
         chance = random.Random(seed)
         step = random_step(chance, has_ranks="ranks" in sys.argv)
@@ -230,6 +255,7 @@ def main() -> None:
         ratios["reordered"] += others
         if step.is_roomy and not any(u.saved_bytes for u in step.plan.units):
             ratios["roomy"].append(plain)
+            ratios["roomy, order chosen"].append(chosen_s(step) / bound.seconds)
         if min([plain, *others]) < 1 - 1e-9:  # so few steps may not have settled
             plain, *others = (seconds / bound.seconds for seconds in steps_s(step, chance, num_orders=1, steps=60))
         if min([plain, *others]) < 1 - 1e-9:
