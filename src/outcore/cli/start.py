@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
+from outcore.core.collecting import rarely_collecting
 from outcore.core.errors import ConfigError
 from outcore.core.extra import COMMAND_LINE, refuse_missing
 
@@ -21,16 +23,22 @@ def main() -> None:
     atexit.register(_end_of_plan, ended := list[object]())  # the first that is registered is the last that is called
     from outcore.cli.main import main as run
 
-    try:
-        run()
-    except SystemExit as status:
-        ended.append(status.code)
-        raise
+    with rarely_collecting() if _is_plan() else nullcontext():
+        try:
+            run()
+        except SystemExit as status:
+            ended.append(status.code)
+            gc.freeze()  # else, collecting often again, Python goes through all that was made once more
+            raise
+
+
+def _is_plan() -> bool:
+    return sys.argv[1:2] == ["plan"]
 
 
 def _end_of_plan(ended: list[object]) -> None:
     """End at once: for half a second Python would take apart all that was made. Args: ended: Statuses."""
-    if sys.argv[1:2] == ["plan"] and ended in ([0], [None]):
+    if _is_plan() and ended in ([0], [None]):
         with suppress(OSError):  # Python says so
             sys.stdout.flush()
             sys.stderr.flush()

@@ -150,7 +150,7 @@ class Answer:
 
     def _all_else(self) -> None:
         """Work out what is said beside the changes."""
-        _ = self.loads, self.found.bound, self.found.simulation.timeline
+        _ = self.loads, self.least, self.found.bound, self.found.simulation.timeline
 
     @cached_property
     def loads(self) -> tuple[Load, ...]:
