@@ -53,6 +53,9 @@ class Looks:
         # Cached per object: functools.cache on the methods would keep every search alive.
         self.plan = functools.cache(self.choice.plan)
         """The candidate written down, without activations that leave."""
+        firsts: dict[tuple[_Key, Away | None], Candidate] = {}
+        self.same = functools.cache(lambda c: firsts.setdefault((_key(self.plan(c)), c.saves), c))
+        """The first candidate that was seen with the same plan."""
         self.busiest = functools.cache(self._busiest)
         self.coarse_s = functools.cache(self._coarse_s)
         self._runs: dict[tuple[int, Away | None], tuple[Plan, Plan]] = {}  # by the plan's id, with the plan

@@ -181,7 +181,7 @@ class _Search:
             return self.explain(looks.plan(everything), everything)
         firsts = [] if self._is_small else self._firsts()
         ways = self._job.ways if self._is_small else [candidate.saves for candidate in firsts]
-        fillings = self._lowest(set(self._fillings(ways)), self._budget // 4)
+        fillings = self._lowest(set(map(looks.same, self._fillings(ways))), self._budget // 4)
         best = self._fastest([*firsts, *fillings], _STARTS)
         rest, units = self._budget - self._budget // 4, len(self._job.model.units) - 1
         turns = (rest // 2, rest // 4, rest // 4) if rest > _FEW else (rest,)
@@ -357,7 +357,7 @@ class _Search:
 
     def _descend(self, best: Candidate, most: int, *, alone: bool = False) -> Candidate:
         """Take every change that makes it faster, until none does or enough were tried. Args: alone: No pairs."""
-        seen, tried = {best: None}, _Tried(0, 0, 1)
+        seen, tried = {self._looks.same(best): None}, _Tried(0, 0, 1)
         while True:
             enough_s = self._looks.seconds(best) * (1 - SMALLEST_GAIN)
             faster = self._first_faster(self._open_around(best, enough_s, most, seen, tried, alone=alone), enough_s)
@@ -387,13 +387,13 @@ class _Search:
         for other in self._around(best, alone=alone):
             if simulated >= most or bounded >= _BOUNDS * most:
                 return
-            if other in seen or not self._fits(other):
+            if not self._fits(other) or (same := looks.same(other)) in seen:
                 continue
-            seen[other] = None
-            if looks.busiest(other)[0] >= enough_s:
+            seen[same] = None
+            if looks.busiest(same)[0] >= enough_s:
                 continue
             bounded += 1
-            if looks.coarse_s(other) >= enough_s:
+            if looks.coarse_s(same) >= enough_s:
                 continue
             simulated += 1
             yield other, _Tried(simulated, bounded, len(seen))
