@@ -57,6 +57,35 @@ def test_many_replace_one_checkpoint_while_others_read_it(can_exchange: bool, tm
     assert _read_once(target) == "one"
 
 
+@pytest.mark.parametrize("when", ["gone", "there again"])
+def test_a_target_that_comes_and_goes(when: str, tmp_path: Path, monkeypatch: Any):
+    """Between two calls of who replaces it, where folders cannot change names in one."""
+    monkeypatch.setattr(checkpoint_folder, "_exchange", lambda *_: False)
+    target, other, rename = tmp_path / "step-00000001", tmp_path / "other", Path.rename
+    _replace(target, 9, 1)
+    _replace(other, 8, 1)
+    met: list[Path] = []
+
+    def racing(path: Path, to: Path) -> Path:
+        if when == "gone" and to == target and not met:
+            with pytest.raises(OSError, match="not empty"):
+                rename(path, to)
+            met.append(rename(target, tmp_path / "away"))
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+        if when == "there again" and path == target and not met:
+            moved = rename(path, to)
+            met.append(rename(other, target))
+            return moved
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", racing)
+    _replace(target, 7, 1)
+    assert met
+    assert (target / "a").read_text() == "7 0"
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == ({target.name, "other", "away"} if when == "gone" else {target.name})
+
+
 def test_a_lock_is_of_the_folder_that_is_there(tmp_path: Path, monkeypatch: Any):
     """Another one has taken its place between opening and locking."""
     path, open_file = tmp_path / "step-00000001", os.open

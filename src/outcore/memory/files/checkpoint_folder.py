@@ -289,21 +289,31 @@ def mapped_tensors(path: Path) -> Callable[[str], torch.Tensor]:
     return safe_open(path, framework="pt").get_tensor
 
 
+_ATTEMPTS = 20
+"""Others may take the target away, or put theirs there, between any two calls."""
+_IS_THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+"""Why a folder was not renamed."""
+
+
 def _put_in_place(path: Path, target: Path) -> None:
     """What was there goes last. If it cannot be removed, the next writer tries again."""
     old = _renamed(path, target)
     sync(target.parent)
+    _remove(old)
+
+
+def _remove(old: Path) -> None:
     with suppress(OSError):
         old.unlink() if old.is_symlink() or not old.is_dir() else shutil.rmtree(old)
 
 
 def _renamed(path: Path, target: Path) -> Path:
     """Returns: Where the old one is now, if there was one. Who reads it is waited for."""
-    for is_last in (False, True):
+    for left in reversed(range(_ATTEMPTS)):
         try:
             path.rename(target)
-        except OSError:
-            if not os.path.lexists(target):
+        except OSError as error:
+            if error.errno not in _IS_THERE and not os.path.lexists(target):  # it may have gone since
                 raise
         else:
             return path
@@ -313,10 +323,16 @@ def _renamed(path: Path, target: Path) -> Path:
                     return path
                 old = _aside(target, "old")
                 target.rename(old)
-                path.rename(target)
+                try:
+                    path.rename(target)
+                except OSError:
+                    if os.path.lexists(target):  # somebody else's, which is newer than the old one
+                        _remove(old)
+                    raise
                 return old
-        except FileNotFoundError:  # somebody has removed it meanwhile
-            if is_last:
+        except OSError as error:
+            is_race = isinstance(error, FileNotFoundError) or error.errno in _IS_THERE
+            if not is_race or not left:
                 raise
     raise AssertionError("the last attempt returns or raises")
 
