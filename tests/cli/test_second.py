@@ -39,6 +39,16 @@ def test_without_it_the_first_does_everything():
     assert Second().map(math.sqrt, [1.0, 4.0]) == [1, 2]
 
 
+def test_another_outcore_is_not_asked(monkeypatch: pytest.MonkeyPatch):
+    """Which a new process may find where the first one was started in the folder of its own."""
+    monkeypatch.setattr("outcore.cli.plan.second.__file__", "/elsewhere/second.py")
+    with Second() as second:
+        second.start()
+        assert second.map(math.sqrt, [1.0, 4.0]) == [1, 2]
+        second._ask_for(math.sqrt, deque(enumerate([9.0])), {})
+        assert second.num_done == 0
+
+
 def test_what_cannot_be_sent_the_first_does(second: Second):
     assert second.map(lambda x: x + 1, [1, 2, 3]) == [2, 3, 4]
     assert second.num_done == 0

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import outcore.spec.plan as spec
+from outcore.optim import blocks
 
 from .cases import CHOICES, KINDS, POLICIES, PRECISIONS, Case, pairs, pairwise, run_checked
 from .loops import Setting, assert_equal, plain_loop
@@ -34,6 +36,20 @@ def test_many_steps(kind: str, *, early: bool, tmp_path: Path) -> None:
     setting = Setting(precision="bf16", micro_batches=2, clipping="off", steps=12)
     case = Case("patchwork", kind, setting, promised=early, early=early, depth=2)
     assert_equal(plain_loop(case.name, case.setting), run_checked(case, tmp_path, poison=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer", "precision"),
+    [("llama", "adamw", "bf16"), ("patchwork", "sgd", "fp32"), ("lora", "adagrad", "pure_bf16")],
+)
+def test_updates_in_many_blocks(name: str, optimizer: str, precision: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """As those of large parameters: of 64 elements, where all of a small one would fit into one."""
+    monkeypatch.setattr("outcore.runtime.updates.block_sizes.USUAL_BYTES", 256)
+    streamed, real = list[bool](), blocks._stream
+    monkeypatch.setattr(blocks, "_stream", lambda *given: streamed.append(real(*given)) or streamed[-1])
+    case = Case(name, "mixed", Setting(precision=precision, micro_batches=2, optimizer=optimizer))
+    assert_equal(plain_loop(case.name, case.setting), run_checked(case, tmp_path, poison=True, permute=3))
+    assert any(streamed)
 
 
 def test_every_pair_of_choices_is_covered() -> None:

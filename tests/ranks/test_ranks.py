@@ -6,7 +6,6 @@ import json
 from importlib.util import find_spec
 from typing import Any
 
-import nursery
 import pytest
 
 from .cases import ADAPTED, CASES, CUT, DEVICE, MACHINES, Case, plain
@@ -126,9 +125,7 @@ FAULTS = [
 
 @pytest.mark.parametrize("fault", FAULTS, ids=[f"{fault.kind} {fault.point} {fault.rank}" for fault in FAULTS])
 def test_a_rank_that_fails_ends_all(fault):
-    """The interpreters of each kind are taken apart once."""
-    is_first = fault is next(other for other in FAULTS if other.kind == fault.kind)
-    verdict = run_fault(fault, 3, nursery.Whole if is_first else nursery.Popen)
+    verdict = run_fault(fault, 3)
     assert verdict.is_reached
     assert not verdict.wrong, "\n".join(verdict.wrong)
 

@@ -84,11 +84,11 @@ def draw(kind: str, seed: int, num_ranks: int) -> Fault:
     return Fault(kind, point, count, rank, homes, partition)
 
 
-def run(fault: Fault, num_ranks: int, kind: type[nursery.Popen] = nursery.Whole) -> Verdict:
+def run(fault: Fault, num_ranks: int) -> Verdict:
     """One run, judged."""
     before = _left_behind()
     with tempfile.TemporaryDirectory(dir=Path.home()) as folder:
-        ranks = watch(fault, num_ranks, folder, kind)
+        ranks = watch(fault, num_ranks, folder)
         verdict = judge(fault, ranks)
         left = sorted(set(_left_behind()) - set(before))
         homes = [path for path in Path(folder).iterdir() if path.name != "checkpoints"]
@@ -103,11 +103,11 @@ def _left_behind() -> Iterator[str]:
     return [*os.listdir("/dev/shm"), *(name for name in os.listdir("/tmp") if "outcore" in name)]
 
 
-def watch(fault: Fault, num_ranks: int, folder: str, kind: type[nursery.Popen]) -> list[Watched]:
+def watch(fault: Fault, num_ranks: int, folder: str) -> list[Watched]:
     """Run the ranks until all have ended."""
     code = "from ranks.faults import main; main()"
     with _STARTING:
-        ranks = start(code, num_ranks, [json.dumps(fault), folder], timeout_s=60.0, kind=kind)
+        ranks = start(code, num_ranks, [json.dumps(fault), folder], timeout_s=60.0, kind=nursery.Whole)
     found: dict[int, Watched] = {}
 
     def listen(number: int) -> None:

@@ -24,7 +24,8 @@ from outcore.core.collecting import rarely_collecting
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
-_SERVE = "from outcore.cli.plan.second import serve; serve()"
+_SERVE = "import sys; from outcore.cli.plan import second; second.__file__ == sys.argv[1] and second.serve()"
+"""Nothing, where a new process finds another outcore: the folder of a script is not among those that it looks in."""
 
 
 class Second:
@@ -42,7 +43,7 @@ class Second:
 
     def start(self) -> None:
         """Begin it, where there is another core."""
-        command, pipe = [sys.executable, "-P", "-c", _SERVE], subprocess.PIPE
+        command, pipe = [sys.executable, "-P", "-c", _SERVE, __file__], subprocess.PIPE
         if len(os.sched_getaffinity(0)) > 1:
             with suppress(OSError):
                 self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
