@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -306,9 +307,17 @@ class TestResume:
     def test_after_ctrl_c(self, command, shared, tmp_path, monkeypatch):
         whole, out = tmp_path / "whole", tmp_path / "run"
         assert command(*shared, "--out", whole).status == 0
-        for step, left in ((1, f"no checkpoint was saved in {out}: --resume auto begins anew"), (5, "")):
+
+        def stop(saved: str) -> None:
+            deadline_s = time.monotonic() + 60
+            while saved and not (out / saved).exists() and time.monotonic() < deadline_s:
+                time.sleep(0.01)  # it is written beside training, and Ctrl-C gives up what is not there yet
+            signal.raise_signal(signal.SIGINT)
+
+        begun_anew = f"no checkpoint was saved in {out}: --resume auto begins anew"
+        for step, saved, left in ((1, "", begun_anew), (5, "checkpoint-4", "")):
             with monkeypatch.context() as patch:
-                self.stop_at(patch, step, stop=partial(signal.raise_signal, signal.SIGINT))
+                self.stop_at(patch, step, stop=partial(stop, saved))
                 stopped = command(*shared, "--out", out, "--resume", "auto")
             assert stopped.status == 130
             assert f"nothing was saved in {out}: the run begins at step 0" in stopped.out
