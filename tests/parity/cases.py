@@ -69,6 +69,7 @@ class Case:
     promised: bool = False  # accumulation_steps and, without clipping, clipping=False are given to prepare
     share: float = 0.0  # of the units that can be, updated on the device through staging slots
     early: bool = False  # with promised: every unit that can be is updated inside backward
+    in_turn: bool = False  # units whose states slots keep are not updated first
     depth: int = 1
     offset: int = 0  # where a mixed plan begins in MIXED
     units: tuple[Any, ...] | None = None  # classes or names instead of those that are found
@@ -90,6 +91,7 @@ class Case:
             + ["promised"] * self.promised
             + ["early"] * self.early
             + [f"share={self.share:.2g}"] * bool(self.share)
+            + ["in turn"] * self.in_turn
             + ["minimal"] * self.is_minimal
             + [f"room={self.room}"] * bool(self.room)
             + [f"pieces={self.pieces}"] * (self.pieces > 1)
@@ -125,7 +127,7 @@ class Case:
             share=self.share,
             pieces=self.pieces,
         )
-        plan = dataclasses.replace(plan, kept_bytes=self.room)
+        plan = dataclasses.replace(plan, kept_bytes=self.room, kept_updated_first=not self.in_turn)
         is_plain = self.kind == "fits" and not self.promised and can_be_plain(spec, plan)
         return dataclasses.replace(plan, plain=True, pools=()) if is_plain else plan
 
@@ -243,6 +245,7 @@ CHOICES: dict[str, Sequence[Any]] = {
     "promised": (False, True),
     "early": (False, True),
     "share": (0.0, 0.5),
+    "in_turn": (False, True),
     "depth": (0, 1, 2),
     "offset": tuple(range(len(MIXED))),
     "room": ROOMS,

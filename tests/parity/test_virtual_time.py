@@ -260,6 +260,7 @@ def make(seed: int, num_ranks: int = 1) -> Program:
         pools=pools_for(spec, plans, comfort),
         prefetch_depth=chance.randint(0, 3),
         last_updated_first=chance.choice([0, 1, 3]),
+        kept_updated_first=chance.random() < 0.5,
         accumulation_steps=micro_batches,
         micro_batches_in_unit=pieces,
     )

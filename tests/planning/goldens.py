@@ -76,6 +76,11 @@ def _cases() -> dict[str, tuple[ModelSpec, Plan, tuple[Visit, ...]]]:
             plan(five, ("host", "host", "disk"), slots=2, max_slots_host=3),
             usual_visits(five),
         ),
+        "disk_3_states_slots_in_turn": (
+            five,
+            replace(plan(five, ("host", "host", "disk"), slots=2, max_slots_host=3), kept_updated_first=False),
+            usual_visits(five),
+        ),
         "early_2_slots": (four, plan(four, HOST, ("disk", "disk", "disk"), slots=2, early="abd"), usual_visits(four)),
         "on_the_device_2_slots": (
             four,

@@ -50,8 +50,8 @@ class Step:
     is_roomy: bool
 
 
-def random_step(chance: random.Random, *, has_ranks: bool = False) -> Step:
-    """Any model, plan and machine. Args: has_ranks: Several train together."""
+def random_step(chance: random.Random, *, has_ranks: bool = False, kept_first: bool = True) -> Step:
+    """Any model, plan and machine. Args: has_ranks: Several train together. kept_first: See ``Plan``."""
     model = random_model(chance)
     if has_ranks:
         nodes, per_node = chance.choice([(1, 2), (1, 3), (2, 2), (4, 1)])
@@ -61,7 +61,7 @@ def random_step(chance: random.Random, *, has_ranks: bool = False) -> Step:
     if not has_ranks:
         model = replace(model, micro_batches_in_unit=chance.choice([1, 1, 1, 1, 1, 2, 3]))
     micro_batches = chance.choice([1, 1, 2, 3])
-    plan = random_plan(model, chance, micro_batches, is_roomy=is_roomy)
+    plan = replace(random_plan(model, chance, micro_batches, is_roomy=is_roomy), kept_updated_first=kept_first)
     early = [u.name for u in plan.units if u.early]
     circumstances = Circumstances(
         clips=chance.random() < 0.7, overtaken=frozenset(name for name in early if chance.random() < 0.3)
@@ -176,7 +176,9 @@ def steps_s(step: Step, chance: random.Random, *, num_orders: int, steps: int = 
 def chosen_s(step: Step) -> float:
     """Seconds of a step with the updates in one of the orders that a search tries: the fastest of them."""
     count = len(step.plan.units)
-    plans = [replace(step.plan, last_updated_first=number) for number in sorted({0, 1, 2, 3, count // 2, count})]
+    last = sorted({0, 1, 2, 3, count // 2, count})
+    orders = itertools.product(last, (True, False) if any(u.states == "disk" for u in step.plan.units) else (True,))
+    plans = [replace(step.plan, last_updated_first=number, kept_updated_first=kept) for number, kept in orders]
     return min(settled_s(*laid_out(replace(step, plan=plan), STEPS), step.rates)[0] for plan in plans)
 
 
@@ -244,7 +246,7 @@ def main() -> None:
     ratios: dict[str, list[float]] = {name: [] for name in names}
     for seed in range(*map(int, sys.argv[1:3])):
         chance = random.Random(seed)
-        step = random_step(chance, has_ranks="ranks" in sys.argv)
+        step = random_step(chance, has_ranks="ranks" in sys.argv, kept_first=seed % 4 != 3)
         bound = bound_of(step.model, step.plan, step.rates, step.visits, step.circumstances)
         if not bound.seconds:
             continue

@@ -260,7 +260,7 @@ def test_order_of_updates_that_beat_a_sum_of_two_parts():
 @pytest.mark.parametrize("seed", [*range(NUM_STEPS), 4928, 8313, 8846])
 def test_no_order_beats_it(seed: int, has_ranks: bool):
     chance = random.Random(seed)
-    step = random_step(chance, has_ranks=has_ranks)
+    step = random_step(chance, has_ranks=has_ranks, kept_first=seed % 4 != 3)
     given = (step.model, step.plan, step.rates, step.visits, step.circumstances)
     found = bound_of(*given)
     assert totals_of(*given) == pytest.approx(work_of(*given).total_s)

@@ -165,6 +165,17 @@ def test_updates_begin_where_gradients_come_first():
     assert found.simulation.step_s < 0.99 * step_s(job, usual)
 
 
+@pytest.mark.parametrize(("num_layers", "host"), [(4, 2.5), (12, 6)])
+def test_updates_come_in_turn_where_forward_would_wait_for_those_whose_states_slots_keep(num_layers: int, host: float):
+    """Updates are about as fast as forward, and the disk is faster."""
+    job = job_of(num_layers, 0.5, host, 40)
+    rates = rates_of(job.model, disk_read=30e9, disk_write=30e9)
+    updates = {"update": MIB / 0.9e-3, "device_update": MIB / 10e-3, "compute": 30e9}
+    found = search(dataclasses.replace(job, rates=dataclasses.replace(rates, parameters_per_s=updates)))
+    usual = dataclasses.replace(found.plan, kept_updated_first=True)
+    assert found.simulation.step_s < 0.997 * found.looks.simulation(usual, None).step_s
+
+
 def test_where_everything_fits_nothing_moves():
     found = search(job_of(5, 8, 9))
     assert {(u.weights, u.gradients, u.states) for u in found.plan.units} == {("device",) * 3}

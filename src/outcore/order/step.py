@@ -34,4 +34,4 @@ class StepOrder(Generic[H]):
         self.weights = WeightOrder(self.ledgers, port, self.pools)
         self.gradients = GradientOrder(port, self.pools, supply)
         self.activations: ActivationOrder[H] = ActivationOrder(self.ledgers, port, self.pools)
-        self.updates = UpdateOrder(model, port, self.pools, supply, self.weights)
+        self.updates = UpdateOrder(model, plan, port, self.pools, supply, self.weights)

@@ -27,6 +27,7 @@ from outcore.order.weights import WeightOrder
 from outcore.spec.lanes import Lane
 from outcore.spec.layout import SCRATCH_BYTES, staging
 from outcore.spec.model import ModelSpec
+from outcore.spec.plan import Plan
 
 
 class UpdateWork(Protocol[H]):
@@ -76,9 +77,10 @@ class UpdateOrder(Generic[H]):
     """What updates submit."""
 
     def __init__(
-        self, model: ModelSpec, port: Port[H], pools: Pools[H], supply: Supply[H], weights: WeightOrder[H]
+        self, model: ModelSpec, plan: Plan, port: Port[H], pools: Pools[H], supply: Supply[H], weights: WeightOrder[H]
     ) -> None:
         self._model, self._port, self._pools, self._supply, self._weights = model, port, pools, supply, weights
+        self._kept_first = plan.kept_updated_first
         self._shared = [unit for unit in weights.units if unit.cut.is_one_copy and unit.cut.updated_bytes]
 
     def step(
@@ -89,15 +91,16 @@ class UpdateOrder(Generic[H]):
     ) -> None:
         """Submit all updates of a step.
 
-        Units whose states are still in slots come first, so that they are not read again; else the order is kept. The
-        slot next in line does not count: the first unit whose states must be read takes it.
+        If the plan says so, units whose states are still in slots come first, so that they are not read again. The slot
+        next in line does not count: the first unit whose states must be read takes it. Else the order is kept.
 
         Args:
             units: In the order in which forward needs them. None is bound.
             work_of: What is to be done; None: nothing.
             meet: Waits for all ranks. See [Note: one copy].
         """
-        kept: set[Home[H]] = {home for pool in self._pools.of("host", "states") for home in pool.spared()}
+        pools = self._pools.of("host", "states") if self._kept_first else []
+        kept: set[Home[H]] = {home for pool in pools for home in pool.spared()}
         if self._shared:
             self._begin(meet)
         for unit in sorted(units, key=lambda unit: unit.states not in kept):

@@ -203,6 +203,9 @@ class Plan(Described):
     last_updated_first: int = 0
     """``step()`` begins with the updates of so many units at the end of forward, the last one first: their gradients
     come home first. The others follow in the order of their next use."""
+    kept_updated_first: bool = True
+    """Before all others ``step()`` updates the units whose states slots in host memory keep on their way to disk, so
+    that they are not read again. False: they come in their turn, and mostly are."""
     accumulation_steps: int | None = None
     """Micro-batches per step if promised, else None: any number."""
     micro_batches_in_unit: int = 1
@@ -234,8 +237,9 @@ class Plan(Described):
         _whole_number(self.micro_batches_in_unit, 1, "plan: micro_batches_in_unit")
         _whole_number(self.kept_bytes, 0, "plan: kept_bytes")
         _whole_number(self.workspace_bytes, 0, "plan: workspace_bytes")
-        if not isinstance(self.plain, bool):
-            raise ConfigError(f"plan: plain: expected true or false, but got {self.plain!r}")
+        for name in ("kept_updated_first", "plain"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"plan: {name}: expected true or false, but got {getattr(self, name)!r}")
         if not isinstance(self.tier_bytes, Mapping):
             raise ConfigError(f"plan: expected tier_bytes as an object, but got {self.tier_bytes!r}")
         names = [u.name for u in self.units]

@@ -58,6 +58,8 @@ def _facts(answer: Answer) -> Iterator[tuple[str, str]]:
     yield from _activations(answer)
     if found.plan.last_updated_first:
         yield "order", f"updates begin with the last {found.plan.last_updated_first} units, whose gradients come first"
+    if not found.plan.kept_updated_first:
+        yield "order", "units whose states are still in slots are updated in their turn, not first"
     staged = sum(unit.update == "device" for unit in found.plan.units)
     if staged:
         yield "share", f"the device updates {staged} units whose states are in host memory"

@@ -63,17 +63,19 @@ class Candidate:
     """Of the others that can be: updated inside backward."""
     late: float = 0.0
     """Of all units: those at the end of forward whose updates ``step()`` begins with."""
+    in_turn: bool = False
+    """Units whose states slots keep are not updated first."""
     saves: Away | None = None
     """What some units save beyond their arguments, or off the device; None: they do not."""
 
     @functools.cached_property
     def order(self) -> tuple[object, ...]:
         """Of equally good ones."""
-        return self.kinds, repr((self.comfort, self.share, self.early, self.late, self.saves))
+        return self.kinds, repr((self.comfort, self.share, self.early, self.late, self.in_turn, self.saves))
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.kinds, self.comfort, self.share, self.early, self.late, self.saves))
+        return hash((self.kinds, self.comfort, self.share, self.early, self.late, self.in_turn, self.saves))
 
     def __hash__(self) -> int:  # of hundreds of units, asked again and again
         return self._hash
@@ -134,6 +136,7 @@ class Choice:
             pools=self._taken(candidate)[0],
             prefetch_depth=candidate.comfort.prefetch_depth if fetches else 0,
             last_updated_first=round(candidate.late * len(units[1:])),
+            kept_updated_first=not candidate.in_turn,
             accumulation_steps=self._accumulation_steps,
             micro_batches_in_unit=self._model.micro_batches_in_unit,
             tier_bytes=dict(self.tier_bytes(candidate).items()),
@@ -214,7 +217,8 @@ class Choice:
         buckets = slots.get(("device", "bucket"), ROOMY.num_buckets)
         depth = max(plan.prefetch_depth, slots.get(("device", "weights"), 1) - 1)
         comfort = Comfort(prefetch_depth=depth, num_buckets=buckets, max_slots_host=most)
-        return Candidate(kinds, comfort, late=plan.last_updated_first / max(len(kinds) - 1, 1))
+        late = plan.last_updated_first / max(len(kinds) - 1, 1)
+        return Candidate(kinds, comfort, late=late, in_turn=not plan.kept_updated_first)
 
     def neighbours(self, candidate: Candidate) -> Iterator[Candidate]:
         """What is one change away, in a fixed order: the large changes first."""
@@ -231,6 +235,11 @@ class Choice:
             for early in (candidate.early - by, candidate.early + by) if self._may_be_early else ():
                 if 0 <= early <= 1:
                     yield replace(candidate, early=early)
+
+    def turned(self, candidate: Candidate) -> Iterator[Candidate]:
+        """The other order of updates of units whose states slots keep, if there may be any."""
+        if any(pool.kind == "states" for pool in self._taken(candidate)[0]):
+            yield replace(candidate, in_turn=not candidate.in_turn)
 
     def other_orders(self, candidate: Candidate) -> Iterator[Candidate]:
         """Other orders of the updates."""

@@ -188,6 +188,8 @@ class _Search:
         changed = [self._descend(start, most) for start, most in zip(best, turns, strict=False)]
         if self._is_small and changed and units > _FEW_UNITS:
             changed.append(self._kick(min(changed, key=looks.seconds)))
+        if changed:
+            changed.extend(self._choice.turned(min(changed, key=looks.seconds)))
         simple = [candidate for candidate in uniform(looks, None).values() if self._fits(candidate)]
         plans = [*((looks.plan(candidate), candidate) for candidate in self._fastest([*changed, *simple], 1)), today]
         return self.explain(*min(plans, key=lambda pair: looks.cost_s(pair[0], pair[1].saves)))
@@ -423,6 +425,7 @@ class _Search:
         binding = self._looks.simulation(self._looks.plan(best), best.saves).binding
         if min(binding.get("d2h", 0.0), binding.get("update", 0.0)) > _BINDS:  # updates may wait for gradients
             yield from self._choice.other_orders(best)
+        yield from self._choice.turned(best) if self._is_small else ()
         near = (ALL_DEVICE, *KINDS[1:4]) if self._is_small else (ALL_DEVICE,)
         for other in self._choice.neighbours(best):
             if self._fits(other):
