@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -163,6 +164,16 @@ def test_updates_begin_where_gradients_come_first():
     found = search(job)
     usual = dataclasses.replace(found.plan, last_updated_first=0)
     assert found.simulation.step_s < 0.99 * step_s(job, usual)
+
+
+def test_room_that_a_change_left_goes_to_nearer_kinds_of_the_plan():
+    search = _Search(job_of(10, 1, 8, 30))
+    far, near = Kind("host", "host", "disk"), Kind("device", "host", "host")
+    full = search._fill(search._choice.uniform(far), near)
+    count = full.kinds.count(near)
+    loose = dataclasses.replace(full, kinds=(near,) * (count - 2) + (far,) * (11 - count + 2))
+    assert 2 < count < 11
+    assert full in itertools.islice(search._around(loose, alone=True), 2)
 
 
 @pytest.mark.parametrize(("num_layers", "host"), [(4, 2.5), (12, 6)])

@@ -427,6 +427,7 @@ class _Search:
             yield from self._choice.other_orders(best)
         yield from self._choice.turned(best) if self._is_small else ()
         near = (ALL_DEVICE, *KINDS[1:4]) if self._is_small else (ALL_DEVICE,)
+        yield from (self._fill(best, kind) for kind in sorted(set(best.kinds), key=self._choice.rank)[:-1])  # room left
         for other in self._choice.neighbours(best):
             if self._fits(other):
                 yield other
