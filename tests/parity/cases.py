@@ -69,7 +69,7 @@ class Case:
     promised: bool = False  # accumulation_steps and, without clipping, clipping=False are given to prepare
     share: float = 0.0  # of the units that can be, updated on the device through staging slots
     early: bool = False  # with promised: every unit that can be is updated inside backward
-    in_turn: bool = False  # units whose states slots keep are not updated first
+    in_turn: bool = False  # units whose states are still in slots are not updated first
     depth: int = 1
     offset: int = 0  # where a mixed plan begins in MIXED
     units: tuple[Any, ...] | None = None  # classes or names instead of those that are found

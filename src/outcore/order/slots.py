@@ -1,9 +1,9 @@
 """Pools of slots.
 
 [Note: what slots keep] A slot through which states, gradients or activations went to disk keeps its copy until somebody
-else takes it. What is there still is not read again: ``step()`` updates the units whose states slots keep first, unless
-the plan says otherwise (``Plan.kept_updated_first``), gradients that came last are taken from the slot in which they
-landed, and so are the activations of the last forwards.
+else takes it. What is there still is not read again. ``step()`` begins with the units whose states are still in slots,
+unless the plan says otherwise (``Plan.kept_updated_first``). Gradients that came last are taken from the slot in which
+they landed, and so are the activations of the last forwards.
 Whoever else writes to that home on disk makes the copy worthless (``Pools.forget``).
 """
 

@@ -91,8 +91,8 @@ class UpdateOrder(Generic[H]):
     ) -> None:
         """Submit all updates of a step.
 
-        If the plan says so, units whose states are still in slots come first, so that they are not read again. The slot
-        next in line does not count: the first unit whose states must be read takes it. Else the order is kept.
+        The order is kept, but for units whose states are still in slots: if the plan says so they come first, and are
+        not read again. The slot next in line does not count: the first unit whose states must be read takes it.
 
         Args:
             units: In the order in which forward needs them. None is bound.

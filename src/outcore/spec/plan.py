@@ -204,8 +204,8 @@ class Plan(Described):
     """``step()`` begins with the updates of so many units at the end of forward, the last one first: their gradients
     come home first. The others follow in the order of their next use."""
     kept_updated_first: bool = True
-    """Before all others ``step()`` updates the units whose states slots in host memory keep on their way to disk, so
-    that they are not read again. False: they come in their turn, and mostly are."""
+    """``step()`` begins with the units whose states are still in the slots through which they went to disk: these are
+    not read again. False: they come in their turn. By then most slots are taken, and most states are read."""
     accumulation_steps: int | None = None
     """Micro-batches per step if promised, else None: any number."""
     micro_batches_in_unit: int = 1

@@ -64,7 +64,7 @@ class Candidate:
     late: float = 0.0
     """Of all units: those at the end of forward whose updates ``step()`` begins with."""
     in_turn: bool = False
-    """Units whose states slots keep are not updated first."""
+    """Units whose states are still in slots are updated in their turn, not first."""
     saves: Away | None = None
     """What some units save beyond their arguments, or off the device; None: they do not."""
 
@@ -237,7 +237,7 @@ class Choice:
                     yield replace(candidate, early=early)
 
     def turned(self, candidate: Candidate) -> Iterator[Candidate]:
-        """The other order of updates of units whose states slots keep, if there may be any."""
+        """The other order of units whose states are still in slots, where there are such slots."""
         if any(pool.kind == "states" for pool in self._taken(candidate)[0]):
             yield replace(candidate, in_turn=not candidate.in_turn)
 
