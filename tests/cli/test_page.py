@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 
 from outcore.cli.plan.answer import Answer, Question, answer
 from outcore.cli.plan.page import facts_of, page
+from outcore.cli.plan.text import to_text
 
 from .browser import Page, browsing, find_browser
 from .conftest import CONFIG, Run, write_json
@@ -45,6 +47,17 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> Answer:
 @pytest.fixture(scope="module")
 def facts(answered: Answer) -> dict[str, Any]:
     return facts_of(answered)
+
+
+def test_says_the_order_of_the_updates(answered: Answer):
+    plan = dataclasses.replace(answered.found.plan, last_updated_first=2, kept_updated_first=False)
+    turned = dataclasses.replace(answered, found=dataclasses.replace(answered.found, plan=plan))
+    usual = dataclasses.replace(plan, last_updated_first=0, kept_updated_first=True)
+    said = ["Updates begin with the last 2 units", "still in slots are updated in their turn, not first."]
+    assert all(text in facts_of(turned)["time_text"] for text in said)
+    assert all(text[1:].rstrip(".") in to_text(turned) for text in said)
+    quiet = dataclasses.replace(answered, found=dataclasses.replace(answered.found, plan=usual))
+    assert not any(text[1:] in facts_of(quiet)["time_text"] for text in said)
 
 
 @pytest.fixture(scope="module")

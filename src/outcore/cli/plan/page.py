@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from outcore.cli.plan.answer import Answer
-from outcore.cli.plan.text import drive_life, received_text
+from outcore.cli.plan.text import drive_life, order_texts, received_text
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import format_bytes
 from outcore.planning.homes.reservations import reservations
@@ -92,7 +92,7 @@ def facts_of(answer: Answer) -> dict[str, Any]:
         "timeline": _timeline(answer),
         "time_text": (
             f"{simulation.num_steps} steps of {simulation.step_s:.4g} s each, lane by lane, and below what is in use "
-            f"on each tier. {_binds(answer)} {_lanes_text(answer)}"
+            f"on each tier. {_binds(answer)} {_lanes_text(answer)}{_order_text(answer)}"
         ),
         "lanes": list(_lanes(answer)),
         "curves": _curves(answer),
@@ -255,6 +255,10 @@ def _rounded(seconds: float) -> float:
 def _lanes_text(answer: Answer) -> str:
     said = [f"{lane} {_LANES[lane]}" for lane in answer.busy_s() if lane in _LANES]
     return "Rows that are busy at once work side by side" + (f": {'; '.join(said)}." if said else ".")
+
+
+def _order_text(answer: Answer) -> str:
+    return "".join(f" {text[0].upper()}{text[1:]}." for text in order_texts(answer.found.plan))
 
 
 def _binds(answer: Answer) -> str:

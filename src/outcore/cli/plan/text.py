@@ -12,7 +12,7 @@ from outcore.cli.plan.answer import Answer
 from outcore.core.quantities import format_bytes
 from outcore.planning.homes.table import plan_table
 from outcore.spec.layout import states_bytes
-from outcore.spec.plan import Tier
+from outcore.spec.plan import Plan, Tier
 from outcore.spec.timeline import COMPUTE
 
 _DAY_S = 86400.0
@@ -56,15 +56,21 @@ def _facts(answer: Answer) -> Iterator[tuple[str, str]]:
     for (weights, gradients, states), count in homes.items():
         yield "units", f"{count} with weights on {weights}, gradients on {gradients}, states on {states}"
     yield from _activations(answer)
-    if found.plan.last_updated_first:
-        yield "order", f"updates begin with the last {found.plan.last_updated_first} units, whose gradients come first"
-    if not found.plan.kept_updated_first:
-        yield "order", "units whose states are still in slots are updated in their turn, not first"
+    for said in order_texts(found.plan):
+        yield "order", said
     staged = sum(unit.update == "device" for unit in found.plan.units)
     if staged:
         yield "share", f"the device updates {staged} units whose states are in host memory"
     if answer.written_bytes:
         yield "disk", _wear(answer)
+
+
+def order_texts(plan: Plan) -> Iterator[str]:
+    """How its order of the updates differs from the usual one."""
+    if plan.last_updated_first:
+        yield f"updates begin with the last {plan.last_updated_first} units, whose gradients come first"
+    if not plan.kept_updated_first:
+        yield "units whose states are still in slots are updated in their turn, not first"
 
 
 _POLICIES = {"keep": "all that forward saves", "select": "what is dear to compute", "recompute": "arguments alone"}
